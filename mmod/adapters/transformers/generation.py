@@ -26,7 +26,7 @@ def refuse_training_mode(method: str) -> NoReturn:
     )
 
 
-class Part(NamedTuple):
+class PromptPart(NamedTuple):
     """What a forward pass over tokens of a prompt reads of it.
 
     Args:
@@ -61,7 +61,7 @@ class Prompt:
         self.drafts = drafts
         self._start: int | None = None
 
-    def part(self, arguments: Mapping[str, Any], past: int) -> Part | None:
+    def part(self, arguments: Mapping[str, Any], past: int) -> PromptPart | None:
         """Return the part that a pass reads, with `past` cached tokens before; None if its tokens are not the prompt's.
 
         Inside `generate`, logits processors call the model with other prompts: negative ones for guidance, or
@@ -77,7 +77,7 @@ class Prompt:
                     return part
         return None
 
-    def _part(self, given: Tensor, passed: Tensor, begin: int) -> Part | None:
+    def _part(self, given: Tensor, passed: Tensor, begin: int) -> PromptPart | None:
         """Return the part from a place on, if a pass got just its tokens, and maybe words of the answer behind them."""
         samples, tokens = passed.shape[:2]
         given = given[:, begin : begin + tokens]
@@ -90,7 +90,7 @@ class Prompt:
         if image_BN is not None:
             image_BN = F.pad(image_BN[:, begin : begin + tokens], (0, tokens - given.shape[1]))
             image_BN = image_BN.repeat_interleave(copies, dim=0)
-        return Part(image_BN, self.layout, copies, self.drafts)
+        return PromptPart(image_BN, self.layout, copies, self.drafts)
 
 
 class Generations:
@@ -99,7 +99,7 @@ class Generations:
     def __init__(self) -> None:
         self._running: PerThread[Prompt | None] = PerThread(type(None))
 
-    def part(self, arguments: Mapping[str, Any], past: int) -> Part | None:
+    def part(self, arguments: Mapping[str, Any], past: int) -> PromptPart | None:
         """Return what a pass reads of the prompt of this thread's call of `generate`, see `Prompt.part`."""
         prompt = self._running.value
         return None if prompt is None else prompt.part(arguments, past)

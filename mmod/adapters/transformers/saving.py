@@ -20,8 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmod.adapters.base import Changes
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import Prompt, refuse_training_mode
+from mmod.adapters.transformers.groups import GroupHook
 from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
-from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
     Deciding,
     Mixin,

@@ -1,0 +1,424 @@
+"""Which tokens of a language model's forward pass may be skipped, decided once for all of its layers.
+
+Axes: B samples, N tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters.transformers.cache_base import cache_of, chosen_samples
+from mmod.adapters.transformers.families import gets_keys, number_of, parameters_of
+from mmod.adapters.transformers.generation import Generations, Labels, PromptPart, refuse_training_mode
+from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
+from mmod.adapters.transformers.layers import GROUPS
+from mmod.adapters.transformers.structure import (
+    Structure,
+    pads_only,
+    read_prompt,
+    read_structure,
+    source_of,
+    uses_cache,
+)
+from mmod.adapters.transformers.tower import TowerImportance
+from mmod.blocks import ModelHook
+from mmod.config import CHANGE, RoutingConfig, Threshold
+from mmod.routing import TokenGroups, assign_groups, decoded_groups
+
+PROTECTED = "protected_mask"
+
+
+class MaskHook(ModelHook):
+    """Tells layers whether the model around a language model replaces causal attention by a mask of pairs.
+
+    Gemma 3 and PaliGemma let the tokens of an image see each other.
+    """
+
+    def __init__(self, text: nn.Module) -> None:
+        self.names = tuple(parameters_of(text))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Mark the groups as not causal if the language model gets a mask of pairs."""
+        groups: TokenGroups | None = kwargs.get(GROUPS)
+        mask = {**dict(zip(self.names, args)), **kwargs}.get("attention_mask")
+        if groups is not None and groups.causal and not pads_only(mask):
+            kwargs[GROUPS] = groups._replace(causal=False)
+        return args, kwargs
+
+
+class LabelHook(ModelHook):
+    """Keeps the labels of a running pass, which models take around the one that inserts images.
+
+    Args:
+        head: The hooked module, which takes labels.
+        labels: Where to keep them.
+        outermost: No module around it takes labels; modules inside may get others, or none.
+    """
+
+    def __init__(self, head: nn.Module, labels: Labels, outermost: bool) -> None:
+        self.names = tuple(parameters_of(head))
+        self.labels = labels
+        self.outermost = outermost
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the labels."""
+        labels = {**dict(zip(self.names, args)), **kwargs}.get("labels")
+        if self.outermost or labels is not None:
+            self.labels.running_BN = labels
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Forget the labels."""
+        if self.outermost:
+            self.labels.running_BN = None
+
+
+class Inputs(NamedTuple):
+    """What a forward pass says of its tokens, before any is chosen.
+
+    Args:
+        module: The model that inserts images.
+        arguments: Its arguments, by name.
+        cache: The cache of the pass, or None.
+        decodes: It runs the next token of every sample.
+        begun: Tokens before these are cached.
+        structure: Padding and packed samples.
+        part: What it reads of the prompt of `generate`; None outside.
+    """
+
+    module: nn.Module
+    arguments: Mapping[str, Any]
+    cache: Any
+    decodes: bool
+    begun: bool
+    structure: Structure
+    part: PromptPart | None
+
+
+class Candidates(NamedTuple):
+    """The tokens of a forward pass among which some may be skipped.
+
+    Args:
+        kind_BN: Modality of every such token, 0 of others (B, N).
+        layout: The arguments that describe frames.
+        copies: How many samples in a row are copies of one that these describe.
+        frames: Boundaries of frames, if tokens are chosen frame by frame.
+    """
+
+    kind_BN: Tensor
+    layout: Mapping[str, Any]
+    copies: int
+    frames: Frames | None
+
+
+class Selection(NamedTuple):
+    """The tokens of a forward pass that may be skipped.
+
+    Args:
+        free_BN: True at these tokens (B, N).
+        gated_BN: See `TokenGroups`; so are `earlier_BN` and `prompt_BN`.
+    """
+
+    free_BN: Tensor
+    gated_BN: Tensor
+    earlier_BN: Tensor | None
+    prompt_BN: Tensor | None
+
+
+class GroupHook(ModelHook):
+    """Computes, once for all layers, which tokens of a forward pass may be skipped.
+
+    Args:
+        entry: The hooked module, which takes `input_ids`.
+        text: The module that holds the layers.
+        layers: Name of their list in it.
+        plain: Rotary positions have one dimension.
+    """
+
+    def __init__(self, entry: nn.Module, text: nn.Module, layers: str, config: RoutingConfig, plain: bool) -> None:
+        self.text = text
+        self.layers = layers
+        self.config = config
+        self.images = ImageTokens(entry.config)
+        self.generations = Generations()
+        self.labels = Labels()
+        self.language = config.language
+        # p-MoD's skipped tokens are image tokens.
+        images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
+        tokens = self.language.tokens or ("image" if images_only else "all")
+        self.tokens = "all" if tokens == "all" else "image"
+        self.names = tuple(parameters_of(entry))
+        if self.tokens == "image" and not self.images.ids:
+            raise ValueError(
+                f"only image tokens may be skipped, but the config of this {type(entry).__name__} names no image "
+                "token: set config.image_token_id to the id that stands for images in prompts, such as -200 in the "
+                f"original LLaVA, and pass {IMAGES} with inputs_embeds; or let text be skipped too, with "
+                "language={'tokens': 'all'}"
+            )
+        capacities = config.capacity if isinstance(config.capacity, tuple) else (config.capacity,)
+        if self.tokens == "all" and 0 in capacities:
+            raise ValueError("capacity 0 is for image tokens: with tokens='all' it must be in (0, 1]")
+        if self.language.positions == "compact" and not plain:
+            raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
+        split = any(hasattr(weight, "device_mesh") for weight in text.parameters())
+        if split and config.importance != CHANGE and config.wants_importance(training=True):
+            raise ValueError(
+                "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
+                "different tokens: choose a router and losses that read no importance, such as router='linear'"
+            )
+        elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
+        self.tower = TowerImportance(entry) if elsewhere else None
+        if elsewhere and self.tokens != "image":
+            raise ValueError("router.importance='vision_tower' is defined for image tokens: route with tokens='image'")
+        self._check_frames(config)
+        if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
+            raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add the groups of the tokens to the keywords passed to every layer."""
+        # The host's forward knows neither mask.
+        protected_BN = kwargs.pop(PROTECTED, None)
+        image_BN = kwargs.pop(IMAGES, None)
+        if image_BN is not None:
+            self.check_masks()
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        # As a keyword of the host's own call, which gradient checkpointing repeats with the layer.
+        kwargs[GROUPS] = self.groups(module, arguments, protected_BN, image_BN)
+        return args, kwargs
+
+    def check_masks(self) -> None:
+        """Raise a ValueError if a mask of image tokens has no meaning, because text may be skipped too."""
+        if self.tokens == "all":
+            raise ValueError(
+                f"{IMAGES} marks tokens that may be skipped, but this model was routed with tokens='all': leave it "
+                "out, or route with tokens='image'"
+            )
+
+    def groups(
+        self, module: nn.Module, arguments: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None
+    ) -> TokenGroups | None:
+        """Return the groups of the tokens, or None when all of them run.
+
+        Args:
+            protected_BN: The user's mask of tokens to keep (B, N), or None.
+            image_BN: The user's mask of image tokens (B, N), or None.
+        """
+        inputs = self._read(module, arguments, image_BN)
+        if inputs is None:
+            return None
+        if inputs.decodes and inputs.cache.is_compileable and torch.compiler.is_compiling():
+            # Shapes of a captured step must not follow from what it reads.
+            return decoded_groups(inputs.structure.valid_BN)
+        candidates = self._find(inputs, image_BN)
+        selection = self._select(inputs, candidates, protected_BN)
+        return self._assign(inputs, candidates, selection)
+
+    def _read(self, module: nn.Module, arguments: Mapping[str, Any], image_BN: Tensor | None) -> Inputs | None:
+        """Step 1: read what is cached, padded and packed; None if no token may be skipped."""
+        source = source_of(arguments)
+        cache: Any = cache_of(arguments)
+        # The length of a static cache is a tensor; decoding must not synchronise with it.
+        length: Tensor | int = 0 if cache is None else cache.get_seq_length()
+        decodes = source.shape[1] == 1 and (isinstance(length, Tensor) or length > 0)
+        if not source.numel() or (self.tokens == "image" and decodes and image_BN is None):
+            return None
+        # A prefill may wait for the device, once.
+        past = length if decodes else int(length)
+        begun = decodes or bool(past)
+        if not decodes:
+            self._check_numbers(arguments, cache)
+        if self.tokens == "all" and begun:
+            self._check_causal(decodes)
+        structure = read_structure(arguments, source, past, self.text.config)
+        part = None if decodes else self.generations.part(arguments, int(past))
+        return Inputs(module, arguments, cache, decodes, begun, structure, part)
+
+    def _find(self, inputs: Inputs, image_BN: Tensor | None) -> Candidates:
+        """Step 2: find the tokens that may be skipped, by modality and frame."""
+        structure = inputs.structure
+        part = inputs.part
+        if self.tokens == "all":
+            kind_BN = structure.valid_BN.long()
+        else:
+            image_BN = part.image_BN if image_BN is None and part is not None else image_BN
+            kind_BN = self.images.kinds(inputs.module, inputs.arguments, image_BN)
+        layout = inputs.arguments
+        copies = 1
+        # `generate` may keep the description of frames from the layers, if it computes the features of images before.
+        if part is not None and not inputs.begun and all(layout.get(name) is None for name in LAYOUT):
+            layout = {**layout, **part.layout}
+            copies = part.copies
+        frames = None
+        if self.tokens == "image" and self.language.frames is not None and self._decides_together:
+            frames = self.images.frames(layout, kind_BN, structure.valid_BN, structure.segment_BN, copies)
+        return Candidates(kind_BN, layout, copies, frames)
+
+    def _select(self, inputs: Inputs, candidates: Candidates, protected_BN: Tensor | None) -> Selection:
+        """Step 3: leave out tokens outside frames, those that the user protects, and those without a frame before."""
+        structure = inputs.structure
+        gated_BN = candidates.kind_BN > 0
+        if candidates.frames is not None:
+            gated_BN = gated_BN & ~candidates.frames.apart_BN
+        free_BN = gated_BN
+        if protected_BN is not None:
+            shape = (gated_BN.shape[0], gated_BN.shape[1])
+            free_BN = gated_BN & ~checked_mask(PROTECTED, protected_BN, shape).bool()
+        earlier_BN = None
+        if self.config.router.reads_frames:
+            earlier_BN = self._earlier(inputs, candidates)
+            free_BN = free_BN & (earlier_BN >= 0)
+        if structure.segment_BN is not None and self.config.importance == "last_token":
+            raise ValueError(
+                "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
+                ": pass one sample per row, or choose importance='per_viewer'"
+            )
+        prompt_BN = self._prompt(candidates.kind_BN > 0, structure)
+        return Selection(free_BN, gated_BN, earlier_BN, prompt_BN)
+
+    def _assign(self, inputs: Inputs, candidates: Candidates, selection: Selection) -> TokenGroups | None:
+        """Step 4: assign tokens to the groups within which layers choose; None when all tokens run."""
+        structure = inputs.structure
+        frames = candidates.frames
+        groups = assign_groups(
+            selection.free_BN,
+            selection.gated_BN,
+            structure.valid_BN,
+            frames=None if frames is None else self.language.frames,
+            strict=self.tokens == "image",
+            segment_BN=structure.segment_BN,
+            first_BN=None if frames is None else frames.first_BN,
+            prompt_BN=selection.prompt_BN,
+        )
+        importance = None
+        if self.tower is not None:
+            read = functools.partial(
+                self.tower.of, inputs.module, candidates.kind_BN, candidates.layout, candidates.copies
+            )
+            importance = functools.cache(read)
+        groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=selection.earlier_BN)
+        if inputs.begun and self._decides_together:
+            if inputs.part is not None and not inputs.part.drafts:
+                self._check_complete(inputs.cache)
+            if groups.skips:
+                self._check_apart(groups, frames, inputs.cache)
+        if not self.text.training and not groups.skips and sum(groups.always) == groups.group_BN.numel():
+            return None
+        return groups
+
+    @property
+    def _decides_together(self) -> bool:
+        """Whether tokens compete with each other, instead of meeting a threshold alone."""
+        return not self.config.decides_alone(self.text.training)
+
+    def _prompt(self, image_BN: Tensor, structure: Structure) -> Tensor | None:
+        """Return which tokens the labels of a pass leave to the prompt (B, N), None for all.
+
+        Image tokens are then chosen as in generation, which knows no word of the answer.
+        """
+        labels_BN = self.labels.running_BN if self.config.reads_attention(self.text.training) else None
+        # Other heads take one class, or the values of several, for a sample.
+        if labels_BN is None or labels_BN.ndim != 2 or labels_BN.is_floating_point():
+            return None
+        if labels_BN.shape != image_BN.shape:
+            raise ValueError(
+                f"labels have shape {tuple(labels_BN.shape)} and the tokens {tuple(image_BN.shape)}, so the answer, "
+                f"whose attention does not count as importance, is unknown: pass inputs_embeds, {IMAGES} and labels of "
+                "one length, or route by a score that reads no attention, such as router='linear'"
+            )
+        return read_prompt(labels_BN, image_BN, structure.segment_BN)
+
+    def _check_frames(self, config: RoutingConfig) -> None:
+        """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""
+        router = config.router
+        if not router.reads_frames:
+            return
+        if self.tokens != "image":
+            raise ValueError(f"router {router.name!r} compares frames: route with language={{'tokens': 'image'}}")
+        if VIDEO not in self.images.ids and not router.images:
+            raise ValueError(
+                f"router {router.name!r} compares frames of videos, and this model gets none: set router.images=True "
+                "to compare successive images of a prompt"
+            )
+
+    def _earlier(self, inputs: Inputs, candidates: Candidates) -> Tensor:
+        """Return the index of the token at the same position one frame earlier, -1 for none (B, N)."""
+        images = self.config.router.images
+        if inputs.begun and images and bool((candidates.kind_BN == IMAGE).any()):
+            raise ValueError(
+                "an image follows cached tokens, which may hold the frame before it: pass the full prompt at once, "
+                "without past_key_values or prefill_chunk_size"
+            )
+        segment_BN = inputs.structure.segment_BN
+        return self.images.earlier(candidates.layout, candidates.kind_BN, images, segment_BN, candidates.copies)
+
+    def _check_complete(self, cache: Any) -> None:
+        """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
+        chosen_B = chosen_samples(cache) if self.config.reads_attention(self.text.training) else None
+        if chosen_B is not None and bool(chosen_B.any()):
+            raise ValueError(
+                "the prompt goes on behind cached image tokens, which were chosen by the attention of the cached part "
+                "alone, so the answer would differ from that to the full prompt: pass the full prompt at once, without "
+                "past_key_values or prefill_chunk_size, or route by a score that reads each token alone, such as "
+                "router='linear'"
+            )
+
+    def _check_apart(self, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
+        """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
+        advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
+        if self.config.reads_attention(self.text.training):
+            problem = "importance needs the attention of all queries of the prompt"
+        elif frames is not None:
+            problem = "" if frames.complete else "the first one may belong to a partly cached frame"
+        else:
+            cached_B = chosen_samples(cache)
+            both = cached_B is not None and any(old and any(new) for old, new in zip(cached_B.tolist(), groups.sizes))
+            problem = "top-k over the image tokens of a sample cannot be split over calls" if both else ""
+            advice = f"{advice}, or frame by frame with tokens='span'"
+        if problem:
+            raise ValueError(
+                f"image tokens follow cached tokens, and {problem}: pass the full prompt at once, without "
+                f"past_key_values or prefill_chunk_size, or {advice}"
+            )
+
+    def _check_numbers(self, arguments: Mapping[str, Any], cache: Any) -> None:
+        """Refuse a cache in which layers would not find their own keys and values, as after some were cut out."""
+        config: Any = self.text.config
+        if not uses_cache(arguments, config):
+            return
+        # The host runs no more layers than its config has, and makes a cache for as many.
+        layers = list(self.text.get_submodule(self.layers).children())[: config.num_hidden_layers]
+        numbers = [number_of(layer) for layer in layers if not gets_keys(layer)]
+        cached = config.num_hidden_layers
+        if cache is not None:
+            grows = getattr(cache, "layer_class_to_replicate", None) is not None
+            cached = max(numbers) + 1 if grows else len(getattr(cache, "layers", numbers))
+        kinds = list(getattr(config, "layer_types", None) or [""] * cached)[:cached]
+        fits = len(set(numbers)) == len(numbers) and max(numbers) < len(kinds)
+        # The host makes each kind of mask by the kind's first cache layer, and gives a layer that of its place.
+        fits = fits and {kinds.index(kind) for kind in kinds} <= set(numbers)
+        fits = fits and [kinds[number] for number in numbers] == kinds[: len(numbers)]
+        if not fits:
+            raise ValueError(
+                f"layers of this {type(self.text).__name__} were cut out, moved or repeated, and the numbers of their "
+                f"attention, {', '.join(map(str, numbers))}, do not fit a cache of {cached} layers. Number them from "
+                "0, as in `for number, layer in enumerate(text.layers): layer.self_attn.layer_idx = number`, with "
+                f"num_hidden_layers={len(layers)} in the config, or pass use_cache=False"
+            )
+
+    def _check_causal(self, decodes: bool) -> None:
+        """Refuse text behind a cache if it is not decided token by token; a tuned prefix is cached in training too."""
+        alone = self.config.decides_alone(training=False)
+        if alone and decodes and not self.config.decides_alone(self.text.training):
+            refuse_training_mode("routing")
+        if not alone:
+            images = ", or with tokens='image'" if self.images.ids else ""
+            raise ValueError(
+                "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. Route "
+                "by a score that learns, such as router='linear', with select='threshold' or with inference_threshold "
+                f"(and the loss 'membership'){images}; got router={self.config.router.name!r}, "
+                f"select={self.config.select!r}"
+            )
