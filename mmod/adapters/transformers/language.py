@@ -76,7 +76,7 @@ def _hooks(
     if entry is not text:
         hooks.append((text, MaskHook(text)))
     if groups.tower is not None:
-        hooks.append((entry, groups.tower.hook))
+        hooks.append((entry, groups.tower))
     return hooks
 
 

@@ -1,4 +1,4 @@
-"""The importance of image tokens in the vision tower, whatever stands between the tower and the language model.
+"""The importance of image tokens in the vision tower, where a token stands for a fixed group of patches.
 
 Axes: B samples, I images, P patches of an image with its prefix tokens, Q patches of all images, N tokens of a prompt,
 T image tokens, D channels.
@@ -7,15 +7,15 @@ T image tokens, D channels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import BlockStack
 from mmod.adapters.tokens import remember
 from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.vision import vision_part
@@ -29,22 +29,34 @@ _LAYOUTS = 32
 _OPTION = "router.importance='vision_tower'"
 
 
-class Seen:
-    """What a tower's layer has seen in one thread.
+class Call(NamedTuple):
+    """What a call of a tower's layer computed.
+
+    Args:
+        importance_IP: Importance of the patches (I, P).
+        valid_IP: False at padding (I, P); None without.
+    """
+
+    importance_IP: Tensor
+    valid_IP: Tensor | None
+
+
+class Noted:
+    """What a tower's layer notes in one thread.
 
     Attributes:
-        importances: Importance of the patches in its calls, until it is taken (I, P).
-        starts: Its outputs while origins are traced: the graph of the features begins there. None otherwise.
+        calls: What its calls computed, until it is taken.
+        changes: In a trial, the patches whose states each of the next calls changes (I, P); None outside.
     """
 
     def __init__(self) -> None:
-        self.importances: list[Tensor] = []
-        self.starts: list[Tensor] | None = None
+        self.calls: list[Call] = []
+        self.changes: list[Tensor] | None = None
 
-    def take(self) -> list[Tensor]:
-        """Return the importances and drop them."""
-        taken = self.importances
-        self.importances = []
+    def take(self) -> list[Call]:
+        """Return the calls and drop them."""
+        taken = self.calls
+        self.calls = []
         return taken
 
 
@@ -59,7 +71,7 @@ class TowerState:
     call: BlockCall
     importance: str
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner))
-    seen: PerThread[Seen] = field(default_factory=lambda: PerThread(Seen))
+    noted: PerThread[Noted] = field(default_factory=lambda: PerThread(Noted))
 
 
 class TowerLayer(ConvertedBlock):
@@ -70,83 +82,28 @@ class TowerLayer(ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's layer on patches (I, P, D)."""
         state = self.mod_state
-        seen = state.seen.value
+        noted = state.noted.value
         run = partial(super().forward, x, *args, **kwargs)
-        if seen.starts is not None:
-            start: Tensor = run().detach().requires_grad_()
-            seen.starts.append(start)
-            # The layers before are traced without a graph; the caller's context ends this.
-            torch.set_grad_enabled(True)
-            return start
+        if noted.changes is not None:
+            y: Tensor = run()
+            # Not the same for all channels: a norm would take it away.
+            change_D = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0)).to(y)
+            return y + noted.changes.pop(0).unsqueeze(-1).to(y) * change_D
         valid_IP = state.call.masks(state.call.bind(args, kwargs), x).valid_BN
         y, importance_IP = self.observe(run, x, valid_IP, state.importance)
         if not recomputing():
-            seen.importances.append(importance_IP)
+            noted.calls.append(Call(importance_IP, valid_IP))
         return y
 
 
-class TowerEnd(ModelHook):
-    """Hook of the module that runs the tower: drops importance that no layer has read, as after a pass that failed.
-
-    Args:
-        entry: The module that runs the tower.
-        stack: The tower's layers, with their names in this module.
-        layer: The one that image features come from.
-    """
-
-    def __init__(self, entry: nn.Module, stack: BlockStack, layer: nn.Module, state: TowerState) -> None:
-        self.entry = entry
-        self.stack = stack
-        self.reads: nn.Module = layer
-        self.state = state
-        # Whether a call runs in a thread.
-        self._runs: PerThread[bool] = PerThread(bool)
-
-    def install(self) -> None:
-        """Let the layer note the importance of patches."""
-        convert(self.reads, TowerLayer, self.state, self.state.call.shell)
-        remember(self.entry, self.stack)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
-        if self._runs.value:
-            self.state.seen.value.take()
-        self._runs.value = True
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Drop the importance."""
-        self._runs.value = False
-        self.state.seen.value.take()
-
-
-class Origins(NamedTuple):
-    """The patches that image tokens are made of.
-
-    Args:
-        token_IP: Number of the image token that each patch belongs to, -1 for none, in each call of the tower.
-        tokens: Number of image tokens T.
-    """
-
-    token_IP: list[Tensor]
-    tokens: int
-
-    def mean_over_patches(self, importances: list[Tensor]) -> Tensor:
-        """Return the mean importance of each token's patches (T); 0 without patches, as of the ends of lines."""
-        token_Q = torch.cat([token_IP.flatten() for token_IP in self.token_IP])
-        value_Q = torch.cat([value_IP.flatten() for value_IP in importances])
-        used_Q = token_Q >= 0
-        total_T, count_T = value_Q.new_zeros(2, self.tokens)
-        total_T.index_add_(0, token_Q[used_Q], value_Q[used_Q])
-        count_T.index_add_(0, token_Q[used_Q], torch.ones_like(value_Q[used_Q]))
-        return total_T / count_T.clamp(min=1)
-
-
-class TowerImportance:
+class TowerImportance(ModelHook):
     """The attention that image tokens receive in the layer of the vision tower that provides the features.
 
-    It is the attention of the class token, or in a tower without one the mean over patches. A token that is made of
-    several patches has their mean. Which patches those are is traced by gradients through all that stands between the
-    tower and the language model. This takes one more pass of the tower for each layout of images.
+    It is the attention of the class token, or in a tower without one the mean over patches. A token that stands for a
+    fixed group of patches has their mean: for one patch, a square of the grid, or successive patches. Which of these it
+    is follows from the numbers of patches and tokens, and is tried once for each layout of images.
+
+    As a hook of the module that runs the tower, it drops what no layer has read, as after a pass that failed.
 
     Args:
         entry: The module that puts image features among the embedded tokens.
@@ -164,17 +121,37 @@ class TowerImportance:
                 f"{_OPTION} needs a model with a vision tower and a method get_image_features: this is a "
                 f"{type(entry).__name__}"
             )
-        stack = part()
-        layer = stack.blocks[_last_used(entry.config, len(stack.blocks))]
+        self.entry: nn.Module = entry
+        self.stack = part()
+        layer = self.stack.blocks[_last_used(entry.config, len(self.stack.blocks))]
         if is_converted(layer):
             raise ValueError(
                 f"{_OPTION} reads the attention of all patches in the tower's last layer that is used, which another "
                 "method has changed: leave that layer dense"
             )
-        importance = "class_token" if stack.class_token else "mean"
-        self.state = TowerState(stack.call_of(layer, None), importance)
-        self.hook = TowerEnd(entry, stack, layer, self.state)
-        self._known: dict[Any, Origins] = {}
+        self.reads: nn.Module = layer
+        importance = "class_token" if self.stack.class_token else "mean"
+        self.state = TowerState(self.stack.call_of(layer, None), importance)
+        # Whether a call runs in a thread.
+        self._runs: PerThread[bool] = PerThread(bool)
+        # The token of each patch by layout of the images, after a trial of each.
+        self._known: dict[tuple[object, ...], Tensor] = {}
+
+    def install(self) -> None:
+        """Let the layer note the importance of patches."""
+        convert(self.reads, TowerLayer, self.state, self.state.call.shell)
+        remember(self.entry, self.stack)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
+        if self._runs.value:
+            self.state.noted.value.take()
+        self._runs.value = True
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Drop the importance."""
+        self._runs.value = False
+        self.state.noted.value.take()
 
     @torch.compiler.disable
     def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Mapping[str, Any], copies: int) -> Tensor:
@@ -186,26 +163,29 @@ class TowerImportance:
             copies: How many samples in a row are copies of one that the arguments describe.
 
         Raises:
-            ValueError: The tower did not process the images in this call, or a patch reaches several image tokens.
+            ValueError: The tower did not process the images in this call, or a token stands for no fixed group.
         """
-        noted = self.state.seen.value.take()
+        calls = self.state.noted.value.take()
         names = [name for name in KINDS if pixels_of(arguments, name) is not None]
         if not names:
             raise ValueError(f"{_OPTION} needs the tower to process the images: pass pixel_values")
-        if not noted:
-            raise ValueError(f"{_OPTION} reads {self.hook.stack.names[0]}, which did not process the {names[0]}s")
+        if not calls:
+            raise ValueError(f"{_OPTION} reads {self.stack.names[0]}, which did not process the {names[0]}s")
         if len(names) > 1:
             raise ValueError(f"{_OPTION} reads images or videos: this call has both")
-        given = _arguments_of(entry, names[0], arguments)
-        origins = self._origins(entry, names[0], given, noted)
+        token_Q = self._tokens(entry, names[0], _arguments_of(entry, names[0], arguments), calls)
         image_BN = kind_BN == KINDS[names[0]]
         counts = image_BN[::copies].sum(1).tolist()
-        if sum(counts) != origins.tokens:
-            raise ValueError(
-                f"the images of this call have {origins.tokens} image tokens, the prompts have {sum(counts)}"
-            )
+        tokens = 1 + int(token_Q.max())
+        if sum(counts) != tokens:
+            raise ValueError(f"the images of this call have {tokens} image tokens, the prompts have {sum(counts)}")
         # The tower may have run before, for another reason.
-        importance_T = origins.mean_over_patches(noted[-len(origins.token_IP) :])
+        value_Q = torch.cat([call.importance_IP.flatten() for call in calls])[-len(token_Q) :]
+        used_Q = (token_Q >= 0).to(value_Q.device)
+        number_Q = token_Q.to(value_Q.device)[used_Q]
+        importance_T = value_Q.new_zeros(tokens).scatter_reduce(
+            0, number_Q, value_Q[used_Q], "mean", include_self=False
+        )
         if copies > 1:
             repeated: list[Tensor] = []
             for part_T in importance_T.split(counts):
@@ -214,16 +194,107 @@ class TowerImportance:
         score_BN = torch.zeros(kind_BN.shape, dtype=importance_T.dtype, device=kind_BN.device)
         return score_BN.masked_scatter(image_BN, importance_T.to(kind_BN.device))
 
-    def _origins(self, entry: nn.Module, name: str, given: Mapping[str, Any], noted: list[Tensor]) -> Origins:
-        key = (name, tuple(value_IP.shape for value_IP in noted), tuple((k, _layout(v)) for k, v in given.items()))
-        known = self._known.pop(key, None)
-        if known is None:
-            known = trace_origins(entry, name, given, self.state)
-        # The layout that was used last stands last.
-        self._known[key] = known
-        for old in list(self._known)[:-_LAYOUTS]:
-            self._known.pop(old, None)
-        return known
+    def _tokens(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[Call]) -> Tensor:
+        """Return the token of each patch in the calls of the tower for a layout of images (Q), -1 for none."""
+        shapes = tuple(call.importance_IP.shape for call in calls)
+        layout = (name, shapes, *[(key, _layout(value)) for key, value in arguments.items()])
+        if layout not in self._known:
+            if len(self._known) == _LAYOUTS:
+                self._known.clear()
+            self._known[layout] = self._try(entry, name, arguments, calls)
+        return self._known[layout]
+
+    def _try(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[Call]) -> Tensor:
+        """Return the token of each patch (Q): where the patches of some tokens change, just these tokens do."""
+        changes = [torch.zeros(1, 1)] * len(calls)
+        before_TD = self._features(entry, name, arguments, changes)
+        calls = calls[len(changes) :]
+        tokens = before_TD.shape[0]
+        chosen_T = torch.rand(tokens, generator=torch.Generator().manual_seed(0)) < 0.5
+        chosen_T[0] = True
+        for token_Q in _groupings(self._patches(calls), self.stack.prefix, tokens):
+            change_Q = (token_Q >= 0) & chosen_T[token_Q.clamp(min=0)]
+            parts = change_Q.split([call.importance_IP.numel() for call in calls])
+            changes = [part_Q.view(call.importance_IP.shape) for part_Q, call in zip(parts, calls)]
+            after_TD = self._features(entry, name, arguments, changes)
+            if torch.equal((after_TD != before_TD).any(-1).cpu(), chosen_T):
+                return token_Q
+        raise ValueError(
+            f"{_OPTION} needs image tokens that stand for one patch, a square of patches or successive patches each: "
+            f"those of this {type(entry).__name__} do not. Choose another importance, or router='stride', which keeps "
+            "evenly spread tokens"
+        )
+
+    def _patches(self, calls: list[Call]) -> list[Tensor]:
+        """Return which positions of the tower's calls are patches, or in front of them (I, P)."""
+        # Padding that was added around the images of one sequence stands for nothing.
+        added = self.stack.proof is not None and bool(self.stack.proof.boundaries)
+        masks = []
+        for call in calls:
+            valid_IP = call.valid_IP if added else None
+            everywhere_IP = torch.ones(call.importance_IP.shape, dtype=torch.bool)
+            masks.append(everywhere_IP if valid_IP is None else valid_IP.cpu())
+        return masks
+
+    @torch.no_grad()
+    def _features(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], changes: list[Tensor]) -> Tensor:
+        """Return the features of all images (T, D), where each call of the tower takes the next of some changes."""
+        noted = self.state.noted.value
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+        devices = {value.device for value in copied.values() if isinstance(value, Tensor) and value.is_cuda}
+        noted.changes = changes
+        try:
+            # Dropout of the tower must be the same in all trials, and not change what the user draws next.
+            with torch.random.fork_rng(list(devices)):
+                torch.manual_seed(0)
+                output = getattr(entry, f"get_{name}_features")(**copied)
+        finally:
+            noted.changes = None
+        features = getattr(output, "pooler_output", output)
+        parts = [features] if isinstance(features, Tensor) else features
+        return torch.cat([part.flatten(0, -2) for part in parts])
+
+
+def _groupings(masks: list[Tensor], prefix: int, tokens: int) -> Iterator[Tensor]:
+    """Return ways in which patches may become so many tokens: the token of each (Q), -1 for none.
+
+    Args:
+        masks: False at padding of the images, in each call of the tower (I, P).
+    """
+    # Some models make tokens of the prefix too.
+    for first in dict.fromkeys((prefix, 0)):
+        inside = [mask_IP & (torch.arange(mask_IP.shape[1]) >= first) for mask_IP in masks]
+        counts = torch.cat([inside_IP.sum(1) for inside_IP in inside]).tolist()
+        size, remainder = divmod(sum(counts), tokens)
+        if remainder or any(count % size for count in counts):
+            continue
+        inside_Q = torch.cat([inside_IP.flatten() for inside_IP in inside])
+        for number_Q in (_squares(counts, isqrt(size)), torch.arange(sum(counts)) // size):
+            if len(number_Q) and int(number_Q[-1]) == tokens - 1:
+                yield torch.full(inside_Q.shape, -1).masked_scatter(inside_Q, number_Q)
+
+
+def _squares(counts: list[int], side: int) -> Tensor:
+    """Return the square that each patch of square images belongs to, in order; nothing if some have no squares.
+
+    Args:
+        counts: Number of patches of each image.
+        side: Patches along a side of a square.
+
+    Example:
+        >>> _squares([16], 2).tolist()
+        [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3]
+    """
+    numbers = [torch.zeros(0, dtype=torch.long)]
+    start = 0
+    for count in counts:
+        width = isqrt(count)
+        if width**2 != count or width % side:
+            return numbers[0]
+        index = torch.arange(count)
+        numbers.append(start + index // width // side * (width // side) + index % width // side)
+        start += count // side**2
+    return torch.cat(numbers)
 
 
 def _last_used(config: Any, layers: int) -> int:
@@ -247,67 +318,3 @@ def _layout(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return str(value)
     return value.shape if value.is_floating_point() or value.dtype == torch.bool else str(value.tolist())
-
-
-def _unchanged(value: Tensor) -> Tensor:
-    return value
-
-
-def trace_origins(entry: Any, name: str, given: Mapping[str, Any], state: TowerState) -> Origins:
-    """Return the patches that image tokens are made of, from the gradients of the features.
-
-    Each image token has a number. For each of its binary digits, the gradient of all features whose number has a 1
-    there reaches the patches of these tokens, and so the digits of a patch's gradients are the number of its token.
-
-    Args:
-        name: "image" or "video".
-        given: Arguments of the model's function of features.
-        state: The state of the tower's layer that the features come from.
-    """
-    # A layer that is checkpointed would recompute itself for what is saved here.
-    plainly = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
-    copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in given.items()}
-    devices = {value.device for value in copied.values() if isinstance(value, Tensor) and value.is_cuda}
-    seen = state.seen.value
-    starts: list[Tensor] = []
-    seen.starts = starts
-    try:
-        # Dropout of the tower must not change what the user's next layer draws.
-        with torch.random.fork_rng(list(devices)), torch.inference_mode(False), torch.no_grad(), plainly:
-            output = getattr(entry, f"get_{name}_features")(**copied)
-    finally:
-        seen.starts = None
-    features = getattr(output, "pooler_output", output)
-    parts = [features] if isinstance(features, Tensor) else list(features)
-    with torch.inference_mode(False), torch.enable_grad(), plainly:
-        feature_TD = torch.cat([part.flatten(0, -2) for part in parts])
-        if not starts or not feature_TD.requires_grad:
-            raise ValueError(
-                f"{_OPTION} needs features with a gradient, those of this {type(entry).__name__} have none"
-            )
-        return Origins(_tokens_of(entry, feature_TD, starts), len(feature_TD))
-
-
-def _tokens_of(entry: nn.Module, feature_TD: Tensor, starts: list[Tensor]) -> list[Tensor]:
-    """Return the number of the image token that each patch belongs to, -1 for none (I, P), see `trace_origins`."""
-    weight_TD = torch.randn(feature_TD.shape, generator=torch.Generator().manual_seed(0)).to(feature_TD)
-
-    def reached_by(chosen_T: Tensor) -> list[Tensor]:
-        """Return which patches (I, P) some tokens are made of."""
-        weights = weight_TD * chosen_T.unsqueeze(1)
-        gradients = torch.autograd.grad(feature_TD, starts, weights, retain_graph=True, materialize_grads=True)
-        return [(gradient != 0).any(-1) for gradient in gradients]
-
-    number_T = torch.arange(len(feature_TD), device=feature_TD.device)
-    found = [torch.zeros(start.shape[:-1], dtype=torch.long, device=start.device) for start in starts]
-    used = reached_by(torch.ones_like(number_T))
-    for digit in range((len(feature_TD) - 1).bit_length()):
-        has_one_T = number_T >> digit & 1
-        for token_IP, one_IP, zero_IP in zip(found, reached_by(has_one_T), reached_by(1 - has_one_T)):
-            if bool((one_IP & zero_IP).any()):
-                raise ValueError(
-                    f"{_OPTION} needs image tokens that are made of patches of their own: in this "
-                    f"{type(entry).__name__} a patch reaches several image tokens"
-                )
-            token_IP += one_IP.long() << digit
-    return [token_IP.masked_fill(~reached_IP, -1) for token_IP, reached_IP in zip(found, used)]
