@@ -40,6 +40,7 @@ from mmod.blocks import (
     Shell,
     StackCalls,
     attach,
+    host_class,
     is_converted,
     map_rows,
 )
@@ -49,6 +50,9 @@ from mmod.ops.context import ProjectionName, known_projections
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMasks
 from mmod.threads import PerThread
+
+# Implementations of attention that take a mask or bias of keys.
+MASKED = ("sdpa", "eager")
 
 
 class Wrapper(nn.Module):
@@ -139,11 +143,10 @@ Part = Callable[[], BlockStack]
 
 
 @dataclass(frozen=True)
-class NamedArguments(BlockCall):
-    """A `BlockCall` for blocks that take tokens and named arguments; it narrows each argument by its role.
+class CallForm:
+    """The form in which blocks take their arguments, which a trial shows (`Proof`), or an adapter knows.
 
     Args:
-        names: The block's parameters after the tokens, in order.
         mask: The argument that hides or weighs keys, as a mask or bias of pairs of tokens; empty if the block takes
             none, so that its attention is intercepted.
         rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
@@ -153,30 +156,61 @@ class NamedArguments(BlockCall):
             sequence (T, D).
         boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
             `SegmentsBlock`; empty for a host with a batch.
-        places: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
+        places: The argument that takes the positions (B, K) of tokens that are not all of them; empty if there is none.
+        suffix: Tokens at the end that are no patches, see `SuffixBlock`.
         fused: Attention is computed by `scaled_dot_product_attention`.
-        projections: The linear layers before attention, of which keys and values are the last features; None where it
-            is not known that attention reads nothing else.
         attention_calls: Calls of `scaled_dot_product_attention` in a forward pass of the block.
-        draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
     """
 
-    names: tuple[str, ...]
-    mask: str = "attn_mask"
-    rows: tuple[str, ...] = ("rope",)
+    mask: str = ""
+    rows: tuple[str, ...] = ()
     rope_prefix: int = 0
     layout: str = "heads"
     boundaries: str = ""
     places: str = ""
+    suffix: int = 0
     fused: bool = False
-    projections: tuple[ProjectionName, ...] | None = None
     attention_calls: int = 1
+
+
+def parameters_of_block(block: nn.Module) -> dict[str, object]:
+    """Return what a block's forward takes after the tokens: each argument's default, `Parameter.empty` for none."""
+    signature = list(inspect.signature(host_class(block).forward).parameters.values())[2:]
+    return {value.name: value.default for value in signature if value.kind is value.POSITIONAL_OR_KEYWORD}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedArguments(CallForm, BlockCall):
+    """A `BlockCall` for blocks that take tokens and named arguments; it narrows each argument by its role.
+
+    The first two arguments, and those of `CallForm`, are the same for all hosts. No trial shows the others, which an
+    adapter may know.
+
+    Args:
+        parameters: Defaults of the block's parameters after the tokens, see `parameters_of_block`.
+        attention_config: What names the implementation of attention, as configs of transformers do; None without.
+        projections: The linear layers before attention, of which keys and values are the last features; None where it
+            is not known that attention reads nothing else.
+        draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
+        packs_prefix: Rows are one tensor, sines before cosines, so that a row that rotates nothing is known.
+        fused_norm: See `BlockCall`; so are the following.
+    """
+
+    parameters: Mapping[str, object]
+    attention_config: Any = None
+    projections: tuple[ProjectionName, ...] | None = None
     draws_paths: bool = False
+    packs_prefix: bool = False
     fused_norm: str = ""
     operators: Mapping[str, str] = field(default_factory=dict)
     tuples: tuple[str, ...] = ()
     halves: Halves | None = None
     shell: Shell = NO_SHELL
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The block's parameters after the tokens, in order."""
+        return tuple(self.parameters)
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -186,24 +220,45 @@ class NamedArguments(BlockCall):
     @property
     def weighs_keys(self) -> bool:
         """Whether the block takes a mask or bias of pairs of tokens, or its attention can be intercepted."""
-        return self.mask in self.names or bool(self.shell.inner)
+        return self.mask in self.parameters or bool(self.shell.inner)
 
     @property
     def needs_prefix(self) -> bool:
         """Whether prefix tokens must stay first, because rotary positions leave them out."""
-        return self.rope_prefix > 0 and any(name in self.names for name in self.rows)
+        return self.rope_prefix > 0 and bool(self.rows)
+
+    @property
+    def narrows_always(self) -> bool:  # type: ignore[override]
+        """Whether the block takes the positions of kept tokens."""
+        return bool(self.places)
+
+    @property
+    def _implementation(self) -> str:
+        """Name of the implementation of attention."""
+        name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
+        return name
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments by name, without those that are None or False."""
+        """Return arguments by name, without those that have their defaults."""
         if not args and not kwargs:
             return {}
-        if len(args) > len(self.names):
+        if len(args) > len(self.parameters):
             raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
-        named = {**dict(zip(self.names, args)), **kwargs}
-        unknown = sorted(set(named) - set(self.names))
-        if unknown:
-            raise TypeError(f"a routed block got unknown arguments {unknown}, it takes {self.names}")
-        return {name: value for name, value in named.items() if value is not None and value is not False}
+        named = {**dict(zip(self.parameters, args)), **kwargs}
+        if self.boundaries and self._implementation != MASKED[0]:
+            raise ValueError(
+                f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
+                "model with attn_implementation='sdpa'"
+            )
+        known = () if self.suffix else (*self.rows, self.mask, self.places)
+        for name, value in named.items():
+            # A number, such as the Trainer's count of samples, belongs to no token.
+            if isinstance(value, Tensor) and value.ndim and name not in known:
+                raise ValueError(
+                    f"a routed block got the tensor {name!r}, which cannot be narrowed to the kept tokens; known are "
+                    f"{', '.join(filter(None, known)) or 'none'}"
+                )
+        return {name: value for name, value in named.items() if value is not self.parameters.get(name)}
 
     def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks:
         """Return padding from the attention mask: tokens that no query may attend to."""
@@ -216,8 +271,15 @@ class NamedArguments(BlockCall):
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
-        if not self.fused or self.places or not arguments.keys() <= {*self.rows, "is_causal"}:
+        if not self.fused or self.places or self._implementation != MASKED[0]:
             return False
+        if self.rope_prefix and not self.packs_prefix:
+            # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
+            return False
+        for name, value in arguments.items():
+            of_tokens = isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.ndim > 0)
+            if of_tokens and name not in self.rows:
+                return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
@@ -270,7 +332,13 @@ class NamedArguments(BlockCall):
     def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias of keys."""
         if mask is None:
-            return dict(arguments)
+            required = self.parameters.get(self.mask) is inspect.Parameter.empty
+            return {**arguments, self.mask: None} if required else dict(arguments)
+        if self._implementation not in MASKED:
+            raise ValueError(
+                f"attention by {self._implementation!r} takes no bias of keys, which this routing needs: load the "
+                "model with attn_implementation='sdpa'"
+            )
         return {**arguments, self.mask or KEY_BIAS: mask}
 
     def attend_to_all(

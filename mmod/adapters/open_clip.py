@@ -22,7 +22,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
+from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters, parameters_of_block
 from mmod.blocks import (
     BranchRunner,
     GridSource,
@@ -141,7 +141,8 @@ def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, p
     if not plain:
         silent = {"ln_1": Unchanged(), "attn": Unchanged(), "ln_attn": Zero(dim)}
     return ClipBlock(
-        names=("k_x", "v_x", "attn_mask") if multihead else ("attn_mask",),
+        mask="attn_mask",
+        parameters=parameters_of_block(block),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(ProjectionName("attn.in_proj_weight", features // 3, features),),
         operators={"mlp": "mlp", **({"attention": "attn"} if plain else {})},
@@ -155,7 +156,7 @@ def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, p
     )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClipBlock(NamedArguments):
     """How open_clip calls a block: with tokens and an optional mask.
 
@@ -178,10 +179,10 @@ class ClipBlock(NamedArguments):
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments by name, without those that are None."""
-        named = super().bind(args, kwargs)
-        if "k_x" in named or "v_x" in named:
+        named = {**dict(zip(self.parameters, args)), **kwargs}
+        if named.get("k_x") is not None or named.get("v_x") is not None:
             raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
-        return named
+        return super().bind(args, kwargs)
 
     def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks:
         """Return which tokens of a caption are padding, and which are always kept."""

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from mmod.adapters.base import BlockStack, NamedArguments
+from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block
 from mmod.blocks import (
     BranchRunner,
     FlatBlock,
@@ -31,27 +31,20 @@ from mmod.blocks import (
     UntupledBlock,
     Zero,
     grid_of_map,
-    host_class,
 )
 
-# Implementations of attention that take a mask or bias of keys.
-MASKED = ("sdpa", "eager")
 
-
-@dataclass(frozen=True)
-class Proof:
+@dataclass(frozen=True, kw_only=True)
+class Proof(CallForm):
     """How a stack of blocks is called, and what a trial showed of each of its blocks; saved with the model.
 
     Args:
         blocks: Name of the list of blocks in the model.
         projection: Name of the module that shows the grid of patches as a feature map; empty for none.
         prefix: Leading tokens that are no patches.
-        suffix: Tokens at the end that are no patches.
         dim: Channels of a token.
         numbers: Numbers of the blocks that can be routed, where others attend within windows; empty for all.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
-        mask: See `NamedArguments`; so are `rows`, `rope_prefix`, `layout`, `boundaries`, `places`, `fused`,
-            `attention_calls`.
         in_tuple: The block returns a tuple that begins with the tokens.
         attention: Name of the attention branch; empty if no module is silent alone.
         attention_in_tuple: Number of values in the tuple that the attention branch returns; 0 for the update alone.
@@ -68,18 +61,9 @@ class Proof:
     blocks: str
     projection: str
     prefix: int
-    suffix: int
     dim: int
     numbers: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
-    mask: str = ""
-    rows: tuple[str, ...] = ()
-    rope_prefix: int = 0
-    layout: str = "heads"
-    boundaries: str = ""
-    places: str = ""
-    fused: bool = False
-    attention_calls: int = 1
     in_tuple: bool = False
     attention: str = ""
     attention_in_tuple: int = 0
@@ -90,6 +74,11 @@ class Proof:
     idle_mlp: tuple[str, ...] = ()
     halves: bool = False
     divides: bool = False
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """The fields of `CallForm`."""
+        return {part.name: getattr(self, part.name) for part in dataclasses.fields(CallForm)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which `read_proof` makes the proof again."""
@@ -116,81 +105,10 @@ def read_proof(values: Any) -> Proof:
     return Proof(**plain)
 
 
-@dataclass(frozen=True)
-class ProvenCall(NamedArguments):
-    """How blocks of an unknown class are called.
-
-    Args:
-        required: The block's arguments without a default.
-        suffix: Tokens at the end that are no patches, see `SuffixBlock`.
-        attention_config: What names the implementation of attention, as configs of transformers do; None without.
-    """
-
-    required: tuple[str, ...] = ()
-    suffix: int = 0
-    attention_config: Any = None
-
-    @property
-    def narrows_always(self) -> bool:  # type: ignore[override]
-        """Whether the block takes the places of kept tokens."""
-        return bool(self.places)
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments by name, without those that are None and not required; flags are passed on."""
-        if len(args) > len(self.names):
-            raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
-        named = {**dict(zip(self.names, args)), **kwargs}
-        if self.boundaries and self._implementation != MASKED[0]:
-            raise ValueError(
-                f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
-                "model with attn_implementation='sdpa'"
-            )
-        known = () if self.suffix else (*self.rows, self.mask, self.places)
-        for name, value in named.items():
-            # A number, such as the Trainer's count of samples, belongs to no token.
-            if isinstance(value, Tensor) and value.ndim and name not in known:
-                raise ValueError(
-                    f"a routed block got the tensor {name!r}, which cannot be narrowed to the kept tokens; known are "
-                    f"{', '.join(filter(None, known)) or 'none'}"
-                )
-        return {name: value for name, value in named.items() if value is not None or name in self.required}
-
-    @property
-    def _implementation(self) -> str:
-        """Name of the implementation of attention."""
-        name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
-        return name
-
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the block can run on packed rows: its attention is fused, and nothing but rows is passed."""
-        if self.attention_config is not None and self.attention_config._attn_implementation != "sdpa":
-            return False
-        if self.rope_prefix:
-            # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
-            return False
-        of_tokens: dict[str, Any] = {}
-        for name, value in arguments.items():
-            if isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.ndim):
-                of_tokens[name] = value
-        return super().can_pack(block, of_tokens)
-
-    def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
-        """Return the arguments with a mask or bias of keys."""
-        if mask is not None and self._implementation not in MASKED:
-            raise ValueError(
-                f"attention by {self._implementation!r} takes no bias of keys, which this routing needs: load the "
-                "model with attn_implementation='sdpa'"
-            )
-        if mask is None and self.mask in self.required:
-            return {**arguments, self.mask: None}
-        return super().with_mask(arguments, mask)
-
-
-def call_of(proof: Proof, block: nn.Module) -> ProvenCall:
+def call_of(proof: Proof, block: nn.Module) -> NamedArguments:
     """Return how a proven block is called."""
-    signature = list(inspect.signature(host_class(block).forward).parameters.values())[2:]
-    named = [value for value in signature if value.kind is value.POSITIONAL_OR_KEYWORD]
-    required = tuple(value.name for value in named if value.default is value.empty)
+    parameters = parameters_of_block(block)
+    required = tuple(name for name, default in parameters.items() if default is inspect.Parameter.empty)
     configs = [getattr(module, "config", None) for module in block.modules()]
     silent_attention: dict[str, BranchRunner] = dict.fromkeys(proof.idle_attention, Unchanged())
     silent_mlp: dict[str, BranchRunner] = dict.fromkeys(proof.idle_mlp, Unchanged())
@@ -200,23 +118,14 @@ def call_of(proof: Proof, block: nn.Module) -> ProvenCall:
     for name in proof.silent_mlp:
         silent_mlp[name] = Zero(proof.dim)
     operators = {"attention": proof.attention, "mlp": proof.mlp}
-    return ProvenCall(
-        names=tuple(value.name for value in named),
-        mask=proof.mask,
-        rows=proof.rows,
-        rope_prefix=proof.rope_prefix,
-        layout=proof.layout,
-        boundaries=proof.boundaries,
-        places=proof.places,
-        fused=proof.fused,
-        attention_calls=proof.attention_calls,
+    return NamedArguments(
+        **proof.form,
+        parameters=parameters,
+        attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
         operators={operator: name for operator, name in operators.items() if name},
         tuples=("attention",) if proof.attention_in_tuple else (),
         halves=SilencedHalves(silent_attention, silent_mlp, required) if proof.halves else None,
         shell=Shell(_outer(proof), _inner(proof)),
-        required=required,
-        suffix=proof.suffix,
-        attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
     )
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import operator
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import timm
@@ -30,7 +28,15 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
 from mmod.adapters import tokens
-from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
+from mmod.adapters.base import (
+    BlockStack,
+    NamedArguments,
+    Part,
+    Saving,
+    check_keys,
+    parameters,
+    parameters_of_block,
+)
 from mmod.blocks import GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
 from mmod.ops.context import ProjectionName
@@ -63,25 +69,21 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
 
 def find_blocks(model: nn.Module) -> BlockStack:
-    """Return the residual blocks of a timm model."""
-    if tokens.is_declared(model):
-        return tokens.find_blocks(model, "timm", "timm")
-    lists = _block_lists(model)
-    known = all(isinstance(block, BLOCKS) for block in chain.from_iterable(blocks for _, blocks in lists))
-    owner = model.get_submodule(lists[0][0].rpartition(".")[0]) if lists else model
+    """Return the residual blocks of a timm model: by what is known of their classes, or else after a trial."""
+    known = [name for name, module in model.named_modules() if _is_known(module)]
+    owner = model.get_submodule(known[0].rpartition(".")[0]) if known else model
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
-    if len(lists) != 1 or not known or prefix is None or dim is None:
-        # Blocks of another class may run on some of their tokens too.
+    if tokens.is_declared(model) or len(known) != 1 or prefix is None or dim is None:
         return tokens.find_blocks(model, "timm", "timm")
-    name, container = lists[0]
-    blocks = tuple(container)
     title = type(model).__name__
+    block_list: Any = model.get_submodule(known[0])
+    blocks = tuple(block_list)
     for block in blocks:
         _check_block(block, title)
     return BlockStack(
         library="timm",
-        names=tuple(f"{name}.{index}" for index in range(len(blocks))),
+        names=tuple(f"{known[0]}.{index}" for index in range(len(blocks))),
         blocks=blocks,
         prefix=int(prefix),
         dim=int(dim),
@@ -90,6 +92,12 @@ def find_blocks(model: nn.Module) -> BlockStack:
         host="timm",
         grid=_grid_source(owner),
     )
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Return whether a module is a list of blocks of known classes."""
+    is_list = isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 0
+    return is_list and all(isinstance(block, BLOCKS) for block in module.children())
 
 
 def _grid_source(owner: nn.Module) -> GridSource | None:
@@ -104,18 +112,6 @@ def _grid_source(owner: nn.Module) -> GridSource | None:
     return GridSource(projection, grid_of_map, None if std is None else tuple(std))
 
 
-def _block_lists(model: nn.Module) -> list[tuple[str, nn.Sequential | nn.ModuleList]]:
-    """Return the lists of blocks by name, without those of the patch embedding."""
-    return [
-        (name, module)
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] == "blocks"
-        and "patch_embed" not in name.split(".")
-        and isinstance(module, (nn.Sequential, nn.ModuleList))
-        and len(module)
-    ]
-
-
 def _check_block(block: nn.Module, title: str) -> None:
     if getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None:
         raise ValueError(
@@ -125,35 +121,37 @@ def _check_block(block: nn.Module, title: str) -> None:
 
 
 def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
-    parameters = list(inspect.signature(host_class(block).forward).parameters)[2:]
-    unknown = sorted(set(parameters) - set(ARGUMENTS))
+    parameters = parameters_of_block(block)
+    unknown = sorted(parameters.keys() - set(ARGUMENTS))
     if unknown:
         raise ValueError(f"cannot route {title}: mmod cannot narrow the block arguments {unknown} to kept tokens")
-    rope_prefix = int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix))
+    rows = tuple({"rope"} & parameters.keys())
+    rope_prefix = int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix)) if rows else 0
     if rope_prefix > prefix:
         raise ValueError(
             f"cannot route {title}: its attention has {rope_prefix} tokens without rotary positions, but the model "
             f"only {prefix} prefix tokens"
         )
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
-    fused = bool(attentions) and all(module.fused_attn for module in attentions.values())
     projections: list[ProjectionName] = []
     for name, module in attentions.items():
         projections += _projections(name, module)
-    name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
-    norm = getattr(block, name, None)
+    first_norm = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
+    norm = getattr(block, first_norm, None)
     return NamedArguments(
-        names=tuple(parameters),
+        parameters=parameters,
         mask="shared_rel_pos_bias" if "shared_rel_pos_bias" in parameters else "attn_mask",
+        rows=rows,
         rope_prefix=rope_prefix,
-        fused=fused,
-        draws_paths=True,
-        projections=tuple(projections),
+        fused=bool(attentions) and all(module.fused_attn for module in attentions.values()),
         # Differential attention subtracts two maps, from two calls.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
-        fused_norm=name if norm is not None and host_class(norm) in PLAIN_NORMS else "",
         operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
         halves=HALVES if isinstance(block, SPLIT) else None,
+        projections=tuple(projections),
+        draws_paths=True,
+        packs_prefix=True,
+        fused_norm=first_norm if norm is not None and host_class(norm) in PLAIN_NORMS else "",
     )
 
 

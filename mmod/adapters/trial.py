@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters.base import MASKED, NamedArguments
 from mmod.adapters.halves import close, find_branches
 from mmod.adapters.probe import Seen, runnable, without_hooks
-from mmod.adapters.proven import MASKED, Proof, ProvenCall, call_of
+from mmod.adapters.proven import Proof, call_of
 from mmod.blocks import KEY_BIAS, MASKS, Shell, as_one_sequence, convert, host_class
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
@@ -118,7 +119,13 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
 def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
     trial = random_copy(block)
     signature = inspect.signature(host_class(block).forward).parameters
-    base = Proof(blocks, seen.projection, seen.prefix, seen.suffix, dim=seen.x_BND.shape[-1])
+    base = Proof(
+        blocks=blocks,
+        projection=seen.projection,
+        prefix=seen.prefix,
+        suffix=seen.suffix,
+        dim=seen.x_BND.shape[-1],
+    )
     base = dataclasses.replace(base, places=next((name for name in PLACES if name in signature), ""))
     rows, rope_prefix = _rows(seen)
     if seen.suffix and (rows or base.in_tuple):
@@ -347,7 +354,7 @@ class _Added(nn.Module):
 class _TrialState:
     """Plain state of the block of a trial."""
 
-    def __init__(self, call: ProvenCall) -> None:
+    def __init__(self, call: NamedArguments) -> None:
         self.call = call
         self.inner: PerThread[Inner] = PerThread(Inner)
 

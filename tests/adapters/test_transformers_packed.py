@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters.proven import ProvenCall
+from mmod.adapters.base import NamedArguments
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.layers import DecoderLayerCall
@@ -121,7 +121,7 @@ def test_images_of_a_tower_run_packed(name: str, attention: str, monkeypatch: py
     model = mmod.route_(make_joint(name, attention=attention), vision=config).double()
     batch = prompt(name, (3,))
     batch["pixel_values"] = batch["pixel_values"].double()
-    counted, results = Counted(monkeypatch, ProvenCall), []
+    counted, results = Counted(monkeypatch, NamedArguments), []
     for counted.allowed in (True, False):
         logits = model(**batch, use_cache=False).logits
         parameters = [p for p in model.parameters() if p.requires_grad]
