@@ -179,6 +179,12 @@ def parameters_of_block(block: nn.Module) -> dict[str, object]:
     return {value.name: value.default for value in signature if value.kind is value.POSITIONAL_OR_KEYWORD}
 
 
+def required_arguments(block: nn.Module) -> tuple[str, ...]:
+    """Return a block's arguments after the tokens that have no default."""
+    parameters = parameters_of_block(block)
+    return tuple(name for name, default in parameters.items() if default is inspect.Parameter.empty)
+
+
 @dataclass(frozen=True, kw_only=True)
 class NamedArguments(CallForm, BlockCall):
     """A `BlockCall` for blocks that take tokens and named arguments; it narrows each argument by its role.

@@ -6,14 +6,15 @@ guessed. Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters.base import required_arguments
+from mmod.blocks import Zero
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
@@ -79,9 +80,7 @@ class _Search:
         """
         arguments: Mapping[str, Any] = self.arguments
         if alone:
-            signature = list(inspect.signature(type(self.block).forward).parameters.values())[2:]
-            required = [value for value in signature if value.default is value.empty]
-            arguments = {value.name: None for value in required if value.kind is value.POSITIONAL_OR_KEYWORD}
+            arguments = dict.fromkeys(required_arguments(self.block))
         with _replacing(self.block, replaced):
             output = self.block(self.x_BND if x_BND is None else x_BND, **arguments)
         tokens: Tensor = output[0] if isinstance(output, tuple) else output
@@ -98,17 +97,17 @@ class _Search:
     def _record(self) -> None:
         """Run the block once, and note what its modules return and which of them contain its attention."""
         stack: list[str] = []
-        seen = _AttentionPlace(stack)
+        watch = AttentionWatch(stack)
         handles = []
         for name, module in self.block.named_modules():
             if name:
                 handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
                 handles.append(module.register_forward_hook(self._keep(name, stack), with_kwargs=True))
-        with seen, torch.no_grad():
+        with watch, torch.no_grad():
             self.block(self.x_BND, **self.arguments)
         for handle in handles:
             handle.remove()
-        self.around_attention = seen.modules
+        self.around_attention = watch.modules
 
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -184,24 +183,42 @@ class _Search:
         return {name: _zeros(self.outputs[name]) if zero else _other for name, zero in modules.items()}
 
 
-class _AttentionPlace(AttentionIntercept):
-    """Notes which modules run around an attention.
+class AttentionWatch(AttentionIntercept):
+    """Notes how a block attends, and which modules run around it.
 
     Args:
-        stack: Names of the modules that run.
+        running: Names of the modules that run.
+
+    Attributes:
+        fused: Calls of `scaled_dot_product_attention`.
+        maps: Maps of the host's own softmax.
+        biased: A call had a mask or bias, which no argument may have brought.
+        shapes: Shapes of queries and keys, or of maps.
+        modules: Names of the modules that ran around an attention.
     """
 
-    def __init__(self, stack: list[str]) -> None:
+    def __init__(self, running: Sequence[str] = ()) -> None:
         super().__init__()
-        self.stack = stack
+        self.running = running
+        self.fused = 0
+        self.maps = 0
+        self.biased = False
+        self.shapes: list[tuple[int, ...]] = []
         self.modules: list[str] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
-        self.modules += self.stack
+        """Note a call of `scaled_dot_product_attention`, and run it."""
+        self.fused += 1
+        self.shapes.append((*call.query.shape[:-1], call.key.shape[-2]))
+        self.biased = self.biased or call.attn_mask is not None
+        self.modules += self.running
         return call.run()
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
-        self.modules += self.stack
+        """Note a map of the host's own softmax."""
+        self.maps += 1
+        self.shapes.append(tuple(attention.shape))
+        self.modules += self.running
 
 
 def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:
@@ -209,21 +226,13 @@ def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:
 
 
 def _zeros(output: _Output) -> _Replacement:
-    def zeros(*args: Any, **kwargs: Any) -> Any:
-        x = _first(*args, **kwargs)
-        update = x.new_zeros((*x.shape[:-1], output.channels))
-        return update if output.others is None else (update, *[None] * output.others)
-
-    return zeros
+    """Return what a branch runs instead of a silent module."""
+    return lambda *args, **kwargs: Zero(output.channels, output.others).run(_other, args, kwargs)
 
 
 def _other(*args: Any, **kwargs: Any) -> Tensor:
     """Return what no module would: whoever reads it gives another result."""
-    return 2 * _first(*args, **kwargs) + 1
-
-
-def _first(*args: Any, **kwargs: Any) -> Tensor:
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    return 2 * next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)) + 1
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
-from mmod.adapters.probe import inputs_of, light_copy, shapes_of
+from mmod.adapters.probe import light_copy, likely_inputs, shapes_of
 from mmod.blocks import TupleBlock, host_class
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
@@ -51,7 +51,7 @@ class Head:
         """Return what a model returns if its last block returns these tokens.
 
         Args:
-            behind: Modules that run in the place of the model's own, by name.
+            behind: Modules that run instead of the model's own, by name.
             args: The arguments of the model for the same images.
         """
         path = self.blocks.split(".")
@@ -92,7 +92,7 @@ class _HandsOn(nn.Module):
 
 @dataclass(frozen=True)
 class _TimmHead:
-    """Runs the head of a timm model in the place of its forward: its embedding adds tokens of its own."""
+    """Runs the head of a timm model instead of its forward: its embedding adds tokens of its own."""
 
     model: Any
     x_BND: Tensor
@@ -141,7 +141,7 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
         raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
     reasons: list[str] = []
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        for inputs in inputs_of(model):
+        for inputs in likely_inputs(model):
             try:
                 found = _Trial(model, stack, name, inputs)
             # A model may raise anything for an input that it was not made for.
@@ -212,7 +212,7 @@ class _Trial:
         args = tuple(value for name, value in one.items() if not name)
         try:
             actual = logits_of(head.run(self.model, {}, self.first.x[1:], args, named))
-        # A model may raise anything for tokens in the place of what it embeds.
+        # A model may raise anything for tokens instead of what it embeds.
         except Exception:
             return False
         return torch.allclose(actual, logits[1:], rtol=1e-4, atol=1e-5)

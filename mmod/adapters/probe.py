@@ -1,4 +1,4 @@
-"""What the first block of a model gets, seen in a call of a copy that stops there.
+"""What the first block of a model gets, read in a call of a copy that stops there.
 
 Axes: B images, N tokens, D channels.
 """
@@ -39,8 +39,8 @@ _KEPT = 16
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The first call of a model's blocks, for two images that differ everywhere.
+class BlockInputs:
+    """What a model passes to its blocks for two images that differ everywhere, as values that run on the CPU.
 
     Args:
         x_BND: The tokens (2, N, D).
@@ -103,7 +103,7 @@ class _Block(nn.Module):
         """Refuse a model that runs what is in the block, as that of pairs of attention and MLP."""
         raise _NoTokens(_UNCALLED)
 
-    def __getitem__(self, place: Any) -> nn.Module:
+    def __getitem__(self, index: Any) -> nn.Module:
         """Refuse as `__iter__` does."""
         raise _NoTokens(_UNCALLED)
 
@@ -164,7 +164,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
+def read_inputs(model: nn.Module, blocks: str, example: Tensor | None = None) -> BlockInputs:
     """Call a copy of a model on two images, up to its first block.
 
     The copy shares weights on the CPU in fp32; others are converted, and those on the meta device drawn at random. The
@@ -181,9 +181,9 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
     reasons: list[str] = []
     with torch.no_grad():
         torch.default_generator.manual_seed(0)
-        for inputs in inputs_of(model, example):
+        for inputs in likely_inputs(model, example):
             try:
-                return see_call(model, blocks, inputs)
+                return inputs_of_call(model, blocks, inputs)
             except _NoTokens as refusal:
                 raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
             # A model may raise anything for an input that it was not made for.
@@ -200,7 +200,7 @@ class _NoTokens(Exception):
     """Says what a block gets instead of tokens, or that it gets nothing."""
 
 
-def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
+def inputs_of_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> BlockInputs:
     """Return what the first block gets in a call of a copy on two images.
 
     Args:
@@ -222,24 +222,24 @@ def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
     named = {name: value for name, value in inputs.items() if name}
     with contextlib.suppress(_Reached), watch:
         dense(*(() if positional is None else (positional,)), **named)
-    seen = _seen_of(standing[0])
-    if seen.boundaries:
+    first = _inputs_of(standing[0])
+    if first.boundaries:
         numbers = [number for number, stand in enumerate(standing) if _sees_images(stand)]
         if not numbers:
             raise _NoTokens(
                 f"gets windows of {_boundaries(standing[0]).longest} tokens, as all others do, and no whole images"
             )
-        whole = _seen_of(standing[numbers[0]])
+        complete = _inputs_of(standing[numbers[0]])
         subset = tuple(numbers) if len(numbers) < len(standing) else ()
-        return dataclasses.replace(whole, numbers=subset, read=tuple(sorted(set(watch.numbers))))
-    patches = seen.x_BND.shape[1] - seen.prefix - seen.suffix
+        return dataclasses.replace(complete, numbers=subset, read=tuple(sorted(set(watch.numbers))))
+    patches = first.x_BND.shape[1] - first.prefix - first.suffix
     projection = next(
         (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == patches), ""
     )
-    return dataclasses.replace(seen, projection=projection)
+    return dataclasses.replace(first, projection=projection)
 
 
-def _seen_of(stand: _Block) -> Seen:
+def _inputs_of(stand: _Block) -> BlockInputs:
     """Return what a block got: a batch of two images, or one sequence of two as a batch."""
     x: Any = stand.x
     arguments = stand.arguments
@@ -257,7 +257,8 @@ def _seen_of(stand: _Block) -> Seen:
         raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")
     changed = same_N.logical_not().nonzero().flatten()
     suffix = x.shape[1] - 1 - int(changed[-1])
-    return Seen(x.float(), arguments, int(changed[0]), suffix, "", stand.boundaries, layout)
+    runnable_arguments = {name: _runnable_value(value) for name, value in arguments.items()}
+    return BlockInputs(x.float(), runnable_arguments, int(changed[0]), suffix, "", stand.boundaries, layout)
 
 
 def _boundaries(stand: _Block) -> Segments:
@@ -304,13 +305,20 @@ def light_copy(model: nn.Module, replaced: Mapping[int, nn.Module], block_list: 
 
 
 def runnable(tensor: Tensor) -> Tensor:
-    """Return a tensor on the CPU, in fp32 if it has fractions; random numbers in the place of one on meta."""
+    """Return a tensor on the CPU, in fp32 if it has fractions; random numbers instead of one on meta."""
     if tensor.is_meta:
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
         return torch.randn(tensor.shape, dtype=torch.float32)
     plain = tensor.detach().cpu()
     return plain.float() if plain.is_floating_point() else plain
+
+
+def _runnable_value(value: Any) -> Any:
+    """Return an argument of a block whose tensors are `runnable`."""
+    if isinstance(value, Tensor):
+        return runnable(value)
+    return tuple(map(_runnable_value, value)) if isinstance(value, (tuple, list)) else value
 
 
 def without_hooks(module: nn.Module) -> None:
@@ -322,7 +330,7 @@ def without_hooks(module: nn.Module) -> None:
                 hooks.clear()
 
 
-def inputs_of(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[str, Any]]:
+def likely_inputs(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[str, Any]]:
     """Return inputs of two images that a model may take, the likeliest first; "" is the first argument."""
     names = inspect.signature(host_class(model).forward).parameters
     pixels = next((name for name in PIXELS if name in names), "")

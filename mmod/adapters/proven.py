@@ -6,7 +6,6 @@ Axes: B images, N tokens, K slots per image.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import types
 import typing
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block
+from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block, required_arguments
 from mmod.blocks import (
     BranchRunner,
     FlatBlock,
@@ -107,8 +106,6 @@ def read_proof(values: Any) -> Proof:
 
 def call_of(proof: Proof, block: nn.Module) -> NamedArguments:
     """Return how a proven block is called."""
-    parameters = parameters_of_block(block)
-    required = tuple(name for name, default in parameters.items() if default is inspect.Parameter.empty)
     configs = [getattr(module, "config", None) for module in block.modules()]
     silent_attention: dict[str, BranchRunner] = dict.fromkeys(proof.idle_attention, Unchanged())
     silent_mlp: dict[str, BranchRunner] = dict.fromkeys(proof.idle_mlp, Unchanged())
@@ -120,11 +117,11 @@ def call_of(proof: Proof, block: nn.Module) -> NamedArguments:
     operators = {"attention": proof.attention, "mlp": proof.mlp}
     return NamedArguments(
         **proof.form,
-        parameters=parameters,
+        parameters=parameters_of_block(block),
         attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
         operators={operator: name for operator, name in operators.items() if name},
         tuples=("attention",) if proof.attention_in_tuple else (),
-        halves=SilencedHalves(silent_attention, silent_mlp, required) if proof.halves else None,
+        halves=SilencedHalves(silent_attention, silent_mlp, required_arguments(block)) if proof.halves else None,
         shell=Shell(_outer(proof), _inner(proof)),
     )
 

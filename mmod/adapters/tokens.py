@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
-from mmod.adapters.probe import see
+from mmod.adapters.probe import read_inputs
 from mmod.adapters.proven import Proof, read_proof, stack_of
 from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
@@ -123,10 +123,10 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
         return _PROVEN[block_list][1]
     # Libraries build models on the meta device, where nothing could be compared.
     with torch.device("cpu"), kept_random_state():
-        seen = see(model, name, tokens.example)
+        inputs = read_inputs(model, name, tokens.example)
         if tokens.prefix is not None:
-            seen = dataclasses.replace(seen, prefix=tokens.prefix)
-        proof = prove(seen, name, list(block_list), title)
+            inputs = dataclasses.replace(inputs, prefix=tokens.prefix)
+        proof = prove(inputs, name, list(block_list), title)
     _PROVEN[block_list] = settings, proof
     return proof
 

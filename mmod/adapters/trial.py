@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import MASKED, NamedArguments
-from mmod.adapters.halves import close, find_branches
-from mmod.adapters.probe import Seen, runnable, without_hooks
+from mmod.adapters.halves import AttentionWatch, close, find_branches
+from mmod.adapters.probe import BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
 from mmod.blocks import KEY_BIAS, MASKS, Shell, as_one_sequence, convert, host_class
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
-from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.random_state import drawn_from
 from mmod.routing import Evidence, Kept, Routing
 from mmod.threads import PerThread
@@ -39,7 +38,7 @@ DRAWS = 16
 LAYOUTS = ("heads", "batch", "flat")
 
 
-def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) -> Proof:
+def prove(inputs: BlockInputs, blocks: str, block_list: Sequence[nn.Module], title: str) -> Proof:
     """Return how the blocks of a model are called, after a trial of each.
 
     Raises:
@@ -47,7 +46,7 @@ def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) 
     """
     proofs: dict[Proof, str] = {}
     alike: dict[tuple[object, ...], list[int]] = {}
-    for index in seen.numbers or range(len(block_list)):
+    for index in inputs.numbers or range(len(block_list)):
         alike.setdefault(settings_of(block_list[index]), []).append(index)
     divides = False
     for numbers in alike.values():
@@ -56,7 +55,7 @@ def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) 
         block = block_list[index]
         name = f"{blocks}.{index}"
         try:
-            proof = _prove_block(seen, blocks, block)
+            proof = _prove_block(inputs, blocks, block)
         except _Refused as refusal:
             raise ValueError(f"cannot route {title}: {name} ({host_class(block).__name__}) {refusal}") from None
         # Its rate may begin at zero.
@@ -116,33 +115,33 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
     return tuple(settings)
 
 
-def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
+def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
     trial = random_copy(block)
     signature = inspect.signature(host_class(block).forward).parameters
     base = Proof(
         blocks=blocks,
-        projection=seen.projection,
-        prefix=seen.prefix,
-        suffix=seen.suffix,
-        dim=seen.x_BND.shape[-1],
+        projection=inputs.projection,
+        prefix=inputs.prefix,
+        suffix=inputs.suffix,
+        dim=inputs.x_BND.shape[-1],
     )
     base = dataclasses.replace(base, places=next((name for name in PLACES if name in signature), ""))
-    rows, rope_prefix = _rows(seen)
-    if seen.suffix and (rows or base.in_tuple):
+    rows, rope_prefix = _rows(inputs)
+    if inputs.suffix and (rows or base.in_tuple):
         raise _Refused(
-            f"has {seen.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}"
+            f"has {inputs.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}"
         )
     base = dataclasses.replace(
         base,
         rows=rows,
         rope_prefix=rope_prefix,
-        boundaries=seen.boundaries,
-        layout=seen.layout or base.layout,
-        numbers=seen.numbers,
-        read=seen.read,
+        boundaries=inputs.boundaries,
+        layout=inputs.layout or base.layout,
+        numbers=inputs.numbers,
+        read=inputs.read,
     )
-    x, given = _as_host(base, seen.x_BND, _given(seen))
-    calls = _AttentionCalls()
+    x, given = _as_host(base, inputs.x_BND, inputs.arguments)
+    calls = AttentionWatch()
     with calls, torch.no_grad():
         output = trial(x, **given)
     base = dataclasses.replace(
@@ -162,20 +161,20 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
     refusals = []
     for candidate in _candidates(base, signature):
         try:
-            _Trial(candidate, trial, seen, calls.biased).check()
+            _Trial(candidate, trial, inputs, calls.biased).check()
         except _Refused as refusal:
             refusals.append(refusal)
             continue
         # Arguments with a row for each token fit all tokens only.
-        tokens = None if candidate.rows else seen.prefix + PATCHES
-        x, given = _as_host(candidate, seen.x_BND[:, :tokens], _given(seen))
+        tokens = None if candidate.rows else inputs.prefix + PATCHES
+        x, given = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
         branches = find_branches(trial, x, given)
         return dataclasses.replace(candidate, **branches, divides=_divides(trial, branches, x, given))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
 
 
-def _as_host(proof: Proof, x_BND: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+def _as_host(proof: Proof, x_BND: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
     """Return tokens and arguments as the host's model passes them; several images of one sequence as one image."""
     return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
 
@@ -229,33 +228,6 @@ def random_copy(block: nn.Module) -> Any:
     return trial.eval()
 
 
-class _AttentionCalls(AttentionIntercept):
-    """Counts the attention calls of a block, and says whether one has a bias that no argument brought.
-
-    Attributes:
-        fused: Calls of `scaled_dot_product_attention`.
-        maps: Maps of the host's own softmax.
-        biased: A call had a mask or bias.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fused = 0
-        self.maps = 0
-        self.biased = False
-        self.shapes: list[tuple[int, ...]] = []
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.fused += 1
-        self.shapes.append((*call.query.shape[:-1], call.key.shape[-2]))
-        self.biased = self.biased or call.attn_mask is not None
-        return call.run()
-
-    def observe(self, score: Tensor, attention: Tensor) -> None:
-        self.maps += 1
-        self.shapes.append(tuple(attention.shape))
-
-
 def _divides(block: nn.Module, branches: Mapping[str, Any], x: Tensor, arguments: Mapping[str, Any]) -> bool:
     """Return whether a branch of a block runs on fewer images or tokens in training than in evaluation, see `Proof`."""
     # Batch norms learn in training.
@@ -283,7 +255,7 @@ def _shapes(
     block: nn.Module, names: Sequence[str], x: Tensor, arguments: Mapping[str, Any]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the shapes of a block's attention, and of the inputs of modules in it, by name."""
-    calls = _AttentionCalls()
+    calls = AttentionWatch()
     inputs: list[tuple[int, ...]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -299,30 +271,17 @@ def _shapes(
     return calls.shapes, inputs
 
 
-def _given(seen: Seen) -> dict[str, Any]:
-    """Return the arguments of a block as its model passed them, as values that can run."""
-    return {name: _runnable(value) for name, value in seen.arguments.items()}
-
-
-def _runnable(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return runnable(value)
-    if isinstance(value, (tuple, list)):
-        return tuple(_runnable(item) for item in value)
-    return value
-
-
-def _rows(seen: Seen) -> tuple[tuple[str, ...], int]:
+def _rows(inputs: BlockInputs) -> tuple[tuple[str, ...], int]:
     """Return the arguments that have a row for each token, and how many leading tokens have none."""
-    tokens = seen.x_BND.shape[1]
+    tokens = inputs.x_BND.shape[1]
     found: dict[str, int] = {}
-    for name, value in seen.arguments.items():
+    for name, value in inputs.arguments.items():
         items = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [item for item in items if isinstance(item, Tensor)]
         if not tensors or name in (*MASKS, *PLACES):
             continue
         lengths = {item.shape[-2] if item.ndim > 1 else -1 for item in tensors}
-        if len(tensors) != len(items) or lengths not in ({tokens}, {tokens - seen.prefix}):
+        if len(tensors) != len(items) or lengths not in ({tokens}, {tokens - inputs.prefix}):
             shapes = [tuple(item.shape) for item in tensors]
             raise _Refused(
                 f"takes the argument {name} of shape {shapes[0]} for {tokens} tokens, which cannot be narrowed to some "
@@ -366,25 +325,25 @@ def _decision(index_BK: Tensor, x_BND: Tensor, valid_BK: Tensor | None = None) -
 class _Trial:
     """Runs the copy of a block on some of the tokens that its model passes to it."""
 
-    def __init__(self, proof: Proof, block: nn.Module, seen: Seen, biased: bool) -> None:
+    def __init__(self, proof: Proof, block: nn.Module, inputs: BlockInputs, biased: bool) -> None:
         self.proof = proof
-        self.seen = seen
+        self.inputs = inputs
         self.biased = biased
         self.call = call_of(proof, block)
         self.block: Any = copy.copy(block)
         vars(self.block)["_modules"] = dict(block._modules)
         convert(self.block, _TrialBlock, _TrialState(self.call), Shell(inner=self.call.shell.inner))
         self.block.router = _Added()
-        self.arguments = self.call.bind((), _given(seen))
+        self.arguments = self.call.bind((), inputs.arguments)
         generator = torch.Generator().manual_seed(1)
-        patches = seen.x_BND.shape[1] - seen.prefix - seen.suffix
+        patches = inputs.x_BND.shape[1] - inputs.prefix - inputs.suffix
         count = min(PATCHES, patches)
         # Other patches for each image, not in their order.
-        chosen = [torch.randperm(patches, generator=generator)[:count] + seen.prefix for _ in range(2)]
-        first = torch.arange(seen.prefix)
+        chosen = [torch.randperm(patches, generator=generator)[:count] + inputs.prefix for _ in range(2)]
+        first = torch.arange(inputs.prefix)
         self.index_BK = torch.stack([torch.cat([first, patches_K]) for patches_K in chosen])
         # What a model passes on may be small, or equal for many tokens.
-        self.x_BND = torch.randn(seen.x_BND.shape, generator=generator, dtype=torch.float32)
+        self.x_BND = torch.randn(inputs.x_BND.shape, generator=generator, dtype=torch.float32)
 
     @torch.no_grad()
     def run(self, index_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
@@ -409,7 +368,7 @@ class _Trial:
         y_BKD = self.run(index_BK)
         if self.proof.places:
             self._check_places()
-        prefix = self.seen.prefix
+        prefix = self.inputs.prefix
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
         if not close(self.run(index_BK[:, order]), y_BKD[:, order]):
@@ -429,11 +388,11 @@ class _Trial:
 
     def _check_all_tokens(self) -> None:
         """Permute all patches of an image: a window shows only where there are more tokens than it holds."""
-        seen = self.seen
+        inputs = self.inputs
         tokens = self.x_BND.shape[1]
-        last = tokens - seen.suffix
-        order = torch.randperm(last - seen.prefix, generator=torch.Generator().manual_seed(4)) + seen.prefix
-        order = torch.cat([torch.arange(seen.prefix), order, torch.arange(last, tokens)])
+        last = tokens - inputs.suffix
+        order = torch.randperm(last - inputs.prefix, generator=torch.Generator().manual_seed(4)) + inputs.prefix
+        order = torch.cat([torch.arange(inputs.prefix), order, torch.arange(last, tokens)])
         y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
         if not close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
             raise _Refused(f"gives all {tokens} tokens in another order another result{self._why()}", 2)

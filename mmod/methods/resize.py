@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
-from mmod.adapters.probe import PIXELS, see_call
+from mmod.adapters.probe import PIXELS, inputs_of_call
 from mmod.blocks import Mixin, ModelHook, attach, convert, detach_hooks, host_class
 from mmod.methods.base import Method, owner_of, register_method
 
@@ -77,11 +77,11 @@ class Resize(Method):
             # A model that is being loaded is on the meta device.
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 images = torch.randn(2, projection.in_channels, *_height_and_width(self.size))
-                seen = see_call(inner, blocks, {pixels: images, **options})
+                first = inputs_of_call(inner, blocks, {pixels: images, **options})
         # A host may raise anything for a size that it was not made for.
         except Exception as error:
             raise ValueError(f"this {type(model).__name__} takes images of a fixed size: {error}") from error
-        if seen.x_BND.shape[1] != stack.prefix + patches:
+        if first.x_BND.shape[1] != stack.prefix + patches:
             raise ValueError(
                 f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}"
             )

@@ -195,7 +195,7 @@ def test_a_proven_model_is_saved_with_its_proof(name: str, tmp_path: Path) -> No
 
 def test_loading_reads_the_proof_instead_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mmod.route_(make("vit"), mmod.RoutingConfig(blocks=(2,))).save_pretrained(tmp_path)
-    monkeypatch.setattr("mmod.adapters.tokens.see", None)
+    monkeypatch.setattr("mmod.adapters.tokens.read_inputs", None)
     assert list(mmod.routed_blocks(mmod.load_pretrained(tmp_path))) == ["vit.layers.2"]
 
 
