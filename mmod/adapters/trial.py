@@ -118,58 +118,45 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
 def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
     trial = random_copy(block)
     signature = inspect.signature(host_class(block).forward).parameters
+    rows, rope_prefix = _rows(inputs)
     base = Proof(
         blocks=blocks,
         projection=inputs.projection,
         prefix=inputs.prefix,
         suffix=inputs.suffix,
         dim=inputs.x_BND.shape[-1],
-    )
-    base = dataclasses.replace(base, places=next((name for name in PLACES if name in signature), ""))
-    rows, rope_prefix = _rows(inputs)
-    if inputs.suffix and (rows or base.in_tuple):
-        raise _Refused(
-            f"has {inputs.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}"
-        )
-    base = dataclasses.replace(
-        base,
-        rows=rows,
-        rope_prefix=rope_prefix,
-        boundaries=inputs.boundaries,
-        layout=inputs.layout or base.layout,
         numbers=inputs.numbers,
         read=inputs.read,
+        rows=rows,
+        rope_prefix=rope_prefix,
+        layout=inputs.layout or LAYOUTS[0],
+        boundaries=inputs.boundaries,
+        places=next((name for name in PLACES if name in signature), ""),
     )
-    x, given = _as_host(base, inputs.x_BND, inputs.arguments)
-    calls = AttentionWatch()
-    with calls, torch.no_grad():
-        output = trial(x, **given)
+    x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
+    watch = AttentionWatch()
+    with watch, torch.no_grad():
+        output = trial(x, **arguments)
+    _check_output(output, x)
     base = dataclasses.replace(
         base,
-        fused=calls.fused > 0 and not calls.maps,
-        attention_calls=max(calls.fused, 1),
+        fused=watch.fused > 0 and not watch.maps,
+        attention_calls=max(watch.fused, 1),
         in_tuple=isinstance(output, tuple),
     )
-    _check_output(output, x)
-    if base.boundaries and base.in_tuple:
-        raise _Refused("returns a tuple, while all images come as one sequence")
-    if base.boundaries and not base.fused:
-        raise _Refused(
-            "computes attention without scaled_dot_product_attention, so images in one sequence cannot be told apart "
-            "in it: load the model with attn_implementation='sdpa'"
-        )
+    _check_form(base)
     refusals = []
     for candidate in _candidates(base, signature):
         try:
-            _Trial(candidate, trial, inputs, calls.biased).check()
+            _Trial(candidate, trial, inputs, watch.biased).check()
         except _Refused as refusal:
             refusals.append(refusal)
             continue
         # Arguments with a row for each token fit all tokens only.
         tokens = None if candidate.rows else inputs.prefix + PATCHES
-        x, given = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
-        branches = find_branches(trial, x, given)
-        return dataclasses.replace(candidate, **branches, divides=_divides(trial, branches, x, given))
+        x, arguments = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
+        branches = find_branches(trial, x, arguments)
+        return dataclasses.replace(candidate, **branches, divides=_divides(trial, branches, x, arguments))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
 
@@ -184,6 +171,20 @@ def _check_output(output: Any, x_BND: Tensor) -> None:
     if not isinstance(tokens, Tensor) or tokens.shape != x_BND.shape:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
         raise _Refused(f"returns {shape} for tokens {tuple(x_BND.shape)}: it must keep their number and their order")
+
+
+def _check_form(proof: Proof) -> None:
+    """Raise `_Refused` for forms of tokens that no two of the mixins around blocks give together."""
+    if proof.suffix and (proof.rows or proof.in_tuple):
+        others = ", ".join(proof.rows) or "a tuple"
+        raise _Refused(f"has {proof.suffix} tokens at the end that are no patches, beside {others}")
+    if proof.boundaries and proof.in_tuple:
+        raise _Refused("returns a tuple, while all images come as one sequence")
+    if proof.boundaries and not proof.fused:
+        raise _Refused(
+            "computes attention without scaled_dot_product_attention, so images in one sequence cannot be told apart "
+            "in it: load the model with attn_implementation='sdpa'"
+        )
 
 
 def _candidates(base: Proof, signature: Mapping[str, inspect.Parameter]) -> Iterator[Proof]:
