@@ -156,7 +156,7 @@ class CallForm:
             sequence (T, D).
         boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
             `SegmentsBlock`; empty for a host with a batch.
-        places: The argument that takes the positions (B, K) of tokens that are not all of them; empty if there is none.
+        index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.
         suffix: Tokens at the end that are no patches, see `SuffixBlock`.
         fused: Attention is computed by `scaled_dot_product_attention`.
         attention_calls: Calls of `scaled_dot_product_attention` in a forward pass of the block.
@@ -167,7 +167,7 @@ class CallForm:
     rope_prefix: int = 0
     layout: str = "heads"
     boundaries: str = ""
-    places: str = ""
+    index_argument: str = ""
     suffix: int = 0
     fused: bool = False
     attention_calls: int = 1
@@ -236,7 +236,7 @@ class NamedArguments(CallForm, BlockCall):
     @property
     def narrows_always(self) -> bool:  # type: ignore[override]
         """Whether the block takes the positions of kept tokens."""
-        return bool(self.places)
+        return bool(self.index_argument)
 
     @property
     def _implementation(self) -> str:
@@ -256,7 +256,7 @@ class NamedArguments(CallForm, BlockCall):
                 f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
                 "model with attn_implementation='sdpa'"
             )
-        known = () if self.suffix else (*self.rows, self.mask, self.places)
+        known = () if self.suffix else (*self.rows, self.mask, self.index_argument)
         for name, value in named.items():
             # A number, such as the Trainer's count of samples, belongs to no token.
             if isinstance(value, Tensor) and value.ndim and name not in known:
@@ -277,7 +277,7 @@ class NamedArguments(CallForm, BlockCall):
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
-        if not self.fused or self.places or self._implementation != MASKED[0]:
+        if not self.fused or self.index_argument or self._implementation != MASKED[0]:
             return False
         if self.rope_prefix and not self.packs_prefix:
             # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
@@ -321,14 +321,14 @@ class NamedArguments(CallForm, BlockCall):
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
     def narrow_rows(self, arguments: Mapping[str, Any], index_BK: Tensor) -> dict[str, Any]:
-        """Return the arguments with the rows of some tokens, and their places if the block takes them."""
+        """Return the arguments with the rows of some tokens, and their index if the block takes them."""
         narrowed = dict(arguments)
         for name in self.rows:
             if name in narrowed:
                 narrowed[name] = map_rows(self._narrow_rows, narrowed[name], index_BK)
-        if self.places:
-            before_BN = narrowed.get(self.places)
-            narrowed[self.places] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
+        if self.index_argument:
+            before_BN = narrowed.get(self.index_argument)
+            narrowed[self.index_argument] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
         return narrowed
 
     def _narrow_rows(self, rows: Tensor, index_BK: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
     rope = rope[(None,) * (4 - rope.ndim)]
     identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
     complete = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
-    place_T = row_T if rope.shape[0] > 1 else row_T % tokens
-    return complete.transpose(0, 1).flatten(1, 2).index_select(1, place_T[prefix:]).unsqueeze(0)
+    position_T = row_T if rope.shape[0] > 1 else row_T % tokens
+    return complete.transpose(0, 1).flatten(1, 2).index_select(1, position_T[prefix:]).unsqueeze(0)
 
 
 def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -110,8 +110,8 @@ def _stack(
     tower: Any, name: str, prefix: int, captions: Passes[CaptionPass] | None = None, causal: bool = False
 ) -> BlockStack:
     blocks = tuple(tower.resblocks)
-    # The embedding has place 0 in a pass of captions.
-    places = {id(block): index + 1 for index, block in enumerate(blocks)}
+    # The embedding has number 0 in a pass of captions.
+    numbers = {id(block): index + 1 for index, block in enumerate(blocks)}
     for block in blocks:
         if not isinstance(block, BLOCKS):
             raise ValueError(
@@ -126,11 +126,11 @@ def _stack(
         blocks=blocks,
         prefix=prefix,
         dim=int(tower.width),
-        call_of=lambda block, config: _call_of(block, int(tower.width), captions, places[id(block)], causal),
+        call_of=lambda block, config: _call_of(block, int(tower.width), captions, numbers[id(block)], causal),
     )
 
 
-def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, place: int, causal: bool) -> ClipBlock:
+def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, number: int, causal: bool) -> ClipBlock:
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
     features = int(attention.in_proj_weight.shape[0])
@@ -151,7 +151,7 @@ def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, p
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,
-        number=place,
+        number=number,
         causal=causal,
     )
 
@@ -163,7 +163,7 @@ class ClipBlock(NamedArguments):
     Args:
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
         captions: Passes of a text tower, which infers padding from token ids; None in an image tower.
-        number: The block's place in these passes.
+        number: The block's number in these passes.
     """
 
     heads: int = 1

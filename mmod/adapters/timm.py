@@ -167,7 +167,7 @@ def _projections(name: str, attention: nn.Module) -> list[ProjectionName]:
         elif child in ("k_proj", "v_proj"):
             projections.append(ProjectionName(weight, 0))
         elif not isinstance(features, int):
-            # Two factors in the place of one layer compute all features.
+            # Two factors instead of one layer compute all features.
             continue
         elif child == "qkv":
             projections.append(ProjectionName(weight, features // 3, features))

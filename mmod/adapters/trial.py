@@ -28,8 +28,8 @@ from mmod.random_state import drawn_from
 from mmod.routing import Evidence, Kept, Routing
 from mmod.threads import PerThread
 
-# Arguments that take the places of tokens which are not all of them.
-PLACES = ("position_mask",)
+# Arguments that take the index of tokens which are not all of them.
+INDEX_ARGUMENTS = ("position_mask",)
 # Patches of a trial, of which some run alone.
 PATCHES = 12
 ALONE = 5
@@ -131,7 +131,7 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
         rope_prefix=rope_prefix,
         layout=inputs.layout or LAYOUTS[0],
         boundaries=inputs.boundaries,
-        places=next((name for name in PLACES if name in signature), ""),
+        index_argument=next((name for name in INDEX_ARGUMENTS if name in signature), ""),
     )
     x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
     watch = AttentionWatch()
@@ -279,7 +279,7 @@ def _rows(inputs: BlockInputs) -> tuple[tuple[str, ...], int]:
     for name, value in inputs.arguments.items():
         items = value if isinstance(value, (tuple, list)) else (value,)
         tensors = [item for item in items if isinstance(item, Tensor)]
-        if not tensors or name in (*MASKS, *PLACES):
+        if not tensors or name in (*MASKS, *INDEX_ARGUMENTS):
             continue
         lengths = {item.shape[-2] if item.ndim > 1 else -1 for item in tensors}
         if len(tensors) != len(items) or lengths not in ({tokens}, {tokens - inputs.prefix}):
@@ -367,8 +367,8 @@ class _Trial:
         """Raise `_Refused` with the property that the block lacks."""
         index_BK = self.index_BK
         y_BKD = self.run(index_BK)
-        if self.proof.places:
-            self._check_places()
+        if self.proof.index_argument:
+            self._check_index()
         prefix = self.inputs.prefix
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
@@ -408,20 +408,20 @@ class _Trial:
         self.x_BND, self.arguments = whole
         return y
 
-    def _check_places(self) -> None:
+    def _check_index(self) -> None:
         index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
         with torch.no_grad():
             y_BND = self.block.run_host(self.x_BND, **self.arguments)
         if not close(self.run(index_BN), y_BND):
-            raise _Refused(f"does not take the places of its tokens as {self.proof.places}")
+            raise _Refused(f"does not take the index of each token as {self.proof.index_argument}")
 
     def _why(self) -> str:
-        """Return the likely reason for a dependence on places."""
+        """Return the likely reason for a dependence on positions."""
         if self.biased:
             return ", because its attention adds a bias for each pair of positions, which does not know the kept tokens"
         if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in self.block.modules()):
             return ", because it has a convolution between tokens"
-        return ", because it computes with their places: a window, a position bias, or rotary positions made inside"
+        return ", because it computes with their positions: a window, a position bias, or rotary positions made inside"
 
 
 def _of_image(value: Any, one: slice) -> Any:

@@ -289,7 +289,7 @@ class Score(Checked, group="router"):
         """Whether consecutive routed blocks share a score that the first of them computes, and not importance."""
         return self.shared and not self.reads_importance
 
-    def make(self, place: Placement) -> nn.Module | None:
+    def make(self, placement: Placement) -> nn.Module | None:
         """Return the module that scores, or None where importance itself is the score.
 
         The module is called with tokens (B, N, D), with a mask that is False where a token does not count (B, N), or

@@ -104,7 +104,7 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
         >>> @register_score("length")
         ... @dataclasses.dataclass(frozen=True)
         ... class Length(mmod.Score):
-        ...     def make(self, place):
+        ...     def make(self, placement):
         ...         return NormScore()
         >>> mmod.RoutingConfig(router="length").gate.name
         'identity'

@@ -270,7 +270,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def _narrowed(self, arguments: dict[str, Any], passage: Passage) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
         call = self.mod_state.call
-        known = {*call.rows, call.places}
+        known = {*call.rows, call.index_argument}
         unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
         if unknown or arguments.get("is_causal"):
             names = [call.boundaries if name == KEY_BIAS else name for name in unknown]
@@ -301,7 +301,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             x = self.run_observed(attend, captured)
             inputs = AttentionInputs(captured.key, captured.class_attention)
         place_BN = passage.place_BN
-        needs_place = call.places or any(name in arguments for name in call.rows)
+        needs_place = call.index_argument or any(name in arguments for name in call.rows)
         if place_BN is None and (not passage.uninterrupted or needs_place or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)

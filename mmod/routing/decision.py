@@ -51,19 +51,19 @@ class TokenMasks(NamedTuple):
         return self.free(score_BN, prefix)
 
 
-class Segments(NamedTuple):
+class PackedSamples(NamedTuple):
     """Where the tokens of packed samples stand, if each sample gets a row of its own.
 
     Args:
         token_SL: Index of each sample's tokens among all tokens of the batch (S, L).
         valid_SL: False at empty slots and at padding (S, L).
-        place_BN: Index of every token among the slots of all samples (B, N).
+        slot_BN: Index of every token among the slots of all samples (B, N).
         share_BN: The sample's number of tokens whose attention counts as importance, relative to its row's (B, N).
     """
 
     token_SL: Tensor
     valid_SL: Tensor
-    place_BN: Tensor
+    slot_BN: Tensor
     share_BN: Tensor
 
     def split(self, rows: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Segments(NamedTuple):
 
     def pack(self, values_SL: Tensor) -> Tensor:
         """Return the values (B, N) of packed tokens from those of samples."""
-        return values_SL.flatten()[self.place_BN]
+        return values_SL.flatten()[self.slot_BN]
 
 
 class TokenGroups(NamedTuple):
@@ -93,7 +93,7 @@ class TokenGroups(NamedTuple):
         causal: Attention is causal over the valid tokens, whatever the mask.
         importance: Returns importance (B, N) from outside the layers; None without.
         segments: The packed samples, if rows pack several; each is routed as if it were alone.
-        earlier_BN: Index in its row of the token at the same place one frame earlier, -1 for none (B, N); None if no
+        earlier_BN: Index in its row of the token at the same position one frame earlier, -1 for none (B, N); None if no
             score reads frames.
         prompt_BN: True at tokens of prompts, before the labelled answers (B, N); None if all are.
     """
@@ -107,7 +107,7 @@ class TokenGroups(NamedTuple):
     alone: bool = False
     causal: bool = False
     importance: Callable[[], Tensor] | None = None
-    segments: Segments | None = None
+    segments: PackedSamples | None = None
     earlier_BN: Tensor | None = None
     prompt_BN: Tensor | None = None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.ops.backend import batching
 from mmod.ops.select import ascending_valid, slots_for
-from mmod.routing.decision import KEPT, PADDING, Segments, TokenGroups
+from mmod.routing.decision import KEPT, PADDING, PackedSamples, TokenGroups
 
 
 def assign_groups(
@@ -89,7 +89,7 @@ def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
         raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {counts.tolist()}")
 
 
-def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | None = None) -> Segments:
+def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | None = None) -> PackedSamples:
     """Return where the tokens of packed samples stand, with one host synchronisation.
 
     Args:
@@ -111,17 +111,17 @@ def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | Non
     order_T = torch.sort(sample_T, stable=True).indices
     rank_T = torch.arange(len(order_T), device=order_T.device) - (size_S.cumsum(0) - size_S)[sample_T[order_T]]
     slots = int(size_S.max())
-    place_T = torch.empty_like(order_T)
-    place_T[order_T] = sample_T[order_T] * slots + rank_T
+    slot_T = torch.empty_like(order_T)
+    slot_T[order_T] = sample_T[order_T] * slots + rank_T
     token_SL = order_T.new_zeros(len(size_S) * slots)
-    token_SL[place_T] = torch.arange(len(place_T), device=place_T.device)
+    token_SL[slot_T] = torch.arange(len(slot_T), device=slot_T.device)
     valid_SL = torch.zeros_like(token_SL, dtype=torch.bool)
-    valid_SL[place_T] = valid_BN.flatten()
+    valid_SL[slot_T] = valid_BN.flatten()
     valid_SL = valid_SL.view(-1, slots)
     queries_BN = valid_BN if prompt_BN is None else prompt_BN
     counted_S = torch.zeros_like(size_S).scatter_add(0, sample_T, queries_BN.flatten().long()).clamp(min=1)
     share_BN = counted_S[sample_T].view(samples, tokens) / queries_BN.sum(dim=1, keepdim=True).clamp(min=1)
-    return Segments(token_SL.view(-1, slots), valid_SL, place_T.view(samples, tokens), share_BN)
+    return PackedSamples(token_SL.view(-1, slots), valid_SL, slot_T.view(samples, tokens), share_BN)
 
 
 def decoded_groups(valid_BN: Tensor) -> TokenGroups:
@@ -145,7 +145,7 @@ def _limits(group_BN: Tensor) -> Tensor:
 
 
 def _used(counts: list[int]) -> int:
-    return max((place + 1 for place, count in enumerate(counts) if count), default=0)
+    return max((index + 1 for index, count in enumerate(counts) if count), default=0)
 
 
 def select_within(
@@ -181,16 +181,16 @@ def select_within(
     # A second, stable sort by group keeps every group sorted by score; padding and kept tokens come first.
     in_order_BN = groups.group_BN.gather(1, order_BN)
     order_BN = order_BN.gather(1, torch.sort(in_order_BN, dim=1, stable=True).indices)
-    # Of the n tokens of a group, the first m are kept: the places at which they end, behind earlier groups.
+    # Of the n tokens of a group, the first m are kept: the positions at which they end, behind earlier groups.
     ends = [
         [start + kept for start, kept in zip(accumulate([tokens - sum(sizes), *sizes]), row)]
         for sizes, row in zip(groups.sizes, keeps)
     ]
     end_BG = torch.tensor([[*row, *[0] * (count - len(row))] for row in ends], device=score_BN.device)
-    place_BN = torch.empty_like(order_BN).scatter_(
+    rank_BN = torch.empty_like(order_BN).scatter_(
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
-    chosen_BN = place_BN < end_BG.gather(1, groups.group_BN.clamp(min=1) - 1)
+    chosen_BN = rank_BN < end_BG.gather(1, groups.group_BN.clamp(min=1) - 1)
     return slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
 
 

@@ -58,8 +58,8 @@ class Router(nn.Module):
         self.planned = rational(capacity)
         self._settings = Rule(config, self.planned)
         self._override: PerThread[Rule | None] = PerThread(type(None))
-        place = Placement(dim, block, config.gate, prefix, device, dtype, patches)
-        self.score: nn.Module | None = config.router.make(place)
+        placement = Placement(dim, block, config.gate, prefix, device, dtype, patches)
+        self.score: nn.Module | None = config.router.make(placement)
         # Whom skipped tokens join: the nearest kept token, the first of their group, or none.
         self.joiner = choose_joiner(config, self.score, prefix)
 

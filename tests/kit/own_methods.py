@@ -24,8 +24,8 @@ class Contrast(mmod.Score):
     learns: ClassVar[bool] = True
     power: float = 1.0
 
-    def make(self, place: Any) -> nn.Module:
-        return ContrastScore(place.dim, self.power)
+    def make(self, placement: Any) -> nn.Module:
+        return ContrastScore(placement.dim, self.power)
 
     def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         return score_BN / score_BN.amax(dim=1, keepdim=True)
@@ -49,7 +49,7 @@ class WeighedImportance(mmod.Score):
 
     reads_importance: ClassVar[bool] = True
 
-    def make(self, place: Any) -> nn.Module:
+    def make(self, placement: Any) -> nn.Module:
         return WeighedImportanceScore()
 
 

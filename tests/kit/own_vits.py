@@ -282,7 +282,7 @@ ROUTED: dict[str, Callable[[], OwnViT]] = {
 }
 # Model -> the property that it lacks.
 REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
-    "windows": (lambda: OwnViT(lambda _: WindowedBlock(), prefix=0), "computes with their places|does not run on"),
+    "windows": (lambda: OwnViT(lambda _: WindowedBlock(), prefix=0), "computes with their positions|does not run on"),
     "large windows": (lambda: OwnViT(lambda _: LargeWindowBlock(), prefix=0), "all 64 tokens in another order"),
     "relative bias of zeros": (lambda: OwnViT(lambda _: OwnBlock(RelativeBias), prefix=0), "in another order"),
     "relative bias": (

@@ -131,7 +131,7 @@ def table() -> str:
         stack = next(iter(mmod.adapters.find_stacks(make_vision(name)).values()))
         proof = stack.proof
         special = f"{proof.prefix}" + (f" in front, {proof.suffix} behind" if proof.suffix else "")
-        packs = proof.fused and not proof.rope_prefix and not proof.places
+        packs = proof.fused and not proof.rope_prefix and not proof.index_argument
         rows.append(f"| {name} | {special} | {'yes' if proof.halves else 'no'} | {'packed' if packs else 'padded'} |")
     return "\n".join(rows)
 

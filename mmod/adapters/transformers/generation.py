@@ -33,7 +33,7 @@ class PromptPart(NamedTuple):
         image_BN: True, or a modality's number, at the image tokens of the pass (B, N); None if they are not marked.
         layout: Arguments of `generate` that describe the frames of images and videos.
         copies: How many samples in a row are copies of one of the prompt, as beams are.
-        drafts: See `Prompt`.
+        drafts: See `GeneratedFrom`.
     """
 
     image_BN: Tensor | None
@@ -42,7 +42,7 @@ class PromptPart(NamedTuple):
     drafts: bool
 
 
-class Prompt:
+class GeneratedFrom:
     """The prompt of a running call of `generate`.
 
     Args:
@@ -78,7 +78,7 @@ class Prompt:
         return None
 
     def _part(self, given: Tensor, passed: Tensor, begin: int) -> PromptPart | None:
-        """Return the part from a place on, if a pass got just its tokens, and maybe words of the answer behind them."""
+        """Return the part from a token on, if a pass got just its tokens, and maybe words of the answer behind them."""
         samples, tokens = passed.shape[:2]
         given = given[:, begin : begin + tokens]
         # Beams and several sequences of one prompt are consecutive samples.
@@ -97,15 +97,15 @@ class Generations:
     """The prompts that a model generates from, one in each thread."""
 
     def __init__(self) -> None:
-        self._running: PerThread[Prompt | None] = PerThread(type(None))
+        self._running: PerThread[GeneratedFrom | None] = PerThread(type(None))
 
     def part(self, arguments: Mapping[str, Any], past: int) -> PromptPart | None:
-        """Return what a pass reads of the prompt of this thread's call of `generate`, see `Prompt.part`."""
+        """Return what a pass reads of the prompt of this thread's call of `generate`, see `GeneratedFrom.part`."""
         prompt = self._running.value
         return None if prompt is None else prompt.part(arguments, past)
 
     @contextmanager
-    def of(self, prompt: Prompt) -> Iterator[None]:
+    def of(self, prompt: GeneratedFrom) -> Iterator[None]:
         """Context of a call of `generate`; that of a draft runs inside another."""
         outer = self._running.value
         self._running.value = prompt
@@ -120,7 +120,7 @@ class _Pass:
     labels_BN: Tensor | None = None
 
 
-class Labels:
+class PassLabels:
     """The labels of a model's running pass, one in each thread."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, chosen_samples
 from mmod.adapters.transformers.families import gets_keys, number_of, parameters_of
-from mmod.adapters.transformers.generation import Generations, Labels, PromptPart, refuse_training_mode
+from mmod.adapters.transformers.generation import Generations, PassLabels, PromptPart, refuse_training_mode
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS
 from mmod.adapters.transformers.structure import (
@@ -60,7 +60,7 @@ class LabelHook(ModelHook):
         outermost: No module around it takes labels; modules inside may get others, or none.
     """
 
-    def __init__(self, head: nn.Module, labels: Labels, outermost: bool) -> None:
+    def __init__(self, head: nn.Module, labels: PassLabels, outermost: bool) -> None:
         self.names = tuple(parameters_of(head))
         self.labels = labels
         self.outermost = outermost
@@ -99,7 +99,7 @@ class Inputs(NamedTuple):
     part: PromptPart | None
 
 
-class Candidates(NamedTuple):
+class TokenKinds(NamedTuple):
     """The tokens of a forward pass among which some may be skipped.
 
     Args:
@@ -115,7 +115,7 @@ class Candidates(NamedTuple):
     frames: Frames | None
 
 
-class Selection(NamedTuple):
+class SkippableTokens(NamedTuple):
     """The tokens of a forward pass that may be skipped.
 
     Args:
@@ -145,7 +145,7 @@ class GroupHook(ModelHook):
         self.config = config
         self.images = ImageTokens(entry.config)
         self.generations = Generations()
-        self.labels = Labels()
+        self.labels = PassLabels()
         self.language = config.language
         # p-MoD's skipped tokens are image tokens.
         images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
@@ -213,9 +213,9 @@ class GroupHook(ModelHook):
         if inputs.decodes and inputs.cache.is_compileable and torch.compiler.is_compiling():
             # Shapes of a captured step must not follow from what it reads.
             return decoded_groups(inputs.structure.valid_BN)
-        candidates = self._find(inputs, image_BN)
-        selection = self._select(inputs, candidates, protected_BN)
-        return self._assign(inputs, candidates, selection)
+        kinds = self._find(inputs, image_BN)
+        skippable = self._select(inputs, kinds, protected_BN)
+        return self._assign(inputs, kinds, skippable)
 
     def _read(self, module: nn.Module, arguments: Mapping[str, Any], image_BN: Tensor | None) -> Inputs | None:
         """Step 1: read what is cached, padded and packed; None if no token may be skipped."""
@@ -237,7 +237,7 @@ class GroupHook(ModelHook):
         part = None if decodes else self.generations.part(arguments, int(past))
         return Inputs(module, arguments, cache, decodes, begun, structure, part)
 
-    def _find(self, inputs: Inputs, image_BN: Tensor | None) -> Candidates:
+    def _find(self, inputs: Inputs, image_BN: Tensor | None) -> TokenKinds:
         """Step 2: find the tokens that may be skipped, by modality and frame."""
         structure = inputs.structure
         part = inputs.part
@@ -255,51 +255,49 @@ class GroupHook(ModelHook):
         frames = None
         if self.tokens == "image" and self.language.frames is not None and self._decides_together:
             frames = self.images.frames(layout, kind_BN, structure.valid_BN, structure.segment_BN, copies)
-        return Candidates(kind_BN, layout, copies, frames)
+        return TokenKinds(kind_BN, layout, copies, frames)
 
-    def _select(self, inputs: Inputs, candidates: Candidates, protected_BN: Tensor | None) -> Selection:
+    def _select(self, inputs: Inputs, kinds: TokenKinds, protected_BN: Tensor | None) -> SkippableTokens:
         """Step 3: leave out tokens outside frames, those that the user protects, and those without a frame before."""
         structure = inputs.structure
-        gated_BN = candidates.kind_BN > 0
-        if candidates.frames is not None:
-            gated_BN = gated_BN & ~candidates.frames.apart_BN
+        gated_BN = kinds.kind_BN > 0
+        if kinds.frames is not None:
+            gated_BN = gated_BN & ~kinds.frames.apart_BN
         free_BN = gated_BN
         if protected_BN is not None:
             shape = (gated_BN.shape[0], gated_BN.shape[1])
             free_BN = gated_BN & ~checked_mask(PROTECTED, protected_BN, shape).bool()
         earlier_BN = None
         if self.config.router.reads_frames:
-            earlier_BN = self._earlier(inputs, candidates)
+            earlier_BN = self._earlier(inputs, kinds)
             free_BN = free_BN & (earlier_BN >= 0)
         if structure.segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
                 "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
                 ": pass one sample per row, or choose importance='per_viewer'"
             )
-        prompt_BN = self._prompt(candidates.kind_BN > 0, structure)
-        return Selection(free_BN, gated_BN, earlier_BN, prompt_BN)
+        prompt_BN = self._prompt(kinds.kind_BN > 0, structure)
+        return SkippableTokens(free_BN, gated_BN, earlier_BN, prompt_BN)
 
-    def _assign(self, inputs: Inputs, candidates: Candidates, selection: Selection) -> TokenGroups | None:
+    def _assign(self, inputs: Inputs, kinds: TokenKinds, skippable: SkippableTokens) -> TokenGroups | None:
         """Step 4: assign tokens to the groups within which layers choose; None when all tokens run."""
         structure = inputs.structure
-        frames = candidates.frames
+        frames = kinds.frames
         groups = assign_groups(
-            selection.free_BN,
-            selection.gated_BN,
+            skippable.free_BN,
+            skippable.gated_BN,
             structure.valid_BN,
             frames=None if frames is None else self.language.frames,
             strict=self.tokens == "image",
             segment_BN=structure.segment_BN,
             first_BN=None if frames is None else frames.first_BN,
-            prompt_BN=selection.prompt_BN,
+            prompt_BN=skippable.prompt_BN,
         )
         importance = None
         if self.tower is not None:
-            read = functools.partial(
-                self.tower.of, inputs.module, candidates.kind_BN, candidates.layout, candidates.copies
-            )
+            read = functools.partial(self.tower.of, inputs.module, kinds.kind_BN, kinds.layout, kinds.copies)
             importance = functools.cache(read)
-        groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=selection.earlier_BN)
+        groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=skippable.earlier_BN)
         if inputs.begun and self._decides_together:
             if inputs.part is not None and not inputs.part.drafts:
                 self._check_complete(inputs.cache)
@@ -344,16 +342,16 @@ class GroupHook(ModelHook):
                 "to compare successive images of a prompt"
             )
 
-    def _earlier(self, inputs: Inputs, candidates: Candidates) -> Tensor:
+    def _earlier(self, inputs: Inputs, kinds: TokenKinds) -> Tensor:
         """Return the index of the token at the same position one frame earlier, -1 for none (B, N)."""
         images = self.config.router.images
-        if inputs.begun and images and bool((candidates.kind_BN == IMAGE).any()):
+        if inputs.begun and images and bool((kinds.kind_BN == IMAGE).any()):
             raise ValueError(
                 "an image follows cached tokens, which may hold the frame before it: pass the full prompt at once, "
                 "without past_key_values or prefill_chunk_size"
             )
         segment_BN = inputs.structure.segment_BN
-        return self.images.earlier(candidates.layout, candidates.kind_BN, images, segment_BN, candidates.copies)
+        return self.images.earlier(kinds.layout, kinds.kind_BN, images, segment_BN, kinds.copies)
 
     def _check_complete(self, cache: Any) -> None:
         """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
@@ -398,7 +396,7 @@ class GroupHook(ModelHook):
             cached = max(numbers) + 1 if grows else len(getattr(cache, "layers", numbers))
         kinds = list(getattr(config, "layer_types", None) or [""] * cached)[:cached]
         fits = len(set(numbers)) == len(numbers) and max(numbers) < len(kinds)
-        # The host makes each kind of mask by the kind's first cache layer, and gives a layer that of its place.
+        # The host makes each kind of mask by the kind's first cache layer, and gives a layer that of its index.
         fits = fits and {kinds.index(kind) for kind in kinds} <= set(numbers)
         fits = fits and [kinds[number] for number in numbers] == kinds[: len(numbers)]
         if not fits:

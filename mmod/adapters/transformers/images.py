@@ -102,8 +102,8 @@ class ImageTokens:
         for kind, token in self.ids.items():
             if not 0 <= token < table.num_embeddings:
                 continue
-            place: Tensor = table(torch.tensor(token, device=embeds_BND.device))
-            kind_BN = kind_BN.masked_fill((embeds_BND == place.to(embeds_BND.device)).all(-1), kind)
+            embedding_D: Tensor = table(torch.tensor(token, device=embeds_BND.device))
+            kind_BN = kind_BN.masked_fill((embeds_BND == embedding_D.to(embeds_BND.device)).all(-1), kind)
         if not bool(kind_BN.any()):
             raise ValueError(
                 "inputs_embeds have no embedding of an image token, so the image tokens are unknown: pass input_ids "
@@ -150,7 +150,7 @@ class ImageTokens:
         segment_BN: Tensor | None = None,
         copies: int = 1,
     ) -> Tensor:
-        """Return the index in its row of the token at the same place one frame earlier, -1 for none (B, N).
+        """Return the index in its row of the token at the same position one frame earlier, -1 for none (B, N).
 
         Args:
             images: Successive images of a sample with equally many tokens are frames; otherwise those of videos alone.
@@ -160,12 +160,12 @@ class ImageTokens:
         earlier_BN = torch.full_like(kind_BN, -1)
         for name, kind in KINDS.items():
             modality_BN = kind_BN == kind
-            row_T, place_T = modality_BN.nonzero(as_tuple=True)
+            row_T, position_T = modality_BN.nonzero(as_tuple=True)
             if not len(row_T) or (kind == IMAGE and not images):
                 continue
             if arguments.get(f"{name}_compression_mask") is not None:
                 raise ValueError(
-                    f"{name}_compression_mask dropped tokens, so the same place one frame earlier is unknown: pass all "
+                    f"{name}_compression_mask dropped tokens, so their position one frame earlier is unknown: pass all "
                     "tokens of a video, or choose another router"
                 )
             clips = self._clips(arguments, name, modality_BN, copies)
@@ -179,7 +179,7 @@ class ImageTokens:
             same_T = (before_T >= 0) & (row_T[at_T] == row_T)
             if segment_BN is not None:
                 same_T = same_T & (segment_BN[modality_BN][at_T] == segment_BN[modality_BN])
-            earlier_BN[modality_BN] = torch.where(same_T, place_T[at_T], -1)
+            earlier_BN[modality_BN] = torch.where(same_T, position_T[at_T], -1)
         return earlier_BN
 
     def _clips(self, arguments: Mapping[str, Any], name: str, modality_BN: Tensor, copies: int) -> list[Clip] | None:
@@ -251,7 +251,7 @@ def _begins(kind_BN: Tensor, segment_BN: Tensor | None) -> Tensor:
 
 
 def _frame_before(clips: list[Clip]) -> Tensor:
-    """Return the token at the same place one frame earlier (T), -1 for none.
+    """Return the token at the same position one frame earlier (T), -1 for none.
 
     An image follows the image before if it has as many tokens.
 
@@ -263,9 +263,9 @@ def _frame_before(clips: list[Clip]) -> Tensor:
     start = 0
     previous = Clip(0, 0)
     for clip in clips:
-        place = torch.arange(start, start + clip.total) - clip.tokens
+        earlier = torch.arange(start, start + clip.total) - clip.tokens
         follows = previous == clip == Clip(1, clip.tokens)
-        before.append(place.masked_fill(place < start, -1) if not follows else place)
+        before.append(earlier.masked_fill(earlier < start, -1) if not follows else earlier)
         start += clip.total
         previous = clip
     return torch.cat(before)

@@ -127,7 +127,7 @@ def _call_of(
         attention,
         compact,
         window,
-        places=reads_positions(layer),
+        reads_positions=reads_positions(layer),
         projected=has_projections(layer),
         by_token=tuple(name for name in BY_TOKEN if whole and name in names),
     )

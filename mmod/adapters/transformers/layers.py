@@ -43,7 +43,7 @@ class DecoderLayerCall(DecoderCall):
         attention: Its attention, or linear attention, which says at any time the number of its cache layer.
         compact: Rotary embeddings of compact positions; None for the original positions.
         window: Size of the sliding window, or None.
-        places: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
+        reads_positions: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
         projected: Queries, keys and values are projections of tokens, whose parts can be computed alone.
         by_token: Names of arguments with a row for each token, if the whole layer runs on the kept tokens.
         behind: How much higher the number of its cache layer is in this run, if the layer runs several times.
@@ -53,7 +53,7 @@ class DecoderLayerCall(DecoderCall):
     attention: Any
     compact: CompactRotary | None = None
     window: int | None = None
-    places: bool = False
+    reads_positions: bool = False
     projected: bool = True
     by_token: tuple[str, ...] = ()
     behind: int = 0
@@ -112,15 +112,15 @@ class DecoderLayerCall(DecoderCall):
     def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for kept tokens of all samples in one sequence."""
         embeddings = arguments.get("position_embeddings")
-        place_T = packing.row_T
+        position_T = packing.row_T
         slots = x_BND.shape[1]
         if self.compact is not None:
-            place_T = packing.slot_T
+            position_T = packing.slot_T
             slots = packing.max_seqlen
             # Compact positions count kept tokens, so all samples share one table.
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
-            embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
+            embeddings = tuple(_packed(rows, position_T, slots) for rows in embeddings)
         position_BN = self._positions(arguments)
         position_1T = None if position_BN is None else _packed(position_BN, packing.row_T, x_BND.shape[1])
         packed = {"position_ids": position_1T, "position_embeddings": embeddings}
@@ -252,12 +252,12 @@ class DecoderLayerCall(DecoderCall):
         """Return whether rows pack several samples."""
         return read_structure(arguments, x_BND, self.cached(arguments), self.config).segment_BN is not None
 
-    def repeated(self, places: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for kept tokens of a repeated layer, whose cache index is `places` higher."""
-        if not places:
+    def repeated(self, offset: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+        """Return the arguments for kept tokens of a repeated layer, whose cache index is `offset` higher."""
+        if not offset:
             return arguments
         # Each run of a shared layer has keys and values of its own.
-        call = replace(self, behind=places)
+        call = replace(self, behind=offset)
         call.open_cache(arguments)
         selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
         call.begin_update(arguments, x_BND, routing)
@@ -321,7 +321,7 @@ class DecoderLayerCall(DecoderCall):
         """Return the positions of all tokens (1 or B, N), if attention reads them for more than to separate samples."""
         position_BN: Tensor | None = arguments.get("position_ids")
         # Flash attention would find boundaries of samples where positions leap.
-        known = self.places and not self._is_flash and position_BN is not None and position_BN.ndim == 2
+        known = self.reads_positions and not self._is_flash and position_BN is not None and position_BN.ndim == 2
         return position_BN if known else None
 
     def _check_window(self, window: int, tokens: int, cache: CachedTokens | None, complete: bool) -> None:
@@ -382,10 +382,10 @@ class RecurrentLayerCall(DecoderLayerCall):
         return arguments
 
 
-def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:
+def _packed(rows: Tensor, position_T: Tensor, slots: int) -> Tensor:
     """Return the rows (1, T, ...) at some of a batch's slots; samples may share rows."""
-    place_T = place_T if len(rows) > 1 else place_T % slots
-    return rows.flatten(0, 1).index_select(0, place_T).unsqueeze(0)
+    position_T = position_T if len(rows) > 1 else position_T % slots
+    return rows.flatten(0, 1).index_select(0, position_T).unsqueeze(0)
 
 
 def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
@@ -415,14 +415,14 @@ class CompactRotary:
         fixed = isinstance(past, int) and getattr(self.rotary, "rope_type", None) in _FIXED
         if fixed and isinstance(before_B1, int) and not torch.compiler.is_compiling():
             return tuple(table[:, before_B1 : before_B1 + slots] for table in self._table(x_BND, before_B1 + slots))
-        place_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(x_BND.shape[0], -1)
+        position_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(x_BND.shape[0], -1)
         if fixed and not torch.compiler.is_compiling():
-            return tuple(table[0, place_BK] for table in self._table(x_BND, int(past) + slots))
-        return self._computed(x_BND, place_BK)
+            return tuple(table[0, position_BK] for table in self._table(x_BND, int(past) + slots))
+        return self._computed(x_BND, position_BK)
 
-    def _computed(self, like: Tensor, place_BK: Tensor) -> tuple[Tensor, ...]:
+    def _computed(self, like: Tensor, position_BK: Tensor) -> tuple[Tensor, ...]:
         # In a model on several devices, the module may be on another device than the layer.
-        return tuple(value.to(like.device) for value in self.rotary(like, place_BK))
+        return tuple(value.to(like.device) for value in self.rotary(like, position_BK))
 
     def _table(self, like: Tensor, length: int) -> tuple[Tensor, ...]:
         """Return the embeddings of at least the first positions (1, length, E)."""
@@ -431,8 +431,8 @@ class CompactRotary:
         if table is None or table[0].shape[1] < length:
             # Not as inference tensors, which could not be used in training.
             with torch.inference_mode(False), torch.no_grad():
-                places = torch.arange(1 << (max(length, 1024) - 1).bit_length(), device=like.device).unsqueeze(0)
-                table = self._computed(torch.empty(0, device=like.device, dtype=like.dtype), places)
+                position_1L = torch.arange(1 << (max(length, 1024) - 1).bit_length(), device=like.device).unsqueeze(0)
+                table = self._computed(torch.empty(0, device=like.device, dtype=like.dtype), position_1L)
             # Another thread may store a shorter table, so this call returns the local one.
             self._tables[key] = table
         return table

@@ -78,8 +78,8 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
     if mask is None:
         # Hosts pass no mask if a single token sees all keys, or if the first key belongs to the first token.
         before = keys - 1 if tokens == 1 else 0
-        place_L = torch.arange(keys, device=index_BK.device)
-        pairs = (place_L <= (before + index_BK).unsqueeze(2)).unsqueeze(1)
+        position_L = torch.arange(keys, device=index_BK.device)
+        pairs = (position_L <= (before + index_BK).unsqueeze(2)).unsqueeze(1)
     else:
         pairs = query_rows(mask, index_BK)
     return pairs if routing.kept.valid_BK is None else show_all_keys(pairs, routing.kept.valid_BK)
@@ -144,7 +144,7 @@ def valid_tokens(mask: Any, source: Tensor, past: Tensor | int) -> Tensor:
     query_N = torch.arange(tokens, device=mask.device)
     past = past.to(mask.device) if isinstance(past, Tensor) else past
     if mask.ndim == 2:
-        places = slice(past, past + tokens) if isinstance(past, int) else query_N + past
-        return mask[:, places].to(source.device).bool()
+        columns = slice(past, past + tokens) if isinstance(past, int) else query_N + past
+        return mask[:, columns].to(source.device).bool()
     row_BN = mask[:, 0, query_N, query_N + past - first_column(mask.shape[-1], past + tokens)]
     return is_visible(row_BN).expand(samples, -1).to(source.device)

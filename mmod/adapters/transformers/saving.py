@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmod.adapters.base import Changes
 from mmod.adapters.tokens import proofs_of
-from mmod.adapters.transformers.generation import Prompt, refuse_training_mode
+from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook
 from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
 from mmod.blocks import (
@@ -148,7 +148,7 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
         image_BN = hook.images.kinds(model, {"input_ids": given["input_ids"]}, None)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
-    with hook.generations.of(Prompt(given, image_BN, layout, drafts)):
+    with hook.generations.of(GeneratedFrom(given, image_BN, layout, drafts)):
         return host_generate(inputs, *args, **options)
 
 
@@ -235,7 +235,7 @@ def auto_classes(config_class: type) -> dict[str, Any]:
     return {name: classes[name] for name, mapping in mappings.items() if config_class in mapping}
 
 
-Change = Callable[[Any, Changes], None]
+ChangeModel = Callable[[Any, Changes], None]
 """Changes a model as a saved one was."""
 
 
@@ -268,13 +268,13 @@ def forget_description(config: Any) -> None:
     for name in (KEY, WEIGHTS_FIELD):
         fields.pop(name, None)
     code = fields.pop("auto_map", None) or {}
-    others = {name: place for name, place in code.items() if not str(place).startswith(f"{CODE}.")}
+    others = {name: path for name, path in code.items() if not str(path).startswith(f"{CODE}.")}
     if others:
         config.auto_map = others
 
 
 def load(
-    folder: str | Path, change: Change, *args: Any, model_class: Any = None, config: Any = None, **options: Any
+    folder: str | Path, change: ChangeModel, *args: Any, model_class: Any = None, config: Any = None, **options: Any
 ) -> Any:
     """Load a changed model that its `save_pretrained` saved.
 

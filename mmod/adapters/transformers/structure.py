@@ -102,15 +102,15 @@ def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) 
         [[True, True, True, True, False, False]]
     """
     samples, tokens = image_BN.shape
-    place_BN = torch.arange(tokens, device=image_BN.device).expand(samples, -1)
-    sample_BN = torch.zeros_like(place_BN) if segment_BN is None else segment_BN
+    position_BN = torch.arange(tokens, device=image_BN.device).expand(samples, -1)
+    sample_BN = torch.zeros_like(position_BN) if segment_BN is None else segment_BN
     count = 1 if segment_BN is None else int(segment_BN.max()) + 1
-    image_BN = place_BN.masked_fill(~image_BN, -1)
-    last_BS = place_BN.new_full((samples, count), -1).scatter_reduce(1, sample_BN, image_BN, "amax")
-    answers_BN = (labels_BN.to(place_BN.device) != IGNORED) & (place_BN > last_BS.gather(1, sample_BN))
-    answer_BN = place_BN.masked_fill(~answers_BN, tokens)
-    first_BS = place_BN.new_full((samples, count), tokens).scatter_reduce(1, sample_BN, answer_BN, "amin")
-    return place_BN < first_BS.gather(1, sample_BN)
+    image_BN = position_BN.masked_fill(~image_BN, -1)
+    last_BS = position_BN.new_full((samples, count), -1).scatter_reduce(1, sample_BN, image_BN, "amax")
+    answers_BN = (labels_BN.to(position_BN.device) != IGNORED) & (position_BN > last_BS.gather(1, sample_BN))
+    answer_BN = position_BN.masked_fill(~answers_BN, tokens)
+    first_BS = position_BN.new_full((samples, count), tokens).scatter_reduce(1, sample_BN, answer_BN, "amin")
+    return position_BN < first_BS.gather(1, sample_BN)
 
 
 def _is_causal(mask: Any, tokens: int, config: Any) -> bool:

@@ -29,7 +29,7 @@ _LAYOUTS = 32
 _OPTION = "router.importance='vision_tower'"
 
 
-class Call(NamedTuple):
+class TowerCall(NamedTuple):
     """What a call of a tower's layer computed.
 
     Args:
@@ -50,10 +50,10 @@ class Noted:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[TowerCall] = []
         self.changes: list[Tensor] | None = None
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[TowerCall]:
         """Return the calls and drop them."""
         taken = self.calls
         self.calls = []
@@ -92,7 +92,7 @@ class TowerLayer(ConvertedBlock):
         valid_IP = state.call.masks(state.call.bind(args, kwargs), x).valid_BN
         y, importance_IP = self.observe(run, x, valid_IP, state.importance)
         if not recomputing():
-            noted.calls.append(Call(importance_IP, valid_IP))
+            noted.calls.append(TowerCall(importance_IP, valid_IP))
         return y
 
 
@@ -194,7 +194,7 @@ class TowerImportance(ModelHook):
         score_BN = torch.zeros(kind_BN.shape, dtype=importance_T.dtype, device=kind_BN.device)
         return score_BN.masked_scatter(image_BN, importance_T.to(kind_BN.device))
 
-    def _tokens(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[Call]) -> Tensor:
+    def _tokens(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[TowerCall]) -> Tensor:
         """Return the token of each patch in the calls of the tower for a layout of images (Q), -1 for none."""
         shapes = tuple(call.importance_IP.shape for call in calls)
         layout = (name, shapes, *[(key, _layout(value)) for key, value in arguments.items()])
@@ -204,7 +204,7 @@ class TowerImportance(ModelHook):
             self._known[layout] = self._try(entry, name, arguments, calls)
         return self._known[layout]
 
-    def _try(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[Call]) -> Tensor:
+    def _try(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[TowerCall]) -> Tensor:
         """Return the token of each patch (Q): where the patches of some tokens change, just these tokens do."""
         changes = [torch.zeros(1, 1)] * len(calls)
         before_TD = self._features(entry, name, arguments, changes)
@@ -225,7 +225,7 @@ class TowerImportance(ModelHook):
             "evenly spread tokens"
         )
 
-    def _patches(self, calls: list[Call]) -> list[Tensor]:
+    def _patches(self, calls: list[TowerCall]) -> list[Tensor]:
         """Return which positions of the tower's calls are patches, or in front of them (I, P)."""
         # Padding that was added around the images of one sequence stands for nothing.
         added = self.stack.proof is not None and bool(self.stack.proof.boundaries)

@@ -25,5 +25,5 @@ class Attention(WithImportance):
     reads_importance: ClassVar[bool] = True
     relative: ClassVar[bool] = True
 
-    def make(self, place: Placement) -> None:
+    def make(self, placement: Placement) -> None:
         """Return nothing: importance is the score itself."""

@@ -35,9 +35,9 @@ class Cells(Score):
     side: Annotated[int, "[2, inf)"] = 2
     width: Annotated[int | None, "[1, inf)"] = None
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return CellScore(place.prefix, self.side, self.width, place.patches)
+        return CellScore(placement.prefix, self.side, self.width, placement.patches)
 
 
 class CellScore(Grouping):
@@ -99,8 +99,8 @@ class CellScore(Grouping):
     def first(self, tokens: int, device: torch.device) -> Tensor:
         """Return the first token of each token's cell (N,), itself for leading tokens."""
         rows, width = self._grid(tokens)
-        place_N = torch.arange(rows * width, device=device)
-        row_N, column_N = (where - where % self.side for where in (place_N // width, place_N % width))
+        index_N = torch.arange(rows * width, device=device)
+        row_N, column_N = (where - where % self.side for where in (index_N // width, index_N % width))
         return torch.cat([torch.arange(self.prefix, device=device), row_N * width + column_N + self.prefix])
 
     def _grid(self, tokens: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ class Change(Score):
     relative: ClassVar[bool] = True
     importance: ClassVar[str] = CHANGE
 
-    def make(self, place: Placement) -> None:
+    def make(self, placement: Placement) -> None:
         """Return nothing: the block before computes the score itself."""
 
 

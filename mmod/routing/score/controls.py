@@ -27,9 +27,9 @@ class Random(Score):
     positional: ClassVar[bool] = True
     seed: int = 0
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return RandomScore(self.seed, place.block)
+        return RandomScore(self.seed, placement.block)
 
 
 @register_score("coin")
@@ -50,9 +50,9 @@ class Coin(Score):
         """Whether all tokens of an image have one score."""
         return True
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return RandomScore(self.seed, place.block, per_image=True)
+        return RandomScore(self.seed, placement.block, per_image=True)
 
 
 class RandomScore(nn.Module):
@@ -97,7 +97,7 @@ class Norm(Score):
 
     relative: ClassVar[bool] = True
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         return NormScore()
 
@@ -119,7 +119,7 @@ class Stride(Score):
     same_everywhere: ClassVar[bool] = True
     positional: ClassVar[bool] = True
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         return StrideScore()
 

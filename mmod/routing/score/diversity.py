@@ -22,9 +22,9 @@ class Diversity(Score):
     shared: ClassVar[bool] = True
     compares: ClassVar[bool] = True
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return DiversityScore(place.prefix)
+        return DiversityScore(placement.prefix)
 
 
 class DiversityScore(Comparing):

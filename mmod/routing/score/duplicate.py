@@ -47,9 +47,9 @@ class Duplicate(Score):
     cell: Annotated[int | None, "[2, inf)"] = 4
     std: Annotated[float | tuple[float, ...] | None, "(0, inf)"] = None
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return DuplicateScore(place.prefix, self.cell, place.patches)
+        return DuplicateScore(placement.prefix, self.cell, placement.patches)
 
     def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None) -> Duplicates:
         """Return which patch stands for each patch, see `find_duplicates`."""

@@ -29,7 +29,7 @@ class Function(WithImportance):
         if not callable(self.function):
             raise ValueError(f"router 'function' is given as the function itself, got {self.function!r}")
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         assert self.function is not None
         return FunctionScore(self.function)

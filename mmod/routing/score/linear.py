@@ -50,19 +50,19 @@ class Linear(WithImportance):
         """Whether all tokens of an image have one score."""
         return self.per == "sequence"
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         # A linear gate is the score itself, so a pretrained block keeps its function only if scores start at 1.
-        initial = float(place.gate.name == "linear") if self.initial is None else self.initial
+        initial = float(placement.gate.name == "linear") if self.initial is None else self.initial
         return LinearScore(
-            place.dim,
-            bias=self.bias or place.gate.name == "linear" or initial != 0,
+            placement.dim,
+            bias=self.bias or placement.gate.name == "linear" or initial != 0,
             initial=initial,
             normalize=self.normalize,
-            init_std=near_dense_std(place.dim, place.gate.scale) if self.init_std is None else self.init_std,
+            init_std=near_dense_std(placement.dim, placement.gate.scale) if self.init_std is None else self.init_std,
             per_image=self.per_image,
-            device=place.device,
-            dtype=place.dtype,
+            device=placement.device,
+            dtype=placement.dtype,
         )
 
 

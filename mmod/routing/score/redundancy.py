@@ -26,9 +26,9 @@ class Redundancy(Score):
     compares: ClassVar[bool] = True
     channels: Annotated[int | None, "[1, inf)"] = None  # type: ignore[misc]  # other scores compare all channels
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return RedundancyScore(place.prefix, self.channels)
+        return RedundancyScore(placement.prefix, self.channels)
 
 
 class RedundancyScore(Comparing):

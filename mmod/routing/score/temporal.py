@@ -1,4 +1,4 @@
-"""A score without parameters: how far a token is from the one at the same place one frame earlier."""
+"""A score without parameters: how far a token is from the one at the same position one frame earlier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmod.config import Placement, Score, register_score
 @register_score("temporal")
 @dataclass(frozen=True, kw_only=True)
 class Temporal(Score):
-    """The cosine distance of a video's token to the one at the same place one frame earlier, see `TemporalScore`.
+    """The cosine distance of a video's token to the one at the same position one frame earlier, see `TemporalScore`.
 
     Consecutive routed layers share it. A video's first frame is never skipped, so capacity is a share of the tokens of
     later frames. Neither are images skipped, unless `images` is set.
@@ -32,13 +32,13 @@ class Temporal(Score):
     reads_frames: ClassVar[bool] = True
     images: bool = False  # type: ignore[misc]  # other scores read no frames
 
-    def make(self, place: Placement) -> nn.Module:
+    def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         return TemporalScore()
 
 
 class TemporalScore(nn.Module):
-    """Score tokens by 1 - cos(x, y), where y is the token at the same place one frame earlier.
+    """Score tokens by 1 - cos(x, y), where y is the token at the same position one frame earlier.
 
     Tokens without an earlier frame have the largest distance, 2.
 
