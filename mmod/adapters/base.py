@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -125,6 +125,16 @@ class BlockStack:
     def converted(self) -> dict[str, nn.Module]:
         """The converted blocks, by name."""
         return {name: block for name, block in zip(self.names, self.blocks) if is_converted(block)}
+
+    def below(self, path: str, library: str = "") -> BlockStack:
+        """Return the same blocks as a part of a model in which theirs has a name.
+
+        Args:
+            path: Name of their model in the one around it; empty for that model itself.
+            library: Library of the model around it; empty for the same.
+        """
+        names = tuple(f"{path}.{name}" for name in self.names) if path else self.names
+        return replace(self, names=names, library=library or self.library)
 
     def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
         """Tell once if blocks whose prefix is always kept get further tokens that are no patches.

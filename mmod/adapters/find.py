@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -43,8 +42,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
 def _find_below(path: str, part: Part) -> BlockStack:
     """Return the blocks of a part of a wrapped model, with their names in the wrapper."""
-    stack = part()
-    return replace(stack, names=tuple(f"{path}.{name}" for name in stack.names))
+    return part().below(path)
 
 
 def find_library(model: nn.Module) -> str | None:

@@ -71,13 +71,11 @@ def find_parts(model: Any) -> dict[str, Part]:
 
 def _image_tower(tower: Any, name: str) -> BlockStack:
     if isinstance(tower, TimmModel):
-        stack = timm_adapter.find_blocks(tower.trunk)
-        names = tuple(f"{name}trunk.{block}" for block in stack.names)
-        grid = stack.grid
-        if grid is not None and hasattr(tower, "image_std"):
-            # open_clip normalises images for the tower, whatever timm says of the trunk.
-            grid = grid._replace(std=tuple(tower.image_std))
-        return dataclasses.replace(stack, library="open_clip", names=names, grid=grid)
+        stack = timm_adapter.find_blocks(tower.trunk).below(f"{name}trunk", "open_clip")
+        if stack.grid is None or not hasattr(tower, "image_std"):
+            return stack
+        # open_clip normalises images for the tower, whatever timm says of the trunk.
+        return dataclasses.replace(stack, grid=stack.grid._replace(std=tuple(tower.image_std)))
     if not isinstance(tower, transformer.VisionTransformer):
         raise ValueError(
             f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route only the text tower: "

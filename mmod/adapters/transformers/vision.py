@@ -52,9 +52,8 @@ def vision_part(model: nn.Module) -> Part | None:
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
     stack = find_blocks(tower, "transformers", "transformers")
-    names = tuple(f"{path}.{name}" for name in stack.names) if path else stack.names
     read = stack.proof.read if stack.proof is not None else ()
-    return dataclasses.replace(stack, names=names, read_blocks=functools.partial(read_blocks, frozenset(read)))
+    return dataclasses.replace(stack.below(path), read_blocks=functools.partial(read_blocks, frozenset(read)))
 
 
 def read_blocks(always: frozenset[int]) -> Collection[int] | None:
@@ -78,5 +77,4 @@ def find_wrapped(path: str, inner: nn.Module) -> BlockStack:
     """Return the blocks of a timm model that a model of transformers wraps."""
     from mmod.adapters import timm
 
-    stack = timm.find_blocks(inner)
-    return dataclasses.replace(stack, library="transformers", names=tuple(f"{path}.{name}" for name in stack.names))
+    return timm.find_blocks(inner).below(path, "transformers")
