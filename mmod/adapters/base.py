@@ -27,6 +27,7 @@ from mmod.adapters.masks import (
 from mmod.blocks import (
     KEY_BIAS,
     NO_SHELL,
+    Arguments,
     BlockCall,
     FirstGrid,
     GridSource,
@@ -254,7 +255,7 @@ class NamedArguments(CallForm, BlockCall):
         name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
         return name
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return arguments by name, without those that have their defaults."""
         if not args and not kwargs:
             return {}
@@ -276,7 +277,7 @@ class NamedArguments(CallForm, BlockCall):
                 )
         return {name: value for name, value in named.items() if value is not self.parameters.get(name)}
 
-    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks:
+    def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
         """Return padding from the attention mask: tokens that no query may attend to."""
         mask = arguments.get(self.mask)
         # A bias of pairs that is no mask hides nothing.
@@ -285,7 +286,7 @@ class NamedArguments(CallForm, BlockCall):
         valid_BN = is_visible(mask).any(dim=1).any(dim=1)
         return TokenMasks(valid_BN.expand(x_BND.shape[0], -1))
 
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
         if not self.fused or self.index_argument or self._implementation != MASKED[0]:
             return False
@@ -299,7 +300,7 @@ class NamedArguments(CallForm, BlockCall):
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
+    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for the packed rows of many images."""
         packed = dict(arguments)
         for name in self.rows:
@@ -313,7 +314,7 @@ class NamedArguments(CallForm, BlockCall):
             return packed
         return packed[0, 0] if self.layout == "flat" else packed[:, 0]
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
+    def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
         assert routing is not None
         if routing.kept.image_S is not None:
@@ -330,7 +331,7 @@ class NamedArguments(CallForm, BlockCall):
         # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
-    def narrow_rows(self, arguments: Mapping[str, Any], index_BK: Tensor) -> dict[str, Any]:
+    def narrow_rows(self, arguments: Arguments, index_BK: Tensor) -> dict[str, Any]:
         """Return the arguments with the rows of some tokens, and their index if the block takes them."""
         narrowed = dict(arguments)
         for name in self.rows:
@@ -345,7 +346,7 @@ class NamedArguments(CallForm, BlockCall):
         narrowed = narrow_rope(rows, index_BK, self.rope_prefix)
         return narrowed if self.layout == "heads" else narrowed[:, 0]
 
-    def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
+    def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias of keys."""
         if mask is None:
             required = self.parameters.get(self.mask) is inspect.Parameter.empty
@@ -361,7 +362,7 @@ class NamedArguments(CallForm, BlockCall):
         self,
         block: nn.Module,
         forward: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
@@ -378,7 +379,7 @@ class NamedArguments(CallForm, BlockCall):
         with attend_to_all(projections, cached):
             return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
 
-    def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
+    def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
         """Return the arguments for kept queries and all keys."""
         index_BK = routing.kept.index_BK
         narrowed = self.narrow_rows(arguments, index_BK)
@@ -429,8 +430,8 @@ class Saving:
     package: str
     keys: tuple[str, ...]
     describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
-    check: Callable[[Mapping[str, Any]], None]
-    build: Callable[[Mapping[str, Any]], nn.Module]
+    check: Callable[[Arguments], None]
+    build: Callable[[Arguments], nn.Module]
 
     def check_description(self, description: Any) -> None:
         """Check a description from an untrusted file."""

@@ -8,18 +8,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import required_arguments
-from mmod.blocks import Zero
+from mmod.blocks import Arguments, Zero
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
 # From a module's arguments to what it returns instead of its output.
 _Replacement = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """The residual branches of a block, by the names of its modules.
+
+    Args:
+        attention: Name of the attention branch; empty if no module is silent alone.
+        attention_in_tuple: Number of values in the tuple that the attention branch returns; 0 for the update alone.
+        mlp: Name of the MLP branch; empty for none.
+        silent_attention: Modules that return zeros while the attention is silent.
+        idle_attention: Modules whose output nothing reads then.
+        silent_mlp: Modules that return zeros while the MLP is silent.
+        idle_mlp: Modules whose output nothing reads then.
+        halves: The block is its attention half followed by its MLP half.
+    """
+
+    attention: str = ""
+    attention_in_tuple: int = 0
+    mlp: str = ""
+    silent_attention: tuple[str, ...] = ()
+    idle_attention: tuple[str, ...] = ()
+    silent_mlp: tuple[str, ...] = ()
+    idle_mlp: tuple[str, ...] = ()
+    halves: bool = False
 
 
 class _Output(NamedTuple):
@@ -36,8 +62,8 @@ class _Output(NamedTuple):
     channels: int
 
 
-def find_branches(block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Proof` that name a block's branches; empty ones where nothing silences them.
+def find_branches(block: nn.Module, x_BND: Tensor, arguments: Arguments) -> Branches:
+    """Return a block's branches; empty names where nothing silences them.
 
     Args:
         block: A dense copy with random weights.
@@ -45,23 +71,23 @@ def find_branches(block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any])
         arguments: The block's further arguments for them.
     """
     search = _Search(block, x_BND, arguments)
-    nothing: dict[str, Any] = {}
+    without_halves = None
     for attention in search.attention_candidates():
         for mlp in search.mlp_candidates(attention):
             silenced = search.attempt(search.zeros(attention) | search.zeros(mlp))
             if silenced is None or not close(silenced, search.x_BND):
                 continue
-            found = search.describe(attention, mlp)
-            if found["halves"]:
-                return found
-            nothing = nothing or found
-    return nothing
+            branches = search.describe(attention, mlp)
+            if branches.halves:
+                return branches
+            without_halves = without_halves or branches
+    return without_halves or Branches()
 
 
 class _Search:
     """Runs a block with some of its modules replaced."""
 
-    def __init__(self, block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, block: nn.Module, x_BND: Tensor, arguments: Arguments) -> None:
         self.block = block
         generator = torch.Generator().manual_seed(3)
         self.x_BND = torch.randn(x_BND.shape, generator=generator, dtype=torch.float32)
@@ -78,7 +104,7 @@ class _Search:
         Args:
             alone: Without the arguments that only attention reads, see `SilencedHalves.feed`.
         """
-        arguments: Mapping[str, Any] = self.arguments
+        arguments: Arguments = self.arguments
         if alone:
             arguments = dict.fromkeys(required_arguments(self.block))
         with _replacing(self.block, replaced):
@@ -110,7 +136,7 @@ class _Search:
         self.around_attention = watch.modules
 
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
             stack.pop()
             tokens = output[0] if isinstance(output, tuple) else output
             first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
@@ -148,23 +174,23 @@ class _Search:
         """Return what silences a module."""
         return {name: _zeros(self.outputs[name])}
 
-    def describe(self, attention: str, mlp: str) -> dict[str, Any]:
-        """Return the fields of a `Proof` for two branches that are silent together."""
+    def describe(self, attention: str, mlp: str) -> Branches:
+        """Return two branches that are silent together."""
         silent_attention = self._silent(attention, mlp)
         silent_mlp = self._silent(mlp, attention)
         attended = self.run(self._replacements(silent_mlp))
         fed = self.run(self._replacements(silent_attention), attended, alone=True)
         output = self.outputs[attention]
-        return {
-            "attention": attention if output.takes_tokens and attention in self.around_attention else "",
-            "attention_in_tuple": 0 if output.others is None else output.others + 1,
-            "mlp": mlp if self.outputs[mlp].takes_tokens else "",
-            "silent_attention": _named(silent_attention, zero=True),
-            "idle_attention": _named(silent_attention, zero=False),
-            "silent_mlp": _named(silent_mlp, zero=True),
-            "idle_mlp": _named(silent_mlp, zero=False),
-            "halves": close(fed, self.run({})),
-        }
+        return Branches(
+            attention=attention if output.takes_tokens and attention in self.around_attention else "",
+            attention_in_tuple=0 if output.others is None else output.others + 1,
+            mlp=mlp if self.outputs[mlp].takes_tokens else "",
+            silent_attention=_named(silent_attention, zero=True),
+            idle_attention=_named(silent_attention, zero=False),
+            silent_mlp=_named(silent_mlp, zero=True),
+            idle_mlp=_named(silent_mlp, zero=False),
+            halves=close(fed, self.run({})),
+        )
 
     def _silent(self, silent: str, other: str) -> dict[str, bool]:
         """Return the modules that need not run while one branch is silent: True for the one that returns zeros."""

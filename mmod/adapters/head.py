@@ -9,7 +9,7 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.probe import light_copy, likely_inputs, shapes_of
-from mmod.blocks import TupleBlock, host_class
+from mmod.blocks import Arguments, TupleBlock, host_class
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
 _TIMM_HEAD = ("norm", "fc_norm", "head", "head_dist")
@@ -46,7 +46,7 @@ class Head:
         behind: Mapping[str, nn.Module],
         x_BND: Tensor,
         args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        kwargs: Arguments,
     ) -> Any:
         """Return what a model returns if its last block returns these tokens.
 
@@ -155,7 +155,7 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
 class _Trial:
     """A call of a copy of a model without its blocks."""
 
-    def __init__(self, model: nn.Module, stack: BlockStack, name: str, inputs: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, stack: BlockStack, name: str, inputs: Arguments) -> None:
         torch.manual_seed(0)
         shell = stack.call_of(stack.blocks[0], None).shell
         self.in_tuple = shell.outer is not None and issubclass(shell.outer, TupleBlock)
@@ -174,13 +174,13 @@ class _Trial:
                     module.register_forward_pre_hook(self._note(f"{prefix}.{other}".strip(".")))
         self.output = self._call(inputs)
 
-    def _note(self, name: str) -> Any:
+    def _note(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
             (self.ahead if self.first.x is None else self.behind).append(name)
 
         return note
 
-    def _call(self, inputs: Mapping[str, Any]) -> Any:
+    def _call(self, inputs: Arguments) -> Any:
         named = {name: value for name, value in inputs.items() if name}
         return self.model(*[value for name, value in inputs.items() if not name], **named)
 

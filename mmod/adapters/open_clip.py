@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters, parameters_of_block
 from mmod.blocks import (
+    Arguments,
     BranchRunner,
     GridSource,
     Mixin,
@@ -175,14 +176,14 @@ class ClipBlock(NamedArguments):
         """Whether `masks` says something even if the block gets the tokens alone."""
         return self.captions is not None
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return arguments by name, without those that are None."""
         named = {**dict(zip(self.parameters, args)), **kwargs}
         if named.get("k_x") is not None or named.get("v_x") is not None:
             raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
         return super().bind(args, kwargs)
 
-    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks:
+    def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
         """Return which tokens of a caption are padding, and which are always kept."""
         if self.captions is None:
             return TokenMasks()
@@ -194,7 +195,7 @@ class ClipBlock(NamedArguments):
             )
         return caption.masks
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
+    def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the mask of the kept tokens, in the host's shape."""
         assert routing is not None
         mask = arguments.get("attn_mask")
@@ -207,19 +208,19 @@ class ClipBlock(NamedArguments):
             return narrowed
         return self.with_mask(narrowed, narrowed.get("attn_mask"))
 
-    def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
+    def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
         narrowed = super()._narrow_queries(self._unflat(arguments), tokens, routing)
         mask = narrowed.get("attn_mask")
         return narrowed if mask is None else {**narrowed, "attn_mask": self._flat(mask, routing.kept.index_BK.shape[1])}
 
-    def _unflat(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def _unflat(self, arguments: Arguments) -> dict[str, Any]:
         """Split the axes of a mask per caption and head (B H, N, N)."""
         mask = arguments.get("attn_mask")
         if mask is None or mask.ndim != 3:
             return dict(arguments)
         return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
 
-    def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
+    def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias (B, 1 or H, 1 or K, K), in the host's shape."""
         return super().with_mask(arguments, None if mask is None else self._flat(mask, mask.shape[-1]))
 

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from mmod.blocks import Segments, boundaries_of, host_class, map_rows, read_segments, split_rows
+from mmod.blocks import Arguments, Segments, boundaries_of, host_class, map_rows, read_segments, split_rows
 
 # Arguments of models that read images or videos.
 PIXELS = ("pixel_values", "pixel_values_videos")
@@ -55,7 +55,7 @@ class BlockInputs:
     """
 
     x_BND: Tensor
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     prefix: int
     suffix: int
     projection: str
@@ -103,7 +103,7 @@ class _Block(nn.Module):
         """Refuse a model that runs what is in the block, as that of pairs of attention and MLP."""
         raise _NoTokens(_UNCALLED)
 
-    def __getitem__(self, index: Any) -> nn.Module:
+    def __getitem__(self, index: object) -> nn.Module:
         """Refuse as `__iter__` does."""
         raise _NoTokens(_UNCALLED)
 
@@ -116,7 +116,7 @@ class _Block(nn.Module):
                 raise _Reached
             return self.watch.next_output(self.x)
 
-    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _keep(self, args: tuple[Any, ...], kwargs: Arguments) -> None:
         bound = self.parameters_of_forward.bind(self, *args, **kwargs).arguments
         _, *named = bound.items()
         (_, self.x), *further = named
@@ -155,7 +155,7 @@ class _Reads(TorchFunctionMode):
         return self._outputs[-1]
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Arguments | None = None
     ) -> Any:
         """Note a function that reads the output of the last block."""
         last = len(self._outputs) - 1
@@ -200,7 +200,7 @@ class _NoTokens(Exception):
     """Says what a block gets instead of tokens, or that it gets nothing."""
 
 
-def inputs_of_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> BlockInputs:
+def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInputs:
     """Return what the first block gets in a call of a copy on two images.
 
     Args:
@@ -283,7 +283,7 @@ def _as_batch(stand: _Block) -> tuple[Tensor, dict[str, Any]]:
     return images.split(stand.x.flatten(0, -2))[:, :_KEPT], arguments
 
 
-def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str) -> Any:
+def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str) -> Callable[..., None]:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         shapes[name] = tuple(output.shape)
 
@@ -292,7 +292,7 @@ def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str) -> Any:
 
 def light_copy(model: nn.Module, replaced: Mapping[int, nn.Module], block_list: nn.Module) -> Any:
     """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
-    memo: dict[int, Any] = dict(replaced)
+    memo: dict[int, object] = dict(replaced)
     inside = {id(tensor) for tensor in (*block_list.parameters(), *block_list.buffers())}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -417,6 +417,6 @@ def _setting(model: nn.Module, names: tuple[str, ...], default: int) -> int:
     return convolution.in_channels if "num_channels" in names and convolution is not None else default
 
 
-def shapes_of(inputs: Mapping[str, Any]) -> str:
+def shapes_of(inputs: Arguments) -> str:
     """Return the shapes of inputs as text."""
     return ", ".join(f"{name or 'input'} {tuple(value.shape)}" for name, value in inputs.items())

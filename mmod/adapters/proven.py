@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block, required_arguments
+from mmod.adapters.halves import Branches
 from mmod.blocks import (
     BranchRunner,
     FlatBlock,
@@ -34,7 +35,7 @@ from mmod.blocks import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proof(CallForm):
+class Proof(CallForm, Branches):
     """How a stack of blocks is called, and what a trial showed of each of its blocks; saved with the model.
 
     Args:
@@ -45,14 +46,6 @@ class Proof(CallForm):
         numbers: Numbers of the blocks that can be routed, where others attend within windows; empty for all.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
         in_tuple: The block returns a tuple that begins with the tokens.
-        attention: Name of the attention branch; empty if no module is silent alone.
-        attention_in_tuple: Number of values in the tuple that the attention branch returns; 0 for the update alone.
-        mlp: Name of the MLP branch; empty for none.
-        silent_attention: Modules that return zeros while the attention is silent.
-        idle_attention: Modules whose output nothing reads then.
-        silent_mlp: Modules that return zeros while the MLP is silent.
-        idle_mlp: Modules whose output nothing reads then.
-        halves: The block is its attention half followed by its MLP half.
         divides: In training, a branch runs on some of the images or tokens, or on none, as stochastic depth by parts of
             the batch does.
     """
@@ -64,14 +57,6 @@ class Proof(CallForm):
     numbers: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
     in_tuple: bool = False
-    attention: str = ""
-    attention_in_tuple: int = 0
-    mlp: str = ""
-    silent_attention: tuple[str, ...] = ()
-    idle_attention: tuple[str, ...] = ()
-    silent_mlp: tuple[str, ...] = ()
-    idle_mlp: tuple[str, ...] = ()
-    halves: bool = False
     divides: bool = False
 
     @property

@@ -37,7 +37,7 @@ from mmod.adapters.base import (
     parameters,
     parameters_of_block,
 )
-from mmod.blocks import GridSource, Halves, grid_of_map, host_class
+from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
 from mmod.ops.context import ProjectionName
 
@@ -255,7 +255,7 @@ SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
 class TimmHalves(Halves):
     """The halves of timm's blocks, whose residual sums are repeated with the host's modules: nothing runs in vain."""
 
-    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def attend(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's attention."""
         if isinstance(block, _POST_NORM):
             return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))

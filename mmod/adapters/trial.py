@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import MASKED, NamedArguments
-from mmod.adapters.halves import AttentionWatch, close, find_branches
+from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches
 from mmod.adapters.probe import BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
-from mmod.blocks import KEY_BIAS, MASKS, Shell, as_one_sequence, convert, host_class
+from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
 from mmod.random_state import drawn_from
@@ -156,12 +156,12 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
         tokens = None if candidate.rows else inputs.prefix + PATCHES
         x, arguments = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
         branches = find_branches(trial, x, arguments)
-        return dataclasses.replace(candidate, **branches, divides=_divides(trial, branches, x, arguments))
+        return dataclasses.replace(candidate, **vars(branches), divides=_divides(trial, branches, x, arguments))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
 
 
-def _as_host(proof: Proof, x_BND: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+def _as_host(proof: Proof, x_BND: Tensor, arguments: Arguments) -> tuple[Tensor, Arguments]:
     """Return tokens and arguments as the host's model passes them; several images of one sequence as one image."""
     return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
 
@@ -208,7 +208,7 @@ def random_copy(block: nn.Module) -> Any:
         ValueError: A buffer is on the meta device, so its values are unknown.
     """
     generator = torch.Generator().manual_seed(0)
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     for name, buffer in block.named_buffers():
         if buffer.is_meta:
             raise _Refused(f"has its buffer {name} on the meta device: load its weights before it is routed")
@@ -229,11 +229,11 @@ def random_copy(block: nn.Module) -> Any:
     return trial.eval()
 
 
-def _divides(block: nn.Module, branches: Mapping[str, Any], x: Tensor, arguments: Mapping[str, Any]) -> bool:
+def _divides(block: nn.Module, branches: Branches, x: Tensor, arguments: Arguments) -> bool:
     """Return whether a branch of a block runs on fewer images or tokens in training than in evaluation, see `Proof`."""
     # Batch norms learn in training.
     trained = copy.deepcopy(block)
-    names = [branches[name] for name in ("attention", "mlp") if branches.get(name)]
+    names = [name for name in (branches.attention, branches.mlp) if name]
     expected = _shapes(trained, names, x, arguments)
     trained.train()
     torch.default_generator.manual_seed(0)
@@ -253,7 +253,7 @@ def _divides(block: nn.Module, branches: Mapping[str, Any], x: Tensor, arguments
 
 @torch.no_grad()
 def _shapes(
-    block: nn.Module, names: Sequence[str], x: Tensor, arguments: Mapping[str, Any]
+    block: nn.Module, names: Sequence[str], x: Tensor, arguments: Arguments
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the shapes of a block's attention, and of the inputs of modules in it, by name."""
     calls = AttentionWatch()
@@ -400,13 +400,11 @@ class _Trial:
 
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:
         """Return the output for some tokens of one image alone."""
-        whole = (self.x_BND, self.arguments)
         one = slice(image, image + 1)
-        self.x_BND = self.x_BND[one]
-        self.arguments = {name: _of_image(value, one) for name, value in self.arguments.items()}
-        y = self.run(index_1K)
-        self.x_BND, self.arguments = whole
-        return y
+        alone = copy.copy(self)
+        alone.x_BND = self.x_BND[one]
+        alone.arguments = {name: _of_image(value, one) for name, value in self.arguments.items()}
+        return alone.run(index_1K)
 
     def _check_index(self) -> None:
         index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)

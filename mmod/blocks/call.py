@@ -15,6 +15,9 @@ from mmod.blocks.conversion import NO_SHELL, Shell
 from mmod.ops import Packing
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
+Arguments = Mapping[str, Any]
+"""Arguments of a host's block or model, by name."""
+
 
 class Halves:
     """The two halves of a block, each with its residual sum; adapters derive from it."""
@@ -24,7 +27,7 @@ class Halves:
         """Names of the modules of a block that become a `Branch` where its halves run separately."""
         return ()
 
-    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    def attend(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's attention, from the block's arguments by name."""
         raise NotImplementedError
 
@@ -73,18 +76,16 @@ class BlockCall(Protocol):
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
 
-    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks | TokenGroups:
+    def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks | TokenGroups:
         """Return which tokens are padding and which are always kept."""
 
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
         """Return whether the block can run on packed rows of many images, each of which attends to itself."""
 
-    def pack(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing
-    ) -> Mapping[str, Any]:
+    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> Arguments:
         """Return the arguments for the packed rows."""
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+    def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
         """Return the arguments for the kept tokens, or for all tokens of a block with a cache without a decision.
 
         Called for a block without a cache if it has arguments, `narrows_always`, or a slot is empty or a group.
@@ -94,7 +95,7 @@ class BlockCall(Protocol):
         self,
         block: Any,
         forward: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
@@ -103,7 +104,7 @@ class BlockCall(Protocol):
 
     def begin_update(
         self,
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         x_BND: Tensor,
         routing: Routing | None,
         packing: Packing | None = None,
@@ -124,16 +125,16 @@ class BlockCall(Protocol):
 class DecoderCall(BlockCall, Protocol):
     """How a host library calls a decoder layer, whose cache is told which tokens come next."""
 
-    def groups(self, arguments: Mapping[str, Any]) -> TokenGroups | None:
+    def groups(self, arguments: Arguments) -> TokenGroups | None:
         """Return the groups of the tokens, or None if all of them run."""
 
-    def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
+    def hides_nothing(self, arguments: Arguments) -> bool:
         """Return whether all tokens run and see all earlier ones, so that the arguments need no change."""
 
-    def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
+    def has_static_cache(self, arguments: Arguments) -> bool:
         """Return whether the cache also holds empty slots of future tokens."""
 
-    def open_cache(self, arguments: Mapping[str, Any]) -> None:
+    def open_cache(self, arguments: Arguments) -> None:
         """Replace the layer's cache, if any, by one of kept tokens."""
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:

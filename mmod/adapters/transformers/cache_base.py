@@ -5,13 +5,14 @@ Axes: B samples, N tokens and K slots of this step, L slots of the keys it atten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from mmod.blocks import Arguments
 from mmod.routing import TokenGroups, TokenMasks
 
 # transformers 5.24 renamed the cache of models and layers, and takes the old keyword until 5.40.
@@ -19,12 +20,12 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past
 CACHE_NAMES = (CACHE, "past_key_values")
 
 
-def cache_of(arguments: Mapping[str, Any]) -> Any:
+def cache_of(arguments: Arguments) -> Any:
     """Return the cache among a model's or layer's arguments or outputs, or None."""
     return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
-def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
+def with_cache(arguments: Arguments, cache: Any) -> dict[str, Any]:
     """Return the arguments of a model or layer with another cache."""
     return {**{name: value for name, value in arguments.items() if name not in CACHE_NAMES}, CACHE: cache}
 

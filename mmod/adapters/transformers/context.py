@@ -8,13 +8,14 @@ Axes: B samples, H heads, N tokens, K slots per sample, L keys, E channels of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, with_cache
+from mmod.blocks import Arguments
 from mmod.ops import PartialProjections, Projection
 from mmod.ops.context import ProjectionName, known_projections
 
@@ -64,8 +65,8 @@ class OtherLayer:
 def attend_to_all(
     layer: nn.Module,
     forward: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    narrowed: Mapping[str, Any],
+    arguments: Arguments,
+    narrowed: Arguments,
     x_BND: Tensor,
     z_BKD: Tensor,
 ) -> Any:
@@ -88,7 +89,7 @@ def attend_to_all(
 
 
 def attend_and_keep(
-    layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor
+    layer: nn.Module, forward: Callable[..., Any], arguments: Arguments, x_BND: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
     keeping = _KeepingCache(cache_of(arguments))
@@ -100,7 +101,7 @@ def attend_and_keep(
 def attend_to_captured(
     layer: nn.Module,
     forward: Callable[..., Any],
-    narrowed: Mapping[str, Any],
+    narrowed: Arguments,
     z_BKD: Tensor,
     captured: tuple[Tensor, Tensor],
 ) -> Any:

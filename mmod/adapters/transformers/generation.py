@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmod.blocks import Arguments
 from mmod.threads import PerThread
 
 
@@ -37,7 +38,7 @@ class PromptPart(NamedTuple):
     """
 
     image_BN: Tensor | None
-    layout: Mapping[str, Any]
+    layout: Arguments
     copies: int
     drafts: bool
 
@@ -52,16 +53,14 @@ class GeneratedFrom:
         drafts: It is that of a draft, which grows from call to call.
     """
 
-    def __init__(
-        self, given: Mapping[str, Tensor], image_BN: Tensor | None, layout: Mapping[str, Any], drafts: bool
-    ) -> None:
+    def __init__(self, given: Mapping[str, Tensor], image_BN: Tensor | None, layout: Arguments, drafts: bool) -> None:
         self.given = given
         self.image_BN = image_BN
         self.layout = layout
         self.drafts = drafts
         self._start: int | None = None
 
-    def part(self, arguments: Mapping[str, Any], past: int) -> PromptPart | None:
+    def part(self, arguments: Arguments, past: int) -> PromptPart | None:
         """Return the part that a pass reads, with `past` cached tokens before; None if its tokens are not the prompt's.
 
         Inside `generate`, logits processors call the model with other prompts: negative ones for guidance, or
@@ -99,7 +98,7 @@ class Generations:
     def __init__(self) -> None:
         self._running: PerThread[GeneratedFrom | None] = PerThread(type(None))
 
-    def part(self, arguments: Mapping[str, Any], past: int) -> PromptPart | None:
+    def part(self, arguments: Arguments, past: int) -> PromptPart | None:
         """Return what a pass reads of the prompt of this thread's call of `generate`, see `GeneratedFrom.part`."""
         prompt = self._running.value
         return None if prompt is None else prompt.part(arguments, past)

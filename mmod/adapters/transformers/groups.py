@@ -6,7 +6,6 @@ Axes: B samples, N tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from mmod.adapters.transformers.structure import (
     uses_cache,
 )
 from mmod.adapters.transformers.tower import TowerImportance
-from mmod.blocks import ModelHook
+from mmod.blocks import Arguments, ModelHook
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import TokenGroups, assign_groups, decoded_groups
 
@@ -71,7 +70,7 @@ class LabelHook(ModelHook):
         if self.outermost or labels is not None:
             self.labels.running_BN = labels
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Forget the labels."""
         if self.outermost:
             self.labels.running_BN = None
@@ -91,7 +90,7 @@ class Inputs(NamedTuple):
     """
 
     module: nn.Module
-    arguments: Mapping[str, Any]
+    arguments: Arguments
     cache: Any
     decodes: bool
     begun: bool
@@ -110,7 +109,7 @@ class TokenKinds(NamedTuple):
     """
 
     kind_BN: Tensor
-    layout: Mapping[str, Any]
+    layout: Arguments
     copies: int
     frames: Frames | None
 
@@ -199,7 +198,7 @@ class GroupHook(ModelHook):
             )
 
     def groups(
-        self, module: nn.Module, arguments: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None
+        self, module: nn.Module, arguments: Arguments, protected_BN: Tensor | None, image_BN: Tensor | None
     ) -> TokenGroups | None:
         """Return the groups of the tokens, or None when all of them run.
 
@@ -217,7 +216,7 @@ class GroupHook(ModelHook):
         skippable = self._select(inputs, kinds, protected_BN)
         return self._assign(inputs, kinds, skippable)
 
-    def _read(self, module: nn.Module, arguments: Mapping[str, Any], image_BN: Tensor | None) -> Inputs | None:
+    def _read(self, module: nn.Module, arguments: Arguments, image_BN: Tensor | None) -> Inputs | None:
         """Step 1: read what is cached, padded and packed; None if no token may be skipped."""
         source = source_of(arguments)
         cache: Any = cache_of(arguments)
@@ -382,7 +381,7 @@ class GroupHook(ModelHook):
                 f"past_key_values or prefill_chunk_size, or {advice}"
             )
 
-    def _check_numbers(self, arguments: Mapping[str, Any], cache: Any) -> None:
+    def _check_numbers(self, arguments: Arguments, cache: Any) -> None:
         """Refuse a cache in which layers would not find their own keys and values, as after some were cut out."""
         config: Any = self.text.config
         if not uses_cache(arguments, config):

@@ -5,12 +5,13 @@ Axes: B samples, N tokens, T image tokens or video tokens of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from mmod.blocks import Arguments
 
 # A keyword of the model's forward that marks image tokens.
 IMAGES = "image_mask"
@@ -80,7 +81,7 @@ class ImageTokens:
         self.merged = int(getattr(vision, "spatial_merge_size", 1))
         self.ends = int(getattr(config, "model_type", "") in _ENDING_VIDEOS)
 
-    def kinds(self, module: nn.Module, arguments: Mapping[str, Any], mask_BN: Tensor | None) -> Tensor:
+    def kinds(self, module: nn.Module, arguments: Arguments, mask_BN: Tensor | None) -> Tensor:
         """Return the modality of every token: 0 text, 1 image, 2 video (B, N).
 
         Args:
@@ -113,7 +114,7 @@ class ImageTokens:
 
     def frames(
         self,
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         kind_BN: Tensor,
         valid_BN: Tensor,
         segment_BN: Tensor | None = None,
@@ -144,7 +145,7 @@ class ImageTokens:
 
     def earlier(
         self,
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         kind_BN: Tensor,
         images: bool,
         segment_BN: Tensor | None = None,
@@ -182,7 +183,7 @@ class ImageTokens:
             earlier_BN[modality_BN] = torch.where(same_T, position_T[at_T], -1)
         return earlier_BN
 
-    def _clips(self, arguments: Mapping[str, Any], name: str, modality_BN: Tensor, copies: int) -> list[Clip] | None:
+    def _clips(self, arguments: Arguments, name: str, modality_BN: Tensor, copies: int) -> list[Clip] | None:
         """Return the images, or the videos, of all samples in order; None if unknown."""
         if copies == 1:
             return self._described(arguments, name, int(modality_BN.sum()))
@@ -199,7 +200,7 @@ class ImageTokens:
             repeated += own * copies
         return repeated
 
-    def _described(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[Clip] | None:
+    def _described(self, arguments: Arguments, name: str, tokens: int) -> list[Clip] | None:
         """Return the images, or the videos, that arguments describe, in order; None if unknown."""
         pixels = pixels_of(arguments, name)
         if arguments.get(f"{name}_grid_thw") is not None:
@@ -216,7 +217,7 @@ class ImageTokens:
             return [Clip(frames, size), *[Clip(0, 1)] * self.ends] * videos
         return None
 
-    def _clips_of_grid(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[Clip] | None:
+    def _clips_of_grid(self, arguments: Arguments, name: str, tokens: int) -> list[Clip] | None:
         grid = arguments[f"{name}_grid_thw"].tolist()
         # VideoLLaMA 3 merges the patches of each image or video by a number of its own, and drops tokens of videos.
         merged = arguments.get(f"{name}_merge_sizes")
@@ -236,7 +237,7 @@ class ImageTokens:
         raise ValueError(f"{name}_grid_thw describes {described} tokens, the prompt has {tokens}")
 
 
-def pixels_of(arguments: Mapping[str, Any], name: str) -> Tensor | None:
+def pixels_of(arguments: Arguments, name: str) -> Tensor | None:
     """Return the pixels of images or videos; None without any."""
     return next((arguments[key] for key in _PIXELS[name] if arguments.get(key) is not None), None)
 

@@ -22,7 +22,7 @@ from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, atte
 from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.structure import read_structure, sees_both_ways
-from mmod.blocks.call import DecoderCall
+from mmod.blocks.call import Arguments, DecoderCall
 from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
@@ -77,13 +77,13 @@ class DecoderLayerCall(DecoderCall):
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
         return ("kept",) if self._is_flash or not self.projected else ("kept", "all")
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
         if len(args) > len(self.names):
             raise TypeError(f"a routed layer got {len(args)} arguments after the tokens, it takes {self.names}")
         return {**dict(zip(self.names, args)), **kwargs} if args else dict(kwargs)
 
-    def groups(self, arguments: Mapping[str, Any]) -> TokenGroups | None:
+    def groups(self, arguments: Arguments) -> TokenGroups | None:
         """Return the groups of the tokens, or None when all of them run."""
         groups = arguments.get(GROUPS, _UNKNOWN)
         if groups is _UNKNOWN:
@@ -93,11 +93,11 @@ class DecoderLayerCall(DecoderCall):
             )
         return groups
 
-    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks | TokenGroups:
+    def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks | TokenGroups:
         """Return the groups of the tokens."""
         return self.groups(arguments) or TokenMasks()
 
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
         """Return whether rows can be packed: in prefill, with causal attention only."""
         # The lengths of packed rows depend on the data, which breaks graphs.
         if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
@@ -109,7 +109,7 @@ class DecoderLayerCall(DecoderCall):
         # Packed rows attend to each other only, not to what a cache holds.
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.length)
 
-    def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
+    def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for kept tokens of all samples in one sequence."""
         embeddings = arguments.get("position_embeddings")
         position_T = packing.row_T
@@ -133,7 +133,7 @@ class DecoderLayerCall(DecoderCall):
         self,
         block: nn.Module,
         forward: Callable[..., Any],
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
@@ -176,7 +176,7 @@ class DecoderLayerCall(DecoderCall):
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
             collected["attentions"].append(x_BND.new_zeros(x_BND.shape[0], self.config.num_attention_heads, 0, 0))
 
-    def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
+    def hides_nothing(self, arguments: Arguments) -> bool:
         """Return whether all tokens run and see all earlier tokens, so that the arguments need no change."""
         hides = self.window is not None or self.compact is not None or arguments.get("attention_mask") is not None
         if hides or arguments.get(GROUPS, _UNKNOWN) is not None:
@@ -186,11 +186,11 @@ class DecoderLayerCall(DecoderCall):
         cache = self._cache(arguments)
         return type(cache) is RoutedLayer and not cache.ragged
 
-    def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
+    def has_static_cache(self, arguments: Arguments) -> bool:
         """Return whether the cache is static, so that keys of future tokens are in it."""
         return bool(getattr(cache_of(arguments), "is_compileable", False))
 
-    def open_cache(self, arguments: Mapping[str, Any]) -> None:
+    def open_cache(self, arguments: Arguments) -> None:
         """Replace the dense cache layer by one of kept tokens, if there is a cache."""
         cache = cache_of(arguments)
         if cache is None:
@@ -205,7 +205,7 @@ class DecoderLayerCall(DecoderCall):
 
     def begin_update(
         self,
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         x_BND: Tensor,
         routing: Routing | None,
         packing: Packing | None = None,
@@ -225,7 +225,7 @@ class DecoderLayerCall(DecoderCall):
             # Positions count all tokens so far, kept or not, as the host counts them.
             cache.begin_update(cache.length + routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1])
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+    def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
         """Return the arguments for kept tokens, or for all tokens without a decision."""
         cache = self._cache(arguments)
         mask = arguments.get("attention_mask")
@@ -238,21 +238,21 @@ class DecoderLayerCall(DecoderCall):
             return {**arguments, **self._compact_positions(x_BND, x_BND.shape[1], cache)}
         return arguments
 
-    def cached(self, arguments: Mapping[str, Any]) -> int:
+    def cached(self, arguments: Arguments) -> int:
         """Return the logical length of the layer's cache, 0 without a cache."""
         cache = cache_of(arguments)
         return 0 if cache is None else int(cache.get_seq_length(self.index))
 
-    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+    def valid(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
         """Return which tokens are not padding (B, N); None without an attention mask."""
         mask = arguments.get("attention_mask")
         return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
 
-    def is_packed(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
+    def is_packed(self, arguments: Arguments, x_BND: Tensor) -> bool:
         """Return whether rows pack several samples."""
         return read_structure(arguments, x_BND, self.cached(arguments), self.config).segment_BN is not None
 
-    def repeated(self, offset: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+    def repeated(self, offset: int, arguments: Arguments, x_BND: Tensor, routing: Routing) -> Arguments:
         """Return the arguments for kept tokens of a repeated layer, whose cache index is `offset` higher."""
         if not offset:
             return arguments
@@ -268,7 +268,7 @@ class DecoderLayerCall(DecoderCall):
 
     def _narrowed(
         self,
-        arguments: Mapping[str, Any],
+        arguments: Arguments,
         x_BND: Tensor,
         routing: Routing | None,
         cache: CachedTokens | None,
@@ -291,7 +291,7 @@ class DecoderLayerCall(DecoderCall):
             narrowed.update(self._compact_positions(x_BND, slots, cache))
         return narrowed
 
-    def _mask(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+    def _mask(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
         """Return the mask of all tokens; None where attention is causal without one."""
         mask: Tensor | None = arguments.get("attention_mask")
         if mask is not None or not sees_both_ways(self.config):
@@ -300,7 +300,7 @@ class DecoderLayerCall(DecoderCall):
         keys = x_BND.shape[1] + self.cached(arguments)
         return torch.ones(1, 1, x_BND.shape[1], keys, dtype=torch.bool, device=x_BND.device)
 
-    def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
+    def _rows_of(self, arguments: Arguments, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
         position_BN = self._positions(arguments)
         narrowed = {**arguments, "position_ids": position_BN}
@@ -317,7 +317,7 @@ class DecoderLayerCall(DecoderCall):
             narrowed["position_embeddings"] = tuple(_rows(embedding, index_BK) for embedding in embeddings)
         return narrowed
 
-    def _positions(self, arguments: Mapping[str, Any]) -> Tensor | None:
+    def _positions(self, arguments: Arguments) -> Tensor | None:
         """Return the positions of all tokens (1 or B, N), if attention reads them for more than to separate samples."""
         position_BN: Tensor | None = arguments.get("position_ids")
         # Flash attention would find boundaries of samples where positions leap.
@@ -340,7 +340,7 @@ class DecoderLayerCall(DecoderCall):
         before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
         return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}
 
-    def _cache(self, arguments: Mapping[str, Any]) -> CachedTokens | None:
+    def _cache(self, arguments: Arguments) -> CachedTokens | None:
         """Return the layer's cache of kept tokens, or None before `open_cache`."""
         layers = getattr(cache_of(arguments), "layers", ())
         layer = layers[self.index] if self.index < len(layers) else None
@@ -359,25 +359,25 @@ class RecurrentLayerCall(DecoderLayerCall):
     caches = False
     contexts = ("kept",)
 
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
         """Return False: all tokens run through the layer."""
         return False
 
-    def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
+    def hides_nothing(self, arguments: Arguments) -> bool:
         """Return whether all tokens run."""
         return arguments.get(GROUPS, _UNKNOWN) is None
 
-    def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
+    def has_static_cache(self, arguments: Arguments) -> bool:
         """Return False: a state has no slots."""
         return False
 
-    def open_cache(self, arguments: Mapping[str, Any]) -> None:
+    def open_cache(self, arguments: Arguments) -> None:
         """Leave the state to the host."""
 
-    def begin_update(self, arguments: Mapping[str, Any], x_BND: Tensor, *args: Any, **kwargs: Any) -> None:
+    def begin_update(self, arguments: Arguments, x_BND: Tensor, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the next update receives all tokens."""
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+    def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
         """Return the arguments, which are those of all tokens."""
         return arguments
 

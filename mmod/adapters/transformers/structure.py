@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
+from mmod.blocks import Arguments
 from mmod.ops.views import is_visible
 
 # The label of a token that the loss of transformers ignores.
@@ -35,7 +36,7 @@ class Structure(NamedTuple):
     causal: bool
 
 
-def source_of(arguments: Mapping[str, Any]) -> Tensor:
+def source_of(arguments: Arguments) -> Tensor:
     """Return the ids (B, N) or the embeddings (B, N, D) passed to a language model."""
     source: Tensor | None = arguments.get("input_ids")
     source = arguments.get("inputs_embeds") if source is None else source
@@ -51,14 +52,14 @@ def sees_both_ways(config: Any) -> bool:
     return both_ways or not getattr(config, "is_causal", True)
 
 
-def uses_cache(arguments: Mapping[str, Any], config: Any) -> bool:
+def uses_cache(arguments: Arguments, config: Any) -> bool:
     """Return whether a language model fills a cache, one that it got or one of its own."""
     use_cache = arguments.get("use_cache")
     asks = getattr(config, "use_cache", False) if use_cache is None else use_cache
     return bool(asks) or cache_of(arguments) is not None
 
 
-def read_structure(arguments: Mapping[str, Any], source: Tensor, past: Tensor | int, config: Any) -> Structure:
+def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, config: Any) -> Structure:
     """Return the structure of inputs.
 
     Args:
@@ -163,7 +164,7 @@ def _components(pairs_BNN: Tensor) -> Tensor:
         label_BN = first_BN
 
 
-def _segments_of_positions(arguments: Mapping[str, Any], mask: Tensor | None, config: Any) -> Tensor | None:
+def _segments_of_positions(arguments: Arguments, mask: Tensor | None, config: Any) -> Tensor | None:
     """Return the sample of each token if positions show that rows are packed, as transformers reads them."""
     position_BN = arguments.get("position_ids")
     if cache_of(arguments) is not None or mask is not None or not isinstance(position_BN, Tensor):
@@ -193,7 +194,7 @@ def _check_zero_or_one(mask: Any) -> None:
         )
 
 
-def _check_boundaries(arguments: Mapping[str, Any], segment_BN: Tensor | None, source: Tensor, config: Any) -> None:
+def _check_boundaries(arguments: Arguments, segment_BN: Tensor | None, source: Tensor, config: Any) -> None:
     """Refuse boundaries of packed samples that only flash attention reads."""
     boundaries = arguments.get("cu_seq_lens_q")
     if boundaries is None or "flash" in config._attn_implementation:

@@ -7,7 +7,7 @@ T image tokens, D channels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from math import isqrt
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmod.adapters.tokens import remember
 from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.vision import vision_part
-from mmod.blocks import BlockCall, ConvertedBlock, ModelHook, convert, is_converted
+from mmod.blocks import Arguments, BlockCall, ConvertedBlock, ModelHook, convert, is_converted
 from mmod.blocks.inner import Inner
 from mmod.blocks.passes import recomputing
 from mmod.threads import PerThread
@@ -148,13 +148,13 @@ class TowerImportance(ModelHook):
             self.state.noted.value.take()
         self._runs.value = True
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Drop the importance."""
         self._runs.value = False
         self.state.noted.value.take()
 
     @torch.compiler.disable
-    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Mapping[str, Any], copies: int) -> Tensor:
+    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments, copies: int) -> Tensor:
         """Return the importance of image tokens (B, N), 0 at all other tokens.
 
         Args:
@@ -194,7 +194,7 @@ class TowerImportance(ModelHook):
         score_BN = torch.zeros(kind_BN.shape, dtype=importance_T.dtype, device=kind_BN.device)
         return score_BN.masked_scatter(image_BN, importance_T.to(kind_BN.device))
 
-    def _tokens(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[TowerCall]) -> Tensor:
+    def _tokens(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> Tensor:
         """Return the token of each patch in the calls of the tower for a layout of images (Q), -1 for none."""
         shapes = tuple(call.importance_IP.shape for call in calls)
         layout = (name, shapes, *[(key, _layout(value)) for key, value in arguments.items()])
@@ -204,7 +204,7 @@ class TowerImportance(ModelHook):
             self._known[layout] = self._try(entry, name, arguments, calls)
         return self._known[layout]
 
-    def _try(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], calls: list[TowerCall]) -> Tensor:
+    def _try(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> Tensor:
         """Return the token of each patch (Q): where the patches of some tokens change, just these tokens do."""
         changes = [torch.zeros(1, 1)] * len(calls)
         before_TD = self._features(entry, name, arguments, changes)
@@ -237,7 +237,7 @@ class TowerImportance(ModelHook):
         return masks
 
     @torch.no_grad()
-    def _features(self, entry: nn.Module, name: str, arguments: Mapping[str, Any], changes: list[Tensor]) -> Tensor:
+    def _features(self, entry: nn.Module, name: str, arguments: Arguments, changes: list[Tensor]) -> Tensor:
         """Return the features of all images (T, D), where each call of the tower takes the next of some changes."""
         noted = self.state.noted.value
         copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
@@ -307,7 +307,7 @@ def _last_used(config: Any, layers: int) -> int:
     return max(last - 1, 0)
 
 
-def _arguments_of(entry: Any, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_of(entry: Any, name: str, arguments: Arguments) -> dict[str, Any]:
     """Return the arguments of a model that its function of features takes."""
     parameters = inspect.signature(getattr(entry, f"get_{name}_features")).parameters
     return {key: arguments[key] for key in parameters if arguments.get(key) is not None}
