@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import find_library, find_stacks
 from mmod.adapters.images import image_facts
-from mmod.blocks import GridSource
 from mmod.config import Grid
 from mmod.ops.grids import resized
 
@@ -78,20 +77,17 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
     """
     seen = SeenGrid()
     stack = image_stack(model)
-    with ExitStack() as hooks:
-        if stack is not None and stack.grid is not None:
-            hooks.enter_context(_watching(stack.grid, seen))
+    source = None if stack is None else stack.grid
+    if source is None:
         yield seen
+        return
 
-
-@contextmanager
-def _watching(source: GridSource, seen: SeenGrid) -> Iterator[None]:
     def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         seen.grid = source.read(output)
 
     handle = source.module.register_forward_hook(keep)
     try:
-        yield
+        yield seen
     finally:
         handle.remove()
 
