@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import required_arguments
-from mmod.blocks import Arguments, Zero
+from mmod.blocks import Arguments, BranchRunner, SilencedHalves, Unchanged, Zero
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
@@ -46,6 +46,27 @@ class Branches:
     silent_mlp: tuple[str, ...] = ()
     idle_mlp: tuple[str, ...] = ()
     halves: bool = False
+
+    def options(self, block: nn.Module, dim: int) -> dict[str, Any]:
+        """Return operators, tuples and halves of a block as options of `NamedArguments`.
+
+        Args:
+            dim: Channels of a token.
+        """
+        silent_attention: dict[str, BranchRunner] = dict.fromkeys(self.idle_attention, Unchanged())
+        silent_mlp: dict[str, BranchRunner] = dict.fromkeys(self.idle_mlp, Unchanged())
+        others = self.attention_in_tuple - 1 if self.attention_in_tuple else None
+        for name in self.silent_attention:
+            silent_attention[name] = Zero(dim, others if name == self.attention else None)
+        for name in self.silent_mlp:
+            silent_mlp[name] = Zero(dim)
+        operators = {"attention": self.attention, "mlp": self.mlp}
+        halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block))
+        return {
+            "operators": {operator: name for operator, name in operators.items() if name},
+            "tuples": ("attention",) if self.attention_in_tuple else (),
+            "halves": halves if self.halves else None,
+        }
 
 
 class _Output(NamedTuple):

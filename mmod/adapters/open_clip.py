@@ -23,17 +23,14 @@ from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters, parameters_of_block
+from mmod.adapters.halves import Branches
 from mmod.blocks import (
     Arguments,
-    BranchRunner,
     GridSource,
     Mixin,
     Pass,
     Passes,
-    SilencedHalves,
     StackCalls,
-    Unchanged,
-    Zero,
     grid_of_map,
     host_class,
 )
@@ -109,8 +106,6 @@ def _stack(
     tower: Any, name: str, prefix: int, captions: Passes[CaptionPass] | None = None, causal: bool = False
 ) -> BlockStack:
     blocks = tuple(tower.resblocks)
-    # The embedding has number 0 in a pass of captions.
-    numbers = {id(block): index + 1 for index, block in enumerate(blocks)}
     for block in blocks:
         if not isinstance(block, BLOCKS):
             raise ValueError(
@@ -125,7 +120,8 @@ def _stack(
         blocks=blocks,
         prefix=prefix,
         dim=int(tower.width),
-        call_of=lambda block, config: _call_of(block, int(tower.width), captions, numbers[id(block)], causal),
+        # The embedding has number 0 in a pass of captions.
+        call_of=lambda block, config: _call_of(block, int(tower.width), captions, blocks.index(block) + 1, causal),
     )
 
 
@@ -136,17 +132,22 @@ def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, n
     multihead = isinstance(attention, nn.MultiheadAttention)
     # The bias of a norm after attention makes a zero output nonzero.
     plain = isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
-    silent: dict[str, BranchRunner] = {"ln_1": Unchanged(), "attn": Zero(dim, others=1 if multihead else None)}
-    if not plain:
-        silent = {"ln_1": Unchanged(), "attn": Unchanged(), "ln_attn": Zero(dim)}
+    branches = Branches(
+        attention="attn" if plain else "",
+        attention_in_tuple=2 if multihead else 0,
+        mlp="mlp",
+        silent_attention=("attn",) if plain else ("ln_attn",),
+        idle_attention=("ln_1",) if plain else ("ln_1", "attn"),
+        silent_mlp=("mlp",),
+        idle_mlp=("ln_2",),
+        halves=True,
+    )
     return ClipBlock(
+        **branches.options(block, dim),
         mask="attn_mask",
         parameters=parameters_of_block(block),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(ProjectionName("attn.in_proj_weight", features // 3, features),),
-        operators={"mlp": "mlp", **({"attention": "attn"} if plain else {})},
-        tuples=("attention",) if multihead else (),
-        halves=SilencedHalves(attention=silent, mlp={"ln_2": Unchanged(), "mlp": Zero(dim)}),
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,

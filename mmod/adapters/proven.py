@@ -14,22 +14,18 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block, required_arguments
+from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block
 from mmod.adapters.halves import Branches
 from mmod.blocks import (
-    BranchRunner,
     FlatBlock,
     GridSource,
     InterceptedBlock,
     Mixin,
     SegmentsBlock,
     Shell,
-    SilencedHalves,
     SuffixBlock,
     TupleBlock,
-    Unchanged,
     UntupledBlock,
-    Zero,
     grid_of_map,
 )
 
@@ -92,21 +88,11 @@ def read_proof(values: Any) -> Proof:
 def call_of(proof: Proof, block: nn.Module) -> NamedArguments:
     """Return how a proven block is called."""
     configs = [getattr(module, "config", None) for module in block.modules()]
-    silent_attention: dict[str, BranchRunner] = dict.fromkeys(proof.idle_attention, Unchanged())
-    silent_mlp: dict[str, BranchRunner] = dict.fromkeys(proof.idle_mlp, Unchanged())
-    others = proof.attention_in_tuple - 1 if proof.attention_in_tuple else None
-    for name in proof.silent_attention:
-        silent_attention[name] = Zero(proof.dim, others if name == proof.attention else None)
-    for name in proof.silent_mlp:
-        silent_mlp[name] = Zero(proof.dim)
-    operators = {"attention": proof.attention, "mlp": proof.mlp}
     return NamedArguments(
         **proof.form,
+        **proof.options(block, proof.dim),
         parameters=parameters_of_block(block),
         attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
-        operators={operator: name for operator, name in operators.items() if name},
-        tuples=("attention",) if proof.attention_in_tuple else (),
-        halves=SilencedHalves(silent_attention, silent_mlp, required_arguments(block)) if proof.halves else None,
         shell=Shell(_outer(proof), _inner(proof)),
     )
 
