@@ -76,7 +76,7 @@ class StaticRoutedLayer(CachedTokens, StaticLayer):
         if self.position_BS is not None and self._displaces(slots):
             position_BL = torch.cat([self.position_BS, position_BL], dim=1)
         elif self.position_BS is not None:
-            position_BL = self.position_BS.index_copy(1, self._slots(slots), position_BL)
+            position_BL = self.position_BS.index_copy(1, self._next_slots(slots), position_BL)
         return position_BL, position_BL != EMPTY
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ class StaticRoutedLayer(CachedTokens, StaticLayer):
 
     def _write(self, position_BK: Tensor, key_states: Tensor, value_states: Tensor) -> None:
         assert self.position_BS is not None
-        slot_K = self._slots(position_BK.shape[1])
+        slot_K = self._next_slots(position_BK.shape[1])
         self.position_BS.index_copy_(1, slot_K, position_BK)
         self.keys.index_copy_(2, slot_K, key_states)
         self.values.index_copy_(2, slot_K, value_states)
@@ -152,7 +152,7 @@ class StaticRoutedLayer(CachedTokens, StaticLayer):
         """Return which new slots are written, in order; None for all."""
         return None
 
-    def _slots(self, slots: int) -> Tensor:
+    def _next_slots(self, slots: int) -> Tensor:
         """Return the slots (K) to write."""
         return self._written + torch.arange(slots, device=self._written.device)
 
@@ -245,8 +245,8 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
         order_BK = torch.sort((position_BK != EMPTY).to(torch.uint8), dim=1, stable=True).indices
         return order_BK[:, -self.max_cache_len :]
 
-    def _slots(self, slots: int) -> Tensor:
-        return super()._slots(slots) % self.max_cache_len
+    def _next_slots(self, slots: int) -> Tensor:
+        return super()._next_slots(slots) % self.max_cache_len
 
 
 def _marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:

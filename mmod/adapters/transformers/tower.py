@@ -266,7 +266,7 @@ def _groupings(masks: list[Tensor], prefix: int, tokens: int) -> Iterator[Tensor
         inside = [mask_IP & (torch.arange(mask_IP.shape[1]) >= first) for mask_IP in masks]
         counts = torch.cat([inside_IP.sum(1) for inside_IP in inside]).tolist()
         size, remainder = divmod(sum(counts), tokens)
-        if remainder or any(count % size for count in counts):
+        if not size or remainder or any(count % size for count in counts):
             continue
         inside_Q = torch.cat([inside_IP.flatten() for inside_IP in inside])
         for number_Q in (_squares(counts, isqrt(size)), torch.arange(sum(counts)) // size):
