@@ -26,8 +26,7 @@ from mmod.methods.route import capacities, routed_blocks, routing_configs
 from mmod.model import set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
-from mmod.routing import Router, Routing, TokenGroups, TokenMasks, Weights
-from mmod.routing.router import Rule
+from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks, Weights
 from mmod.threads import PerThread
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.kind import Step
