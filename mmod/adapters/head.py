@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
-from mmod.adapters.probe import light_copy, likely_inputs, shapes_of
+from mmod.adapters.probe import first_that_runs, light_copy, split_inputs
 from mmod.blocks import Arguments, TupleBlock, host_class
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
@@ -139,17 +139,11 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
     reads_text = "input_ids" in inspect.signature(host_class(model).forward).parameters
     if stack.library == "open_clip" or reads_text:
         raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
-    reasons: list[str] = []
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        for inputs in likely_inputs(model):
-            try:
-                found = _Trial(model, stack, name, inputs)
-            # A model may raise anything for an input that it was not made for.
-            except Exception as error:
-                reasons.append(f"{shapes_of(inputs)}: {error}")
-                continue
-            return found.head(title)
-    raise ValueError(f"no input reached the head of this {title} ({'; '.join(reasons[:2])})")
+        trial, reasons = first_that_runs(model, lambda inputs: _Trial(model, stack, name, inputs))
+        if trial is None:
+            raise ValueError(f"no input reached the head of this {title} ({reasons})")
+        return trial.head(title)
 
 
 class _Trial:
@@ -172,17 +166,14 @@ class _Trial:
             for other, module in self.model.get_submodule(prefix).named_children():
                 if other != child:
                     module.register_forward_pre_hook(self._note(f"{prefix}.{other}".strip(".")))
-        self.output = self._call(inputs)
+        args, named = split_inputs(inputs)
+        self.output = self.model(*args, **named)
 
     def _note(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
             (self.ahead if self.first.x is None else self.behind).append(name)
 
         return note
-
-    def _call(self, inputs: Arguments) -> Any:
-        named = {name: value for name, value in inputs.items() if name}
-        return self.model(*[value for name, value in inputs.items() if not name], **named)
 
     def head(self, title: str) -> Head:
         """Return the head, after a trial on the tokens of one image."""
@@ -208,8 +199,7 @@ class _Trial:
         one = {name: value[1:] for name, value in self.inputs.items()}
         pixels = next(iter(one))
         one[pixels] = torch.randn_like(one[pixels])
-        named = {name: value for name, value in one.items() if name}
-        args = tuple(value for name, value in one.items() if not name)
+        args, named = split_inputs(one)
         try:
             actual = logits_of(head.run(self.model, {}, self.first.x[1:], args, named))
         # A model may raise anything for tokens instead of what it embeds.
@@ -218,18 +208,13 @@ class _Trial:
         return torch.allclose(actual, logits[1:], rtol=1e-4, atol=1e-5)
 
 
-class _Through(nn.Module):
+class _Through(_HandsOn):
     """Stands for all blocks of a copy, returns their tokens, and keeps them."""
 
     def __init__(self, block: nn.Module, in_tuple: bool) -> None:
-        super().__init__()
-        vars(self)["block"] = block
+        super().__init__(block, None)
         self.in_tuple = in_tuple
         self.x: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the block, which its model may read."""
-        return getattr(vars(self)["block"], name)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the tokens."""

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.blocks import Arguments, Segments, boundaries_of, host_class, map_rows, read_segments, split_rows
 
+Result = TypeVar("Result")
 # Arguments of models that read images or videos.
 PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.
@@ -178,22 +179,41 @@ def read_inputs(model: nn.Module, blocks: str, example: Tensor | None = None) ->
         ValueError: No input reached the first block, or what it got are no tokens.
     """
     title = host_class(model).__name__
-    reasons: list[str] = []
-    with torch.no_grad():
-        torch.default_generator.manual_seed(0)
-        for inputs in likely_inputs(model, example):
-            try:
-                return inputs_of_call(model, blocks, inputs)
-            except _NoTokens as refusal:
-                raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
-            # A model may raise anything for an input that it was not made for.
-            except Exception as error:
-                reasons.append(f"{shapes_of(inputs)}: {error}")
-    tried = "; ".join(reasons[:2]) or "nothing that it takes is known"
+    try:
+        with torch.no_grad():
+            torch.default_generator.manual_seed(0)
+            read, reasons = first_that_runs(model, lambda inputs: inputs_of_call(model, blocks, inputs), example)
+    except _NoTokens as refusal:
+        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
+    if read is not None:
+        return read
     advice = f"Pass mmod.Tokens({blocks!r}, example=images) with a batch that the model takes"
     if example is not None:
         advice = "The example must be images that model(example) takes as its only argument, in fp32 on a CPU too"
-    raise ValueError(f"cannot route {title}: no input reached the first of its {blocks} ({tried}). {advice}")
+    raise ValueError(f"cannot route {title}: no input reached the first of its {blocks} ({reasons}). {advice}")
+
+
+def first_that_runs(
+    model: nn.Module, run: Callable[[Arguments], Result], example: Tensor | None = None
+) -> tuple[Result | None, str]:
+    """Return what a function returns for the first inputs that it runs on, or None, and why it ran on no others."""
+    reasons: list[str] = []
+    for inputs in likely_inputs(model, example):
+        try:
+            return run(inputs), ""
+        except _NoTokens:
+            raise
+        # A model may raise anything for an input that it was not made for.
+        except Exception as error:
+            shapes = [f"{name or 'input'} {tuple(value.shape)}" for name, value in inputs.items()]
+            reasons.append(f"{', '.join(shapes)}: {error}")
+    return None, "; ".join(reasons[:2]) or "nothing that it takes is known"
+
+
+def split_inputs(inputs: Arguments) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Return inputs as positional and named arguments of a model."""
+    named = {name: value for name, value in inputs.items() if name}
+    return tuple(value for name, value in inputs.items() if not name), named
 
 
 class _NoTokens(Exception):
@@ -218,10 +238,9 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
     for name, module in dense.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             module.register_forward_hook(_keep_shape(projections, name))
-    positional = inputs.get("")
-    named = {name: value for name, value in inputs.items() if name}
+    args, named = split_inputs(inputs)
     with contextlib.suppress(_Reached), watch:
-        dense(*(() if positional is None else (positional,)), **named)
+        dense(*args, **named)
     first = _inputs_of(standing[0])
     if first.boundaries:
         numbers = [number for number, stand in enumerate(standing) if _sees_images(stand)]
@@ -415,8 +434,3 @@ def _setting(model: nn.Module, names: tuple[str, ...], default: int) -> int:
         return found[0]
     convolution = next((module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))), None)
     return convolution.in_channels if "num_channels" in names and convolution is not None else default
-
-
-def shapes_of(inputs: Arguments) -> str:
-    """Return the shapes of inputs as text."""
-    return ", ".join(f"{name or 'input'} {tuple(value.shape)}" for name, value in inputs.items())
