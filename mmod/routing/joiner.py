@@ -5,7 +5,7 @@ Axes: B images, N tokens, K kept slots per image, D channels, E compared channel
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,12 @@ class Grouping(nn.Module):
         """Return the kept token that each token joins, itself where it is kept (B, N)."""
 
 
-class Joiner:
-    """Joins no tokens: decisions stay as they are."""
+class Joiner(ABC):
+    """Joins skipped tokens to kept ones."""
 
+    @abstractmethod
     def fewest(self, tokens: int) -> int:
         """Return how many of N tokens must be kept, so that all others have one to join."""
-        return 0
 
     def unit_rows(self, x_BND: Tensor, config: RoutingConfig) -> Tensor | None:
         """Return rows of norm 1 (B, N, E) if the score reads them too; else None."""
@@ -49,6 +49,7 @@ class Joiner:
         """Return the tokens (B, N, D) that are scored again after an earlier decision; None scores its rows alone."""
         return None
 
+    @abstractmethod
     def join(
         self,
         routing: Routing,
@@ -65,7 +66,6 @@ class Joiner:
             earlier: The previous decision, among whose kept tokens this one chose.
             unit_BNE: The rows at norm 1, see `unit_rows`.
         """
-        return routing
 
 
 class ToNearest(Joiner):
@@ -178,15 +178,15 @@ class ToLeader(Joiner):
         return _joined(routing, slot_BN, rule, rows.dtype)
 
 
-def choose_joiner(config: RoutingConfig, score: nn.Module | None, prefix: int) -> Joiner:
-    """Return how the skipped tokens of a router join kept ones.
+def choose_joiner(config: RoutingConfig, score: nn.Module | None, prefix: int) -> Joiner | None:
+    """Return how the skipped tokens of a router join kept ones; None if they join none.
 
     Args:
         score: The module that scores tokens.
         prefix: Number of tokens that are always kept.
     """
     if not config.joins:
-        return Joiner()
+        return None
     if isinstance(score, Grouping):
         return ToLeader(prefix, score)
     return ToNearest(prefix, compares=isinstance(score, Comparing))

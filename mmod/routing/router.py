@@ -129,7 +129,8 @@ class Router(nn.Module):
         """
         rule = self._override.value or self._settings
         config = rule.config
-        unit_BNE = self.joiner.unit_rows(x_BND, config)
+        joiner = self.joiner
+        unit_BNE = None if joiner is None else joiner.unit_rows(x_BND, config)
         if earlier is not None:
             masks: Any = TokenMasks(earlier.evidence.tokens.valid_BN)
             importance_BN = earlier.evidence.importance_BN
@@ -154,7 +155,7 @@ class Router(nn.Module):
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
         evidence = Evidence(score_BN, masks, None if self.shares_own_score else importance_BN)
         routing = Routing(kept, evidence, Weights(gate_BK, skipped_BN))
-        return self.joiner.join(routing, x_BND, rule, earlier, unit_BNE)
+        return routing if joiner is None else joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
     def _checked(self, tokens: TokenMasks | TokenGroups | None) -> Any:
         tokens = TokenMasks() if tokens is None else tokens
@@ -185,11 +186,12 @@ class Router(nn.Module):
                     image_S = image_S.new_zeros(1)
                     gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
             return Kept(index_BK, there_BK, image_S=image_S), gate_BK
+        fewest = 0 if self.joiner is None else self.joiner.fewest(score_BN.shape[1])
         index_BK, valid_BK, total = select_threshold(
             config.router.normalised(score_BN.detach(), tokens.valid_BN),
             select.single,
             prefix=self.prefix,
-            min_tokens=max(select.min_tokens, self.joiner.fewest(score_BN.shape[1])),
+            min_tokens=max(select.min_tokens, fewest),
             max_tokens=select.max_tokens,
             valid_BN=tokens.valid_BN,
             protect_BN=tokens.protect_BN,
@@ -209,7 +211,7 @@ class Router(nn.Module):
                 f"of {tokens} tokens are left for a capacity of {float(self.capacity)}"
             )
         # A score of groups reads all tokens, each with the state of the row that it joined.
-        spread_BND = self.joiner.spread(rows_BKD, earlier)
+        spread_BND = None if self.joiner is None else self.joiner.spread(rows_BKD, earlier)
         if spread_BND is None and self.shares_own_score:
             score_BK = self._score(rows_BKD, config.router, None, TokenMasks(earlier.kept.valid_BK), unit_BNE)
             score_BK = _above_dropped(score_BK)

@@ -55,7 +55,9 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
             x_BND = rows.gather(1, slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
             left_BN = earlier.keep_BN
         replaced = replace(name, x_BND, routing, left_BN)
-        return None if replaced is None else router.joiner.join(replaced, rows, router.rule, earlier)
+        if replaced is None or router.joiner is None:
+            return replaced
+        return router.joiner.join(replaced, rows, router.rule, earlier)
 
     with ExitStack() as hooks:
         for name, block in blocks.items():
