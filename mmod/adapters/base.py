@@ -210,7 +210,7 @@ class NamedArguments(CallForm, BlockCall):
             is not known that attention reads nothing else.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
         packs_prefix: Rows are one tensor, sines before cosines, so that a row that rotates nothing is known.
-        fused_norm: See `BlockCall`; so are the following.
+        narrows_always: See `BlockCall`; so are the following.
     """
 
     parameters: Mapping[str, object]
@@ -218,6 +218,7 @@ class NamedArguments(CallForm, BlockCall):
     projections: tuple[ProjectionName, ...] | None = None
     draws_paths: bool = False
     packs_prefix: bool = False
+    narrows_always: bool = False
     fused_norm: str = ""
     operators: Mapping[str, str] = field(default_factory=dict)
     tuples: tuple[str, ...] = ()
@@ -245,11 +246,6 @@ class NamedArguments(CallForm, BlockCall):
         return self.rope_prefix > 0 and bool(self.rows)
 
     @property
-    def narrows_always(self) -> bool:  # type: ignore[override]
-        """Whether the block takes the positions of kept tokens."""
-        return bool(self.index_argument)
-
-    @property
     def _implementation(self) -> str:
         """Name of the implementation of attention."""
         name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
@@ -257,25 +253,31 @@ class NamedArguments(CallForm, BlockCall):
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return arguments by name, without those that have their defaults."""
-        if not args and not kwargs:
-            return {}
-        if len(args) > len(self.parameters):
-            raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
-        named = {**dict(zip(self.parameters, args)), **kwargs}
+        named = kwargs
+        if args:
+            if len(args) > len(self.parameters):
+                raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
+            named = {**dict(zip(self.parameters, args)), **kwargs}
+        arguments = {name: value for name, value in named.items() if value is not self.parameters.get(name)}
+        if arguments:
+            self._check(arguments)
+        return arguments
+
+    def _check(self, arguments: Arguments) -> None:
+        """Raise a ValueError for arguments that cannot be narrowed to the kept tokens."""
         if self.boundaries and self._implementation != MASKED[0]:
             raise ValueError(
                 f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
                 "model with attn_implementation='sdpa'"
             )
         known = () if self.suffix else (*self.rows, self.mask, self.index_argument)
-        for name, value in named.items():
+        for name, value in arguments.items():
             # A number, such as the Trainer's count of samples, belongs to no token.
             if isinstance(value, Tensor) and value.ndim and name not in known:
                 raise ValueError(
                     f"a routed block got the tensor {name!r}, which cannot be narrowed to the kept tokens; known are "
                     f"{', '.join(filter(None, known)) or 'none'}"
                 )
-        return {name: value for name, value in named.items() if value is not self.parameters.get(name)}
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
         """Return padding from the attention mask: tokens that no query may attend to."""

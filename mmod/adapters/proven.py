@@ -93,6 +93,8 @@ def call_of(proof: Proof, block: nn.Module) -> NamedArguments:
         **proof.options(block, proof.dim),
         parameters=parameters_of_block(block),
         attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
+        # A host that takes the index of tokens passes none for all of them.
+        narrows_always=bool(proof.index_argument),
         shell=Shell(_outer(proof), _inner(proof)),
     )
 
