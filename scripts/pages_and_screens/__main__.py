@@ -1,0 +1,201 @@
+"""Duplicate patches of pages and screens: `python -m scripts.pages_and_screens COMMAND FOLDER`.
+
+FOLDER takes everything that is written. `photograph` needs Chromium and packages of Debian's documentation, `evaluate`
+and `time` the weights of a ViT-S/14. Drawn pages and screens need neither. A stopped command goes on where it was.
+"""
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from mmod.io.store import STORE, Store
+from scripts.doc_tables import markdown
+from scripts.pages_and_screens import drawn, picture, sources, study
+from scripts.pages_and_screens.browser import browser, photograph
+from scripts.pages_and_screens.duplicates import FORMS, shares
+from scripts.pages_and_screens.rows import TIMED, Row, rows
+from scripts.pages_and_screens.tables import duplicates_table, rounded, sources_table, times_table, tower_table
+from scripts.photo_attempts import dinov2
+
+PHOTOGRAPHS = "photographs"
+# Width and height of an example in pixels, and the number of examples to fit and to test.
+WINDOW = (728, 420)
+FITTED = 36
+TESTED = 60
+DRAWN = (476, 644)
+DRAWN_FITTED = 32
+DRAWN_TESTED = 12
+# Width and height of the windows that are timed alone, by their number of patches.
+SIZES = {"2,482 patches": (1022, 476), "10,010 patches": (1274, 1540)}
+# Pictures of a kind that are drawn, or taken from packages.
+COUNTED = 60
+DEPTH = 11
+Picture = Callable[[], Image.Image]
+
+
+def photograph_all(folder: Path, per_package: int) -> None:
+    """Write the photographs of every kind; those that are there stay."""
+    target = folder / PHOTOGRAPHS
+    written = folder / "pages"
+    if not (target / "PDF page").exists():
+        sources.render_pdfs(target / "PDF page")
+    asked = {
+        "HTML page, light": (sources.pages(per_package), False),
+        "HTML page, dark": (sources.pages(per_package), True),
+        "form, light": (sources.forms(written), False),
+        "form, dark": (sources.forms(written), True),
+        "spreadsheet": (sources.sheets(written), False),
+        "terminal": (sources.terminals(written), False),
+    }
+    with browser() as driver:
+        for kind, (pages, dark) in asked.items():
+            for number, page in enumerate(pages):
+                path = target / kind / f"{number:03d}-{page.split}.png"
+                if not path.exists():
+                    photograph(driver, page, path, dark)
+
+
+def kinds(folder: Path) -> dict[str, Sequence[Picture]]:
+    """Return pictures by kind: photographs, those that packages hold, and drawn ones."""
+    found: dict[str, Sequence[Picture]] = {}
+    for place in sorted((folder / PHOTOGRAPHS).glob("*")):
+        found[place.name] = [_opened(file) for file in sorted(place.glob("*.png")) if not file.match("*.labels.png")]
+    for kind in sources.PICTURES:
+        found[kind] = [_opened(file) for file in sources.pictures(kind, COUNTED)]
+    for name, make in {"drawn page": drawn.page, "drawn screen": drawn.screen}.items():
+        found[name] = [_drawn(make, seed) for seed in range(COUNTED)]
+    return {kind: pictures for kind, pictures in found.items() if pictures}
+
+
+def _opened(file: Path) -> Picture:
+    return lambda: Image.open(file).convert("RGB")
+
+
+def _drawn(make: Callable[[int], drawn.Canvas], seed: int) -> Picture:
+    return lambda: make(seed).picture
+
+
+def count(store: Store, pictures: dict[str, Sequence[Picture]]) -> None:
+    """Put the shares of duplicates of each picture in each form into the store."""
+    for kind, members in pictures.items():
+        for number, opened in enumerate(members):
+            for form, change in FORMS.items():
+                counted = functools.partial(_counted, opened, change)
+                store.once({"kind": kind, "form": form, "picture": number}, counted)
+
+
+def _counted(opened: Picture, change: Callable[[Image.Image], Image.Image]) -> list[float]:
+    return shares(change(opened()))
+
+
+def html_pages(folder: Path, split: str) -> list[Path]:
+    """Return the photographs of HTML pages of a split, every second one dark."""
+    light = sorted((folder / PHOTOGRAPHS / "HTML page, light").glob(f"*-{split}.png"))
+    dark = folder / PHOTOGRAPHS / "HTML page, dark"
+    return [dark / file.name if int(file.name[:3]) % 2 else file for file in light]
+
+
+def examples_of(folder: Path, name: str) -> study.Examples:
+    """Return a set of examples: "HTML pages", "drawn pages" or "drawn screens"."""
+    if name == "HTML pages":
+        train = html_pages(folder, sources.TRAIN)[:FITTED]
+        test = html_pages(folder, sources.TEST)[:TESTED]
+        return study.Examples(name, study.Windows(train, *WINDOW), study.Windows(test, *WINDOW))
+    make = {"drawn pages": drawn.page, "drawn screens": drawn.screen}[name]
+    train_canvases = [study.from_canvas(make(1000 + seed, *DRAWN)) for seed in range(DRAWN_FITTED)]
+    return study.Examples(name, train_canvases, [study.from_canvas(make(seed, *DRAWN)) for seed in range(DRAWN_TESTED)])
+
+
+def time_windows(folder: Path, store: Store, model: Any) -> None:
+    """Time some rows on a window of a page of each quarter of the packages, in several sizes."""
+    largest = max(width for width, _ in SIZES.values())
+    wide = [file for file in html_pages(folder, sources.TEST) if Image.open(file).width >= largest]
+    chosen = wide[len(wide) // 8 :: len(wide) // 4]
+    table = {name: row for name, row in rows().items() if name in TIMED}
+    for size, (width, height) in SIZES.items():
+        windows = study.Windows(chosen, width, height)
+        study.time_rows(store, size, [image for image, _ in windows], table, model)
+
+
+def write_picture(path: Path) -> None:
+    """Write the picture of the docs."""
+    with browser() as driver:
+        photograph(driver, picture.PAGE, path)
+    page = Image.open(path).convert("RGB").crop((0, 0, *picture.SIZE))
+    picture.shown(page).save(path, optimize=True)
+
+
+SETS = ("HTML pages", "drawn pages", "drawn screens")
+
+
+def main() -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.pages_and_screens",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    taking = commands.add_parser("photograph", help="photograph pages, and draw those of PDF files")
+    taking.add_argument("folder", type=Path)
+    taking.add_argument("--per-package", type=int, default=5, help="HTML pages of each package")
+    counting = commands.add_parser("count", help="count duplicate patches by kind and form of file")
+    counting.add_argument("folder", type=Path)
+    evaluating = commands.add_parser("evaluate", help="label patches with every row")
+    evaluating.add_argument("folder", type=Path)
+    evaluating.add_argument("weights", type=Path, help="weights of timm's vit_small_patch14_dinov2")
+    evaluating.add_argument("--sets", nargs="*", default=SETS, choices=SETS)
+    evaluating.add_argument("--rows", nargs="*", help="names of rows; all by default")
+    timing = commands.add_parser("time", help="time some rows on larger and larger windows of HTML pages")
+    timing.add_argument("folder", type=Path)
+    timing.add_argument("weights", type=Path, help="weights of timm's vit_small_patch14_dinov2")
+    drawing = commands.add_parser("picture", help="write the picture of the docs, patches that a tower computes")
+    drawing.add_argument("folder", type=Path)
+    tables = commands.add_parser("table", help="write the tables")
+    tables.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    store = Store(options.folder / STORE)
+    if options.command == "photograph":
+        photograph_all(options.folder, options.per_package)
+    elif options.command == "count":
+        count(store, kinds(options.folder))
+    elif options.command == "evaluate":
+        table = rows()
+        asked: dict[str, Row] = {name: table[name] for name in options.rows or table}
+        with torch.inference_mode():
+            model = dinov2(options.weights, DEPTH)
+            for name in options.sets:
+                study.evaluate(store, examples_of(options.folder, name), asked, model)
+    elif options.command == "picture":
+        write_picture(options.folder / "picture.png")
+    elif options.command == "time":
+        with torch.inference_mode():
+            time_windows(options.folder, store, dinov2(options.weights, DEPTH))
+    else:
+        write_tables(options.folder, store)
+
+
+def write_tables(folder: Path, store: Store) -> None:
+    """Write the tables of all that the store holds, and print them."""
+    written = {"sources": sources_table(), "duplicates": duplicates_table(store)}
+    for name in SETS:
+        done = [row for row in rows() if study.identity(name, row, 0) in store]
+        if done:
+            written[name.replace(" ", "-")] = tower_table(store, name, done)
+    timed = [row for row in TIMED if study.identity(next(iter(SIZES)), row, 0) in store]
+    if timed:
+        written["sizes"] = times_table(store, SIZES, timed)
+    (folder / "tables.json").write_text(json.dumps(rounded(written), indent=1))
+    for shown in written.values():
+        print(markdown(shown))
+
+
+if __name__ == "__main__":
+    main()
