@@ -14,7 +14,7 @@ Column = tuple[str, str]
 """Title and format of a column. `±` before the format adds the value named `NAME_std`."""
 
 
-class Table(NamedTuple):
+class MarkdownTable(NamedTuple):
     """Rows of cells, the header first, with a caption; `print` shows Markdown."""
 
     rows: Sequence[Sequence[str]]
@@ -26,7 +26,7 @@ class Table(NamedTuple):
         return f"{table}\n\n{self.caption}" if self.caption else table
 
 
-def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
+def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], caption: str = "") -> MarkdownTable:
     """Return values by column name as a table without empty rows and columns.
 
     Example:
@@ -40,7 +40,7 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], c
     cells = {name: [_cell(row, name, form) for row in rows] for name, (_, form) in columns.items()}
     used = [name for name, column in cells.items() if any(column)]
     lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]
-    return Table([[columns[name][0] for name in used], *lines], caption)
+    return MarkdownTable([[columns[name][0] for name in used], *lines], caption)
 
 
 def _cell(row: Mapping[str, Any], name: str, form: str) -> str:

@@ -12,7 +12,7 @@ from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.compare.tolerance import exceeds, is_too_close, keeps, missing_samples
 from mmod.io.files import check_free, write_atomically
-from mmod.io.tables import Table, table_of
+from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.samples import AGREEMENT
 
@@ -169,7 +169,7 @@ class Advice:
         """The lines of Python that follow the advice; empty without one."""
         return "" if self.best is None else f"import mmod\n\n{self.best.code}"
 
-    def table(self) -> Table:
+    def table(self) -> MarkdownTable:
         """Return the rows as a table."""
         in_percent = self.measure == AGREEMENT
         columns = {

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mmod.analysis.style import inline_svg
 from mmod.io.files import read_text, write_atomically
 from mmod.io.records import record_config
-from mmod.io.tables import Table, write_csv
+from mmod.io.tables import MarkdownTable, write_csv
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
 
@@ -157,7 +157,7 @@ def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
     )
 
 
-def _part(part: str | Table) -> str:
+def _part(part: str | MarkdownTable) -> str:
     return f"<p>{escape(part)}</p>" if isinstance(part, str) else _table(part.rows, part.caption)
 
 

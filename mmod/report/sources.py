@@ -19,7 +19,6 @@ _AUDIT = "audit/audit.json"
 _RUN = "routers.csv"
 PAGE = "report.html"
 """The file of a report."""
-Table = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class StudyRecord:
     title: str
     svg: str
     rows: Sequence[Mapping[str, Any]]
-    tables: Sequence[Table]
+    tables: Sequence[Sequence[Sequence[str]]]
     verdict: str
     environment: Mapping[str, Any]
-    summary: Table = ()
+    summary: Sequence[Sequence[str]] = ()
     recommended: Sequence[str] = ()
     code: str = ""
 
@@ -133,7 +132,7 @@ def _read_study(path: Path) -> StudyRecord:
     )
 
 
-def _table(text: str) -> Table:
+def _table(text: str) -> Sequence[Sequence[str]]:
     """Return the cells of a Markdown table, the header first."""
     # The second line is its rule.
     header, _, *lines = text.splitlines()

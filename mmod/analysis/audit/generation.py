@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.analysis.trace import trace
-from mmod.io.tables import Table, table_of
+from mmod.io.tables import MarkdownTable, table_of
 from mmod.methods.route import routed_blocks
 from mmod.routing.groups import assign_groups, select_within
 
@@ -56,7 +56,7 @@ class Generation:
     stretches: list[Stretch]
     decay: dict[str, Estimate]
 
-    def table(self) -> Table:
+    def table(self) -> MarkdownTable:
         """Return the stretches as a table."""
         columns = {
             "text": ("text", ""),

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from mmod.analysis.audit.tables import BatchTables, TokenKinds
 from mmod.analysis.statistics import Estimate, pseudo_mean
-from mmod.io.tables import Table, table_of
+from mmod.io.tables import MarkdownTable, table_of
 
 # Images are dealt out to so many groups by their number; each is left out once.
 _GROUPS = 50
@@ -152,7 +152,7 @@ def _entropy(share: Tensor) -> Tensor:
     return -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)) / torch.log(share.new_tensor(2.0))
 
 
-def information_table(information: Mapping[str, Mapping[str, Information]]) -> Table:
+def information_table(information: Mapping[str, Mapping[str, Information]]) -> MarkdownTable:
     """Return what known facts of tokens say of decisions."""
     rows = []
     for decision, facts in information.items():

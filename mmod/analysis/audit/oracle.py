@@ -13,7 +13,7 @@ from torch import Tensor
 from mmod.analysis.audit.choices import Choice, DecisionContext, rank_first
 from mmod.analysis.audit.tables import BatchTables
 from mmod.analysis.statistics import Estimate, RunningMean
-from mmod.io.tables import Table, table_of
+from mmod.io.tables import MarkdownTable, table_of
 from mmod.routing import Routing
 
 # The loss of each image of the batch with a choice of tokens (B,).
@@ -39,7 +39,7 @@ class LeaveOneOut:
     oracle: Estimate
     random: Estimate
 
-    def table(self) -> Table:
+    def table(self) -> MarkdownTable:
         """Return the correlations by decision."""
         columns = {"name": ("decision", ""), "score": ("score and worth of a token", ".2f"), "norm": ("norm", ".2f")}
         rows = [{"name": name, "score": score, "norm": self.norm[name]} for name, score in self.agreement.items()]

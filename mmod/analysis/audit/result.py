@@ -26,7 +26,7 @@ from mmod.analysis.audit.strata import (
 from mmod.analysis.audit.tables import BatchTables, Outcomes, joined, outcomes_of
 from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, published, resampled_means, sign_test
 from mmod.config import AuditConfig
-from mmod.io.tables import Table, table_of
+from mmod.io.tables import MarkdownTable, table_of
 from mmod.values import from_plain
 
 _LEVEL = 0.05
@@ -121,7 +121,7 @@ class Audit:
         """Return the audit that `to_dict` wrote."""
         return from_plain(cls, fields, "audit", limit=None)
 
-    def sections(self) -> list[str | Table]:
+    def sections(self) -> list[str | MarkdownTable]:
         """Return sentences and tables, all but the verdict."""
         across = self.across
         names = self.across.decisions
@@ -134,10 +134,10 @@ class Audit:
             again.append([name, *("" if share is None else f"{share:.2f}" for share in row)])
         kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names)]
         never = "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in across.never.items())
-        parts: list[str | Table] = [
+        parts: list[str | MarkdownTable] = [
             table_of(_COLUMNS, [vars(condition) for condition in self.conditions], conditions),
             across.verdict,
-            Table([["kept in", *(f"again in {name}" for name in names)], *again, kept]),
+            MarkdownTable([["kept in", *(f"again in {name}" for name in names)], *again, kept]),
             f"Never kept: {never}.",
         ]
         known = information_table(across.information)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmod.analysis.audit.tables import Outcomes
 from mmod.analysis.statistics import Estimate, adjusted, estimate_of, resampled_means, sign_test, simultaneous
-from mmod.io.tables import Table, table_of
+from mmod.io.tables import MarkdownTable, table_of
 
 ALL = "all images"
 DIFFICULTY = "loss of the dense model"
@@ -110,7 +110,7 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
     return [Stratum(*of_one, gap, loss_gap, p, loss_p) for of_one, gap, loss_gap, p, loss_p in figures]
 
 
-def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> Table:
+def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> MarkdownTable:
     """Return a table of strata; `other` is what the learned choice, or the model, is compared with."""
     columns = {
         "group": ("by", ""),
