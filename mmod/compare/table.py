@@ -5,6 +5,7 @@ Axes: N samples, S weightings of them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +46,8 @@ class Measured(NamedTuple):
         kept: Mean kept share of tokens by module that decides.
         samples: Number of samples.
         skipped: Number of samples that could not be read.
-        outcomes: Columns of the samples, where these are compared one by one.
+        outcomes: Columns of the samples (N, ...), where these are compared one by one. The mean of a column with the
+            name of a figure is that figure as a share; figures are in percent.
     """
 
     figures: Mapping[str, float]
@@ -59,7 +61,8 @@ class Measured(NamedTuple):
 class Table:
     """What was measured of candidates.
 
-    Figures that samples have outcomes of are paired by sample, all others by seed.
+    Figures that samples have outcomes of are paired by sample, all others by seed: so are models that were trained with
+    several seeds, which differ in more than their samples.
 
     Attributes:
         runs: Rows by candidate and seed.
@@ -148,22 +151,34 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
     """
     if other is None or other == name or other not in table.runs:
         return None
+    if not paired_by_sample(table, figure, (name, other)):
+        values = by_seed(table, figure, name)
+        others = by_seed(table, figure, other)
+        return difference(values, others) if set(values) & set(others) else None
     one_outcomes = _outcomes(table, name)
     other_outcomes = _outcomes(table, other)
-    if figure in table.weigh:
+    if figure not in one_outcomes:
         weigh = table.weigh[figure]
-        resampling = _resampling(table.runs[name][0].samples, _DRAWS)
+        resampling = _resampling(_samples(one_outcomes), _DRAWS)
         return resampling.of(lambda weight_SN: weigh(one_outcomes, weight_SN) - weigh(other_outcomes, weight_SN))
-    if figure in one_outcomes:
-        # Candidates may be evaluated on the first samples alone.
-        count = min(len(one_outcomes[figure]), len(other_outcomes[figure]))
-        change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
-        if not count:
-            return None
-        return change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N)
-    values = by_seed(table, figure, name)
-    others = by_seed(table, figure, other)
-    return difference(values, others) if set(values) & set(others) else None
+    # Candidates may be evaluated on the first samples alone.
+    count = min(len(one_outcomes[figure]), len(other_outcomes[figure]))
+    change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
+    if not count:
+        return None
+    change = change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N)
+    is_in_percent = figure in _rows(table, name).figures
+    return dataclasses.replace(100 * change, seeds=1) if is_in_percent else change
+
+
+def paired_by_sample(table: Table, figure: str, names: Iterable[str]) -> bool:
+    """Return whether candidates are paired by sample: each has one seed, and outcomes that the figure follows from."""
+    for name in names:
+        outcomes = _outcomes(table, name)
+        is_known = figure in outcomes or (figure in table.weigh and bool(outcomes))
+        if not is_known or len(table.runs[name]) > 1:
+            return False
+    return True
 
 
 def gaps(table: Table, figure: str, partners: Partners) -> dict[str, Estimate | None]:
@@ -217,9 +232,17 @@ def _value(rows: Measured, figure: str) -> float:
     return rows.figures[figure] if figure in rows.figures else float(rows.outcomes[figure].mean())
 
 
+def _rows(table: Table, name: str) -> Measured:
+    """Return the rows of a candidate's first seed."""
+    return next(iter(table.runs[name].values()))
+
+
 def _outcomes(table: Table, name: str) -> Outcomes:
-    """Return the outcomes of a candidate, those of the first seed; runs of several seeds are paired by seed."""
-    return next(iter(table.runs[name].values())).outcomes
+    return _rows(table, name).outcomes
+
+
+def _samples(outcomes: Outcomes) -> int:
+    return len(next(iter(outcomes.values())))
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:

@@ -30,7 +30,7 @@ from mmod.studies.report import named_columns, verdict
 from mmod.studies.results import save_picture
 from mmod.studies.runs import Run
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.evaluate import generate, mean_over_kinds
+from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, read_prompts
 from mmod.training.engine.kind import Kind
 
@@ -145,7 +145,8 @@ def _add_decoding(
 
 STUDY = StudyKind(
     run_config=TrainConfig,
-    measures={"right": "right answers"},
+    measures={RIGHT: "right answers"},
+    weigh={RIGHT: right_answers},
     axes=_axes,
     times={"prompt": ("prefill_ms", "prefill_speedup")},
     describe=_describe,

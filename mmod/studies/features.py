@@ -28,6 +28,7 @@ from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
 from mmod.studies.results import listed
 from mmod.studies.runs import Plans, Run, identity_of, ready, train
 from mmod.training.image.config import TrainConfig
+from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.image.kind import ImageKind
 from mmod.values import from_plain
@@ -68,8 +69,6 @@ _COLUMNS_OF_PATCHES = (
     "cosine",
     "kept",
 )
-# Of each image, patches by class (rows) and predicted class (columns): what figures of patches follow from.
-_CONFUSION = "confusion"
 
 
 def classify_images(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, np.ndarray]:
@@ -114,43 +113,14 @@ def classify_patches(features: Sequence[Features], study: FeaturesStudyConfig) -
     classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
     pairs = np.where(labels == IGNORED, -1, labels * classes + predicted).reshape(-1, per_image)
     counts = [np.bincount(image[image >= 0], minlength=classes**2) for image in pairs]
-    return {_CONFUSION: np.stack(counts).reshape(-1, classes, classes)}
-
-
-def right_images(outcomes: Outcomes, weight_SN: np.ndarray, classifier: str) -> np.ndarray:
-    """Return the share of images that a classifier gets right in percent, see `Weigh`."""
-    return 100 * (weight_SN @ np.asarray(outcomes[classifier], np.float32))
-
-
-def mean_iou(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
-    """Return the mean intersection over union of the classes in percent, over the patches of all images together."""
-    count_SCC = _weighed_counts(outcomes, weight_SN)
-    right_SC = np.diagonal(count_SCC, axis1=1, axis2=2)
-    union_SC = count_SCC.sum(1) + count_SCC.sum(2) - right_SC
-    # A class that is neither there nor predicted has no IoU.
-    iou_SC = np.divide(right_SC, union_SC, out=np.full(union_SC.shape, np.nan), where=union_SC > 0)
-    return 100 * np.nanmean(iou_SC, axis=1)
-
-
-def right_patches(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
-    """Return the share of patches that are classified right in percent."""
-    count_SCC = _weighed_counts(outcomes, weight_SN)
-    return 100 * np.diagonal(count_SCC, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))
-
-
-def _weighed_counts(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
-    count_NCC = np.asarray(outcomes[_CONFUSION], np.float64)
-    classes = count_NCC.shape[1]
-    return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
+    return {CONFUSION: np.stack(counts).reshape(-1, classes, classes)}
 
 
 WEIGH: dict[str, Weigh] = {
-    "knn": functools.partial(right_images, classifier="knn"),
-    "linear": functools.partial(right_images, classifier="linear"),
-    "mean_iou": mean_iou,
-    "patches": right_patches,
+    "mean_iou": image.mean_iou,
+    "patches": image.right_patches,
 }
-"""Figures of features, as functions of the outcomes of images."""
+"""Figures of patches, as functions of the outcomes of images."""
 _MEASURES = {
     "knn": "nearest neighbours of features",
     "linear": "linear classifier on features",
@@ -160,7 +130,7 @@ _MEASURES = {
 
 def figures_of(outcomes: Outcomes, images: int) -> dict[str, float]:
     """Return the figures of outcomes of equal weight."""
-    if _CONFUSION not in outcomes:
+    if CONFUSION not in outcomes:
         return {name: 100 * float(np.mean(right_N)) for name, right_N in outcomes.items()}
     equal = np.full((1, images), 1 / images)
     return {name: float(WEIGH[name](outcomes, equal)[0]) for name in ("mean_iou", "patches")}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from statistics import median
 
+import numpy as np
 import torch
 import yaml
 from torch import nn
@@ -14,7 +16,19 @@ from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
-from mmod.compare.table import DENSE, Measured, Table, as_fast, best, gap, gaps, mean_of, unbeaten
+from mmod.compare.table import (
+    DENSE,
+    Measured,
+    Outcomes,
+    Table,
+    as_fast,
+    best,
+    gap,
+    gaps,
+    mean_of,
+    paired_by_sample,
+    unbeaten,
+)
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
@@ -26,6 +40,7 @@ from mmod.studies.results import COLUMNS, listed, save_picture
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
+from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
 
 # Speeds for which a model is named, as multiples of the dense model's.
@@ -54,6 +69,34 @@ TIMES = {"image": ("latency_ms", "speedup")}
 """Columns of time and speed-up of an image."""
 Verdict = Callable[[Table, str, Sequence[str]], str]
 """From the table, the score and names to a sentence that says which of them do not differ."""
+
+
+def mean_iou(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+    """Return the mean intersection over union of the classes in percent, over the patches of all images together."""
+    count_SCC = _weighed_counts(outcomes, weight_SN)
+    right_SC = np.diagonal(count_SCC, axis1=1, axis2=2)
+    union_SC = count_SCC.sum(1) + count_SCC.sum(2) - right_SC
+    # A class that is neither there nor predicted has no IoU.
+    iou_SC = np.divide(right_SC, union_SC, out=np.full(union_SC.shape, np.nan), where=union_SC > 0)
+    return 100 * np.nanmean(iou_SC, axis=1)
+
+
+def right_patches(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+    """Return the share of patches that are classified right in percent."""
+    count_SCC = _weighed_counts(outcomes, weight_SN)
+    return 100 * np.diagonal(count_SCC, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))
+
+
+def right_objects(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+    """Return the share of patches of any class but 0 that are classified right in percent."""
+    count_SCC = _weighed_counts(outcomes, weight_SN)[:, 1:]
+    return 100 * np.diagonal(count_SCC, offset=1, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))
+
+
+def _weighed_counts(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+    count_NCC = np.asarray(outcomes[CONFUSION], np.float64)
+    classes = count_NCC.shape[1]
+    return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
 
 
 def axes(config: TimmStudyConfig) -> dict[str, str]:
@@ -111,15 +154,19 @@ def tell(
     names = list(candidates)
     told = Told(_with_batch_sizes(config, columns), "", _summary(config))
     times = _known_times(config, table, names)
-    to_dense = gaps(table, score, dict.fromkeys(names, DENSE)).values()
-    has_intervals = any(difference is not None and difference.has_interval for difference in to_dense)
+    to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
+    has_intervals = any(difference.has_interval for difference in to_dense)
+    is_by_sample = paired_by_sample(table, score, names)
     is_repeated = config.train_dense or config.tune
     if not times and (is_repeated or has_intervals):
         return told._replace(text="\n\n".join(filter(None, [note, verdict(table, score, names)])))
     dense = table.runs[DENSE][0]
-    right = dense.figures[score] / 100
-    # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
-    chance = 196 * math.sqrt(2 * right * (1 - right) / dense.samples)
+    if is_by_sample:
+        chance = median([(value.high - value.low) / 2 for value in to_dense] or [0.0])
+    else:
+        right = dense.figures[score] / 100
+        # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
+        chance = 196 * math.sqrt(2 * right * (1 - right) / dense.samples)
 
     def is_better(one: str, other: str) -> bool:
         difference = gap(table, score, one, other)
@@ -137,8 +184,8 @@ def tell(
                 f"difference) than any of these, the fastest first: {listed(fastest)}."
             )
     limits = []
-    if not has_intervals:
-        limits.append(_of_chance(chance, dense.samples))
+    if not has_intervals or (is_by_sample and not note):
+        limits.append(_of_chance(chance, dense.samples, is_by_sample))
     if not config.train_dense:
         limits.append("All models start from one dense model; another may rank them differently.")
     if is_repeated and not has_intervals:
@@ -202,6 +249,7 @@ def _with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str
 STUDY = StudyKind(
     run_config=TrainConfig,
     measures=_MEASURES,
+    weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
     axes=axes,
     times=TIMES,
     count=count,
@@ -267,9 +315,10 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     return f"{images}; {report}. {report.suggestion}"
 
 
-def _of_chance(points: float, images: int) -> str:
+def _of_chance(points: float, images: int, is_paired: bool) -> str:
     """Say which differences so many test images cannot tell, and how many images would tell one point."""
-    text = f"{images:,} test images: differences below {points:.1f} points may be chance."
+    paired = ", on which models are paired" if is_paired else ""
+    text = f"{images:,} test images{paired}: differences below {points:.1f} points may be chance."
     if points <= 1:
         return text
     needed = images * points**2

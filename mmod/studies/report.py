@@ -9,7 +9,7 @@ from typing import Any
 
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
-from mmod.compare.table import DENSE, Table, best, close_groups, gaps
+from mmod.compare.table import DENSE, Table, best, close_groups, evaluated, gaps, paired_by_sample
 from mmod.io.tables import Column, table_of
 from mmod.planning.candidate import Candidate
 from mmod.studies.kind import Candidates, Facts, Rows, StudyKind
@@ -102,7 +102,7 @@ def named_columns(names: Sequence[str]) -> dict[str, Column]:
 
 
 def verdict(table: Table, score: str, names: Sequence[str]) -> str:
-    """Say in one sentence between which models there is no significant difference, paired by seed.
+    """Say in one sentence between which models there is no significant difference, paired by sample or by seed.
 
     Example:
         >>> from mmod.compare.table import Measured
@@ -114,13 +114,15 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
         Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
     """
     seeds = max((len(table.runs[name]) for name in names), default=0)
-    if seeds < 2:
+    is_by_sample = paired_by_sample(table, score, names)
+    if seeds < 2 and not is_by_sample:
         return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
+    paired = f"{evaluated(table, names[0]):,} samples" if is_by_sample else f"{seeds} seeds"
     groups = close_groups(table, score, names)
     text = "; ".join(listed(group, most=6) for group in groups[:_GROUPS])
     further = f"; {len(groups) - _GROUPS} more groups are as close" if len(groups) > _GROUPS else ""
     differing = f"no significant difference between {text}{further}" if text else "all differences are significant"
-    return f"Paired over {seeds} seeds (95 % intervals), {differing}."
+    return f"Paired over {paired} (95 % intervals), {differing}."
 
 
 def hint(candidate: Candidate, row: Mapping[str, Any]) -> str:

@@ -87,8 +87,14 @@ def measure_run(config: Any, run: Run[Any], callback: Callback, *, store: Store,
 def evaluate_start(store: Store, config: RunConfig) -> Measured:
     """Evaluate the model that a run starts from, once."""
     kind = kind_of(config)
-    identity = {"work": "rows of an evaluation", **identity_of(config)}
-    return measured_once(store, identity, lambda: rows_of(kind.assess(kind.load())))
+    identity = {"work": "rows of samples", **identity_of(config)}
+
+    def measure() -> Measured:
+        result, outcomes = kind.assess(kind.load())
+        samples = max(map(len, outcomes.values()), default=0)
+        return rows_of(result)._replace(samples=samples, outcomes=outcomes)
+
+    return measured_once(store, identity, measure)
 
 
 def train(config: Any, callback: Callback) -> Any:

@@ -145,6 +145,30 @@ def test_samples_are_paired_as_far_as_both_are_evaluated(scores: list[float], da
     assert interval.low <= interval.value + 1e-9 <= interval.high + 2e-9
 
 
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=30))
+def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right: list[tuple[bool, bool]]) -> None:
+    table = Table()
+    for place, name in enumerate(("a", "dense")):
+        outcomes = {"top1": np.array([pair[place] for pair in right], np.float32)}
+        figures = {"top1": 100 * float(outcomes["top1"].mean())}
+        table.add(name, 0, Measured(figures, samples=len(right), outcomes=outcomes))
+    # Bonett and Price, by hand: one more change each way.
+    changes = [int(one) - int(other) for one, other in right] + [1, -1]
+    middle = mean(changes)
+    half = 1.959964 * math.sqrt(mean((change - middle) ** 2 for change in changes) / len(changes))
+    actual = gap(table, "top1", "a", "dense")
+    assert actual is not None
+    ends = (100 * sum(changes) / len(right), 100 * (middle - half), 100 * (middle + half))
+    assert (actual.value, actual.low, actual.high) == pytest.approx(ends, abs=1e-4)
+    assert str(actual)[0] in "+-"
+    assert verdict(table, "top1", ["dense", "a"]).startswith(f"Paired over {len(right)} samples (95 % intervals)")
+    for name in ("a", "dense"):
+        table.add(name, 1, Measured({"top1": 50.0}))
+    repeated = gap(table, "top1", "a", "dense")
+    assert repeated is not None
+    assert repeated.seeds == 2
+
+
 @given(st.integers(2, 12), st.integers(0, 99))
 def test_a_figure_of_weighted_samples_is_bootstrapped_over_the_same_draws(samples: int, seed: int) -> None:
     draw = np.random.default_rng(seed)

@@ -6,12 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
 import mmod
 from mmod.io.yaml import read_yaml
+from mmod.lazy import import_path
 from mmod.studies import assess, plan
+from mmod.studies.study import STUDIES
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step
 from mmod.training.kinds import config_class, kind_named, kind_of
@@ -46,6 +49,7 @@ def _tiny(kind: str, folder: Path) -> Any:
     return config_class("pairs").from_dict(fields)
 
 
+PAIRED = {"image": "top1", "pairs": "recall1", "chat": "right"}
 UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "text": {"window"}}
 
 
@@ -61,6 +65,17 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
     assert kind_named([str(path), "--seed", "1"]) == kind
+
+    figure = PAIRED.get(kind)
+    result, outcomes = kind_of(done).assess(kind_of(done).load())
+    assert bool(outcomes) == (figure is not None)
+    if figure is not None:
+        # What models are paired by gives what is shown, the same samples weighted alike.
+        samples = len(next(iter(outcomes.values())))
+        equal_SN = np.full((1, samples), 1 / samples)
+        weigh = import_path(STUDIES[kind]).weigh
+        shown = 100 * outcomes[figure].mean() if figure in outcomes else weigh[figure](outcomes, equal_SN)[0]
+        assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
 
     evaluation = assess.assess(done, progress=False)
     assert evaluation.evaluation == trained

@@ -365,7 +365,8 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     series = {point.series for point in result.points}
     assert series == {"dense", "gradual", "a-mod", "random", "tome", "smaller-image"}
-    assert "12 test images: differences below" in result.table
+    assert "12 test images, on which models are paired: differences below" in result.table
+    assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
 
 
 def test_models_are_not_trained_on_the_images_of_the_evaluation() -> None:

@@ -35,7 +35,11 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     monkeypatch.setattr(ImageKind, "assess", lambda *args: calls.append("") or assess(*args))  # type: ignore[func-returns-value]
 
     def evaluate(folder: Path, config: TrainConfig) -> Measured:
-        return evaluate_start(Store(folder / STORE), config)
+        rows = evaluate_start(Store(folder / STORE), config)
+        # What models are paired by has the mean that is shown.
+        assert rows.figures["top1"] == pytest.approx(100 * rows.outcomes["top1"].mean())
+        assert rows.samples == len(rows.outcomes["top1"]) == 64
+        return rows._replace(outcomes=rows.outcomes["top1"].tolist())
 
     first = evaluate(tmp_path / "study", start)
     assert evaluate(tmp_path / "study", start) == first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
@@ -148,6 +148,32 @@ def evaluate(
         raise ValueError(f"no conversation of the evaluation can be read; {conversations.report}")
     shares = {kind: 100 * good / count for kind, (good, count) in counts.items()}
     return EvalResult(shares, {kind: count for kind, (_, count) in counts.items()}, kept)
+
+
+def outcomes_of(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
+    """Return whether each answer is right (N,), and the number of its kind of question, -1 where that does not count.
+
+    The mean over the kinds of `right_answers` is `EvalResult.accuracy`.
+    """
+    kinds = sorted({answer.kind for answer in answers})
+    counted = [kind for kind in kinds if kind != _BLIND] or kinds
+    number = {kind: place for place, kind in enumerate(counted)}
+    return {
+        "answer": np.array([answer.is_right for answer in answers], np.float32),
+        "kind": np.array([number.get(answer.kind, -1) for answer in answers], np.int16),
+    }
+
+
+def right_answers(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
+    """Return the accuracy of weighted answers in percent, the mean over kinds of questions (S,); see `outcomes_of`."""
+    shares = []
+    for kind in range(int(outcomes["kind"].max()) + 1):
+        is_kind_N = outcomes["kind"] == kind
+        count_S = weight_SN @ is_kind_N
+        right_S = weight_SN @ (is_kind_N * outcomes["answer"])
+        # A draw may hold no question of a kind.
+        shares.append(np.divide(right_S, count_S, out=np.full(len(weight_SN), np.nan), where=count_S > 0))
+    return 100 * np.nanmean(shares, axis=0)
 
 
 def check_enough(conversations: ChatDataset, processes: int) -> None:

@@ -32,13 +32,13 @@ from mmod.io.processes import gathered
 from mmod.opening.runs import FINAL_MODEL
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
-from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate
+from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate, outcomes_of
 from mmod.training.chat.model import apply_methods, create_dense, create_model, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end, training_arguments
 from mmod.training.engine.distributed import together, wait_for_all
-from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
+from mmod.training.engine.evaluate import Evaluated, Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, device_of, load
 from mmod.training.engine.preflight import check_warmup
@@ -165,9 +165,11 @@ class ChatKind:
             loss_B, outcome_B = evaluate_answers(model, batch)
         return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
-    def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
+    def assess(self, model: nn.Module, progress: bool = False) -> Evaluated:
         """Generate answers to the evaluation questions; see `Kind.assess`."""
-        return self._ask(model, self.collator, self.questions, progress)
+        answers: list[Answer] = []
+        result = self._ask(model, self.collator, self.questions, progress, answers)
+        return Evaluated(result, outcomes_of(answers))
 
     def _ask(
         self,

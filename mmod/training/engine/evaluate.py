@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -49,6 +50,19 @@ class RoutedResult:
     def mean_kept(self) -> float:
         """Mean kept share over the modules that decide; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
+
+
+class Evaluated(NamedTuple):
+    """What a model does on the full evaluation set.
+
+    Attributes:
+        result: Its figures.
+        outcomes: What they follow from, by column and sample (N, ...); models are paired by it. Where a column has the
+            name of a figure, its mean is the figure as a share. None where figures of samples say nothing.
+    """
+
+    result: Any
+    outcomes: Mapping[str, np.ndarray] = {}
 
 
 def read_rows(

@@ -18,7 +18,7 @@ from mmod.data.loader import BatchStream
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, choose_device
-from mmod.training.engine.evaluate import Rows
+from mmod.training.engine.evaluate import Evaluated, Rows
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
@@ -85,7 +85,7 @@ class Kind(Protocol):
     def evaluate(self, model: nn.Module, batch: Any) -> Rows:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
-    def assess(self, model: nn.Module, progress: bool = False) -> Any:
+    def assess(self, model: nn.Module, progress: bool = False) -> Evaluated:
         """Evaluate a model on the full evaluation set, in this process."""
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
@@ -138,7 +138,7 @@ class LoopKind(Kind, Protocol):
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
         """Create the training objective of a model, on its device, and its frozen teacher."""
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Any:
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Evaluate a model, on its device, over the evaluation batches of this process."""
 
     def start_epoch(self, model: nn.Module, epoch: int) -> None:

@@ -311,7 +311,8 @@ class _Trainer:
         results = []
         for model in (self.model, *([] if self.ema is None else [self.ema.module])):
             with self.parallel.full_weights(model) as gathered_model:
-                results.append(self.kind.evaluate_set(gathered_model, self.test_stream, self.process, self.progress))
+                evaluated = self.kind.evaluate_set(gathered_model, self.test_stream, self.process, self.progress)
+                results.append(evaluated.result)
         return results[0], results[1] if len(results) > 1 else None
 
     @property

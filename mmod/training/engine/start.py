@@ -14,6 +14,7 @@ from mmod.methods.read import is_added
 from mmod.model import apply_
 from mmod.opening.weights import load_weights, some
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import LoopKind, device_of, step_samples
 from mmod.training.engine.preflight import check_schedule
 
@@ -124,7 +125,7 @@ def check_start(kind: LoopKind, world: int = 1) -> None:
     check_schedule(kind.config, step_samples(kind.config, world))
 
 
-def assess(kind: LoopKind, model: nn.Module, progress: bool = False) -> Any:
+def assess(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evaluated:
     """Evaluate a model on the full evaluation set, in this process; see `Kind.assess`."""
     process = Process(0, 1, device_of(kind))
     return kind.evaluate_set(model, kind.create_stream(process, model), process, progress)

@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.data.labels import IGNORED, Classes
 from mmod.data.loader import BatchStream
-from mmod.training.engine.evaluate import RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
+from mmod.training.engine.evaluate import Evaluated, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_targets
 from mmod.values import check_value
+
+CONFUSION = "confusion"
+"""Outcome of an image of patches: their number by class (rows) and predicted class (columns)."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,20 @@ def evaluate(
         >>> evaluate(model, stream).samples
         64
     """
-    device = torch.device(device)
+    result: EvalResult = evaluate_set(model, stream, torch.device(device), precision, progress=progress).result
+    return result
+
+
+def evaluate_set(
+    model: nn.Module, stream: BatchStream, device: torch.device, precision: str = "fp32", *, progress: bool = False
+) -> Evaluated:
+    """Return the result of `evaluate`, and the outcomes that it follows from; see `outcomes_of`."""
     rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
     if not rows:
         report = getattr(stream, "report", None)
         raise ValueError(f"the evaluation stream holds no images that can be read{f'; {report}' if report else ''}")
     # Streams of a caller may name no classes.
-    return score(rows, getattr(stream, "classes", None))
+    return Evaluated(score(rows, getattr(stream, "classes", None)), outcomes_of(rows))
 
 
 def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
@@ -158,6 +169,18 @@ def score(rows: Rows, classes: Classes | None = None) -> EvalResult:
         mean_iou=mean_iou,
         classes=None if classes is None or classes.is_plain else str(classes),
     )
+
+
+def outcomes_of(rows: Rows) -> dict[str, np.ndarray]:
+    """Return what is right of each image: "top1" (N,), or of patches their confusion (N, classes, classes)."""
+    if "guess" not in rows:
+        return {"top1": rows["outcome"].float().numpy()}
+    target_NP = rows["target"].long()
+    guess_NP = rows["guess"].long()
+    classes = int(torch.maximum(target_NP, guess_NP).max()) + 1
+    cells = [(target * classes + guess)[target != IGNORED] for target, guess in zip(target_NP, guess_NP)]
+    counts = torch.stack([torch.bincount(cell_P, minlength=classes**2) for cell_P in cells])
+    return {CONFUSION: counts.reshape(-1, classes, classes).short().numpy()}
 
 
 def _patch_figures(target_NP: Tensor, guess_NP: Tensor) -> tuple[float, float]:

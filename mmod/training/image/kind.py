@@ -30,13 +30,13 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
-from mmod.training.engine.evaluate import Rows
+from mmod.training.engine.evaluate import Evaluated, Rows
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_outputs
 from mmod.training.image.classes import check_same_classes, model_classes
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.evaluate import EvalResult, evaluate, evaluate_batch
+from mmod.training.image.evaluate import EvalResult, evaluate_batch, evaluate_set
 from mmod.training.image.folder import save_model
 from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.task import ClassificationTask, ElasticTask
@@ -167,13 +167,13 @@ class ImageKind:
         """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
         if config.in_training is not None:
             _make_dense(model)
-        measure = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
+        measure = partial(evaluate_set, model, stream, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return measure()
         results = {}
@@ -182,8 +182,9 @@ class ImageKind:
             results[capacity] = measure()
         chosen = next(capacity for capacity in results if capacity == routing.capacity)
         set_capacity_(model, chosen)
-        accuracies = {f"{capacity:g}": result.accuracies() for capacity, result in results.items()}
-        return dataclasses.replace(results[chosen], capacities=accuracies)
+        accuracies = {f"{capacity:g}": evaluated.result.accuracies() for capacity, evaluated in results.items()}
+        result, outcomes = results[chosen]
+        return Evaluated(dataclasses.replace(result, capacities=accuracies), outcomes)
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of an image, the mean if they depend on the data."""

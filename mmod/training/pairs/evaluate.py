@@ -23,7 +23,7 @@ from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.processes import process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
+from mmod.training.engine.evaluate import Evaluated, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite
 
@@ -98,7 +98,24 @@ def evaluate(
     Raises:
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
-    device = torch.device(device)
+    options: Any = {"zero_shot": zero_shot, "transform": transform, "workers": workers, "progress": progress}
+    result: EvalResult = evaluate_set(model, stream, tokenizer, torch.device(device), precision, **options).result
+    return result
+
+
+def evaluate_set(
+    model: Any,
+    stream: BatchStream,
+    tokenizer: Tokenizer,
+    device: torch.device,
+    precision: str = "fp32",
+    *,
+    zero_shot: str | None = None,
+    transform: Transform | None = None,
+    workers: int = 0,
+    progress: bool = False,
+) -> Evaluated:
+    """Return the result of `evaluate`, and recall at 1 of every pair, the mean of both directions."""
     rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
     if not rows:
         raise ValueError("the evaluation stream holds no pairs")
@@ -114,7 +131,9 @@ def evaluate(
             assert transform is not None
             options: Any = {"stream": stream, "workers": workers, "bar": progress}
             top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
-    return score(rows, device, top1, top5)
+    first_N, second_N = rank_both_ways(images, texts, tokens)
+    recall_N = ((first_N < 1).float() + (second_N < 1)) / 2
+    return Evaluated(score(rows, device, top1, top5), {"recall1": recall_N.cpu().numpy()})
 
 
 def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:

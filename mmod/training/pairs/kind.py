@@ -28,11 +28,11 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
-from mmod.training.engine.evaluate import Rows
+from mmod.training.engine.evaluate import Evaluated, Rows
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
-from mmod.training.pairs.evaluate import EvalResult, evaluate, evaluate_batch
+from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
 from mmod.training.pairs.folder import TwoTowers, save_model
 from mmod.training.pairs.model import create_loss, create_model, create_transforms
 from mmod.training.pairs.task import PairsTask
@@ -125,10 +125,10 @@ class PairsKind:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate`."""
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
-        return evaluate(
+        return evaluate_set(
             model,
             stream,
             tokenizer,

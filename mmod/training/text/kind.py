@@ -18,7 +18,7 @@ from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
-from mmod.training.engine.evaluate import Rows
+from mmod.training.engine.evaluate import Evaluated, Rows
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.text.config import TrainConfig
@@ -87,10 +87,10 @@ class TextKind:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
         options: dict[str, Any] = {"elastic": self.config.elastic, "progress": progress}
-        return evaluate(model, stream, process.device, self.config.precision, **options)
+        return Evaluated(evaluate(model, stream, process.device, self.config.precision, **options))
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""
