@@ -22,7 +22,7 @@ from mmod.analysis.audit.plots import draw_audit
 from mmod.analysis.audit.result import Audit
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
-from mmod.analysis.style import save_figure
+from mmod.analysis.style import save_figure, save_picture
 from mmod.audits.config import AUDITS, record_of
 from mmod.audits.sets import Batches, read_set, sets_of, shifts_of
 from mmod.data.loader import text_stream
@@ -31,7 +31,6 @@ from mmod.io.files import read_json_object, write_atomically
 from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
-from mmod.studies.results import save_picture
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.parse import read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from mmod.analysis.timing import relative_times
-from mmod.compare.table import DENSE, Measured, Table, compare, evaluated, mean_of, unbeaten
+from mmod.compare.table import DENSE, Measured, Table, evaluated, mean_of, measure_jobs, unbeaten
 from mmod.io.jobs import Callback, Job, Runner
 
 BATCH = "batch"
@@ -42,7 +42,7 @@ def compare_early(
             return evaluate(job.name, evaluated(table, job.name), stop)
 
         jobs = [Job(name, 0, None) for name in names if evaluated(table, name) < stop]
-        for _ in compare(table, jobs, measure, runner):
+        for _ in measure_jobs(table, jobs, measure, runner):
             pass
 
     look(names, first)

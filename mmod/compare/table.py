@@ -90,7 +90,7 @@ class Table:
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
 
 
-def compare(
+def measure_jobs(
     table: Table, jobs: Sequence[AnyJob], measure: Callable[[AnyJob, Callback], Measured], runner: Runner
 ) -> Iterator[AnyJob]:
     """Measure candidates and seeds, and yield each job once its rows are in the table.

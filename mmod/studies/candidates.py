@@ -27,7 +27,8 @@ def candidates_of(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate
         dense: Training config of the dense model.
         tuned: Training config of fine-tuning it.
     """
-    candidates = [Candidate(DENSE, series=DENSE, budget=1.0), *_routed(config)]
+    dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
+    candidates = [dense_candidate, *_routed(config)]
     if isinstance(config, TimmStudyConfig):
         epochs = dense.epochs + (tuned.epochs if config.tune else 0)
         if config.isoflop == "scratch":

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +17,17 @@ from mmod import is_routed, trace
 from mmod.adapters import watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
-from mmod.analysis.style import FAINT, INK, new_figure
+from mmod.analysis.style import FAINT, INK, new_figure, save_picture
 from mmod.compare.table import Measured, Table
+from mmod.compare.times import Reading
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
+from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Times, Told
+from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
-from mmod.studies.results import save_picture
-from mmod.studies.runs import Run
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, read_prompts
@@ -44,6 +43,8 @@ _AS_CHEAP = 1.1
 _LINE = 18
 # Tokens decoded after a prompt whose time is measured.
 _TIMED_TOKENS = 16
+# Input of the pass that reads a prompt and decodes these.
+_ANSWER = "answer"
 _COLUMNS = (
     "name",
     "image_share",
@@ -61,7 +62,7 @@ _COLUMNS = (
 )
 
 
-def _tell(config: ChatStudyConfig, table: Table, candidates: Candidates, rows: Rows, facts: Facts) -> Told:
+def _tell(config: ChatStudyConfig, table: Table, candidates: Candidates, rows: Lines, facts: Facts) -> Told:
     """Say which models are significantly better, and draw right answers by type of question."""
     prior = facts["prior"]
     shares = {_RIGHT + kind: share for kind, share in prior.items()}
@@ -80,7 +81,7 @@ def _axes(config: ChatStudyConfig) -> dict[str, str]:
     return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {config.latency_batch}"}
 
 
-def _describe(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module) -> Facts:
+def _describe(config: ChatStudyConfig, kind: Kind) -> Facts:
     """Return percent right for the answer that is most frequent in training, by type of question."""
     data = TrainConfig.from_dict(config.tuned_fields).data
     train = open_conversations(str(data.train), data)
@@ -89,7 +90,7 @@ def _describe(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module) 
     return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
 
-def _count(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module, rows: Measured) -> dict[str, float]:
+def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
     kind = ChatKind(run.config)
     prompts, text, image = kind.prompts(config.latency_batch)
@@ -125,22 +126,20 @@ def _baselines(config: ChatStudyConfig, table: Table, candidates: Candidates) ->
     return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
 
 
-def _add_decoding(
-    config: ChatStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Times
-) -> None:
-    """Measure decoding after a prompt is read within a batch."""
-    for name, model in models.items():
-        kind: Any = kinds[name]
-        prompts = kind.prompts(config.latency_batch)[0]
-        seconds_by_round = []
-        for _ in range(config.latency_rounds):
-            started = time.perf_counter()
-            generate(model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
-            seconds_by_round.append(time.perf_counter() - started)
-        count = len(prompts["input_ids"])
+def _readings(kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+    """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
+    prefill = kind.readings(model, size, batches)["prompt"]
+    prompts = kind.prompts(size)[0]
+    answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
+    return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
+
+
+def _derive(costs: Mapping[str, dict[str, float]]) -> None:
+    """Add the rate of decoding within a batch."""
+    for columns in costs.values():
         # The first token comes from the prefill, which noise may make longer than the whole.
-        seconds = max(median(seconds_by_round) - times[name]["prefill_ms"] * count / 1e3, 1e-9)
-        times[name]["decode_per_s"] = count * (_TIMED_TOKENS - 1) / seconds
+        ms = max(columns["answer_ms"] - columns["prefill_ms"], 1e-6)
+        columns["decode_per_s"] = (_TIMED_TOKENS - 1) / (ms / 1e3)
 
 
 STUDY = StudyKind(
@@ -148,10 +147,11 @@ STUDY = StudyKind(
     measures={RIGHT: "right answers"},
     weigh={RIGHT: right_answers},
     axes=_axes,
-    times={"prompt": ("prefill_ms", "prefill_speedup")},
+    times={"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")},
     describe=_describe,
     count=_count,
-    add_times=_add_decoding,
+    readings=_readings,
+    derive=_derive,
     baselines=_baselines,
     tell=_tell,
 )

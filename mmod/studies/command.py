@@ -51,7 +51,7 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
 
 def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:
     config = parse_config([word for word in arguments if word != _DRY], IsoflopConfig)
-    from mmod.studies.isoflop.study import describe, run_study
+    from mmod.studies.isoflop import describe, run_study
 
     if _DRY in arguments:
         print(describe(config))

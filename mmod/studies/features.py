@@ -23,10 +23,10 @@ from mmod.io.jobs import Callback
 from mmod.io.store import Store
 from mmod.opening.timm import check_published
 from mmod.studies import image
+from mmod.studies.compare import Plans, Run, fit, identity_of, ready
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
-from mmod.studies.results import listed
-from mmod.studies.runs import Plans, Run, identity_of, ready, train
+from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
+from mmod.studies.report import listed
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
@@ -141,23 +141,21 @@ def _evaluated_by(config: FeaturesStudyConfig) -> list[str]:
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(
-    config: FeaturesStudyConfig, run: Run[TrainConfig], callback: Callback, *, store: Store, plans: Plans
-) -> Measured:
+def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
     """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
-    run = ready(config, plans, run)
+    run = ready(plans, run)
     started = run.config
     further: dict[str, float] = {}
     if run.is_trained:
         if config.before:
             further["before"] = _probe(config, store, started).figures[config.score]
-        further["top1"] = train(started, callback).top1
+        further["top1"] = fit(started, callback).top1
         started = started.started_from(started.output)
     rows = _probe(config, store, started, callback, _classifier_of(config, run))
     return rows._replace(figures={**rows.figures, **further})
 
 
-def _classifier_of(config: FeaturesStudyConfig, run: Run[TrainConfig]) -> TrainConfig | None:
+def _classifier_of(config: FeaturesStudyConfig, run: Run) -> TrainConfig | None:
     """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
     dense = TrainConfig.from_dict(config.dense_fields)
     is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
@@ -246,7 +244,7 @@ def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split:
     return {**known, "config": settings, "work": "features", "feature": study.feature, "data": data}
 
 
-def complete(config: FeaturesStudyConfig, table: Table, rows: Rows, runs: Mapping[str, Run[Any]]) -> Rows:
+def complete(config: FeaturesStudyConfig, table: Table, rows: Lines, runs: Mapping[str, Run]) -> Lines:
     """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
     dense_ND = _tested_features(config, runs[DENSE])
     completed = []
@@ -264,13 +262,13 @@ def complete(config: FeaturesStudyConfig, table: Table, rows: Rows, runs: Mappin
     return completed
 
 
-def _tested_features(config: FeaturesStudyConfig, run: Run[TrainConfig]) -> Tensor:
+def _tested_features(config: FeaturesStudyConfig, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
     started = run.config.started_from(run.config.output) if run.is_trained else run.config
     return read_features(features_store(config), identity_of_features(config, started, _TESTED)).x_ND.float()
 
 
-def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, rows: Rows, facts: Facts) -> Told:
+def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, rows: Lines, facts: Facts) -> Told:
     dense = table.runs[DENSE][0]
     skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
     note = f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."

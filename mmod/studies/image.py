@@ -16,6 +16,7 @@ from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
+from mmod.analysis.style import save_picture
 from mmod.compare.table import (
     DENSE,
     Measured,
@@ -33,12 +34,12 @@ from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import ONLY, Candidate
+from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
-from mmod.studies.report import verdict
-from mmod.studies.results import COLUMNS, listed, save_picture
-from mmod.studies.runs import Run
+from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
+from mmod.studies.report import COLUMNS, listed, verdict
 from mmod.training.engine.distributed import choose_device
+from mmod.training.engine.kind import Kind
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
@@ -105,12 +106,13 @@ def axes(config: TimmStudyConfig) -> dict[str, str]:
     return {"gflops": "GFLOPs per image", **times}
 
 
-def describe(config: TimmStudyConfig, run: Run[TrainConfig], model: nn.Module) -> Facts:
+def describe(config: TimmStudyConfig, kind: Kind) -> Facts:
     """Return a sentence on the images, and the number of blocks of the dense model."""
-    return {"images": [_caption(run.config, model)], "depth": len(find_stack(model).blocks)}
+    model = kind.sketch()
+    return {"images": [_caption(kind.config, model)], "depth": len(find_stack(model).blocks)}
 
 
-def count(config: TimmStudyConfig, run: Run[TrainConfig], model: nn.Module, rows: Measured) -> dict[str, float]:
+def count(config: TimmStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
     if config.maps and is_routed(model):
         maps = draw_sample_maps(model, sample_images(run.config, config.maps))
@@ -137,7 +139,7 @@ def tell(
     config: TimmStudyConfig,
     table: Table,
     candidates: Candidates,
-    rows: Rows,
+    rows: Lines,
     facts: Facts,
     columns: Sequence[str] = _COLUMNS,
     note: str = "",

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from mmod.compare.table import Measured, Table, Weigh
+from mmod.compare.times import Reading
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
-from mmod.studies.runs import Run, measure_run
+from mmod.studies.compare import Run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.kind import Kind
 
@@ -22,10 +23,8 @@ Candidates = Mapping[str, Candidate]
 """The candidates that are measured so far by name, the dense one first."""
 Facts = Mapping[str, Any]
 """What is known of the data and the dense model, also for the study's record."""
-Rows = Sequence[Mapping[str, Any]]
+Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
-Times = dict[str, dict[str, float]]
-"""Times and speed-ups by candidate and column."""
 
 
 class Told(NamedTuple):
@@ -44,10 +43,15 @@ class Told(NamedTuple):
     columns: Mapping[str, Column]
     text: str
     summary: Mapping[str, Column] | None = None
-    last_rows: Rows = ()
+    last_rows: Lines = ()
     recommended: Sequence[str] = ()
     code: str = ""
     pictures: Mapping[str, Figure] | None = None
+
+
+def readings_of(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+    """Return the passes of a kind, see `Kind.readings`."""
+    return kind.readings(model, size, batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +65,11 @@ class StudyKind:
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
         count: Counts the costs of a candidate, and draws the tokens it keeps.
         tell: Says what follows from the table.
-        measure: Trains or evaluates the model of a run.
         weigh: See `Table.weigh`.
-        describe: Facts, from the run of the dense model.
-        add_times: Adds what is measured or follows once all models have been timed.
+        measure: Does a run, with the study's config as its first argument; None is `measure_run`.
+        describe: Facts, from the kind of the dense model's run.
+        readings: The passes that are timed, see `Timing`.
+        derive: Adds columns that follow from the times of all candidates to their costs.
         baselines: The candidates that each is compared with where they are as cheap, by a suffix of columns.
         complete: Adds columns to the rows of candidates, from their runs of the first seed.
     """
@@ -73,11 +78,12 @@ class StudyKind:
     measures: Mapping[str, str]
     axes: Callable[[Any], dict[str, str]]
     times: Mapping[str, tuple[str, str]]
-    count: Callable[[Any, Run[Any], nn.Module, Measured], dict[str, float]]
-    tell: Callable[[Any, Table, Candidates, Rows, Facts], Told]
-    measure: Callable[..., Measured] = measure_run
+    count: Callable[[Any, Run, nn.Module, Measured], dict[str, float]]
+    tell: Callable[[Any, Table, Candidates, Lines, Facts], Told]
+    measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
-    describe: Callable[[Any, Run[Any], nn.Module], Facts] | None = None
-    add_times: Callable[[Any, Mapping[str, Kind], Mapping[str, nn.Module], Times], None] | None = None
+    describe: Callable[[Any, Kind], Facts] | None = None
+    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
+    derive: Callable[[Mapping[str, dict[str, float]]], None] | None = None
     baselines: Callable[[Any, Table, Candidates], Mapping[str, Mapping[str, Sequence[str]]]] | None = None
-    complete: Callable[[Any, Table, Rows, Mapping[str, Run[Any]]], Rows] | None = None
+    complete: Callable[[Any, Table, Lines, Mapping[str, Run]], Lines] | None = None

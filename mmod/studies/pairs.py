@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from torch import nn
 
 from mmod.compare.table import Measured, Table
+from mmod.studies.compare import Run
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Times, Told
+from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
-from mmod.studies.runs import Run
-from mmod.training.engine.kind import Kind
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.kind import PairsKind
 
@@ -35,7 +34,7 @@ _COLUMNS = (
 )
 
 
-def _tell(config: PairsStudyConfig, table: Table, candidates: Candidates, rows: Rows, facts: Facts) -> Told:
+def _tell(config: PairsStudyConfig, table: Table, candidates: Candidates, rows: Lines, facts: Facts) -> Told:
     """Say which models are significantly better."""
     return Told(named_columns(_COLUMNS), verdict(table, config.score, list(candidates)))
 
@@ -44,19 +43,17 @@ def _axes(config: PairsStudyConfig) -> dict[str, str]:
     return {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {config.latency_batch}"}
 
 
-def _count(config: PairsStudyConfig, run: Run[TrainConfig], model: nn.Module, rows: Measured) -> dict[str, float]:
+def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image, of one caption, and of both."""
     cost = PairsKind(run.config).cost(model, rows.kept)
     by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
     return {**by_tower, "gflops": sum(by_tower.values())}
 
 
-def _add_times(
-    config: PairsStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Times
-) -> None:
+def _derive(costs: Mapping[str, dict[str, float]]) -> None:
     """Add the latency of a pair."""
-    for ms in times.values():
-        ms["latency_ms"] = ms["image_ms"] + ms["text_ms"]
+    for columns in costs.values():
+        columns["latency_ms"] = columns["image_ms"] + columns["text_ms"]
 
 
 STUDY = StudyKind(
@@ -65,7 +62,7 @@ STUDY = StudyKind(
     axes=_axes,
     times={"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")},
     count=_count,
-    add_times=_add_times,
+    derive=_derive,
     tell=_tell,
 )
 """Models of open_clip."""

@@ -21,12 +21,12 @@ from mmod.compare.table import (
     as_fast,
     best,
     close_groups,
-    compare,
     gap,
     gaps,
     interval_of,
     mean_of,
     means_over_seeds,
+    measure_jobs,
     measured_once,
     unbeaten,
 )
@@ -235,10 +235,10 @@ def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
 
     jobs = [Job(name, seed, 0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
     with pytest.raises(KeyboardInterrupt):
-        list(compare(Table(), jobs, measure, Runner(progress=False)))
+        list(measure_jobs(Table(), jobs, measure, Runner(progress=False)))
     done.clear()
     table = Table()
-    assert list(compare(table, jobs, measure, Runner(progress=False))) == jobs
+    assert list(measure_jobs(table, jobs, measure, Runner(progress=False))) == jobs
     assert done == ["dense", "a"]
     assert table.figures("a") == {0: {"top1": 0.25}, 1: {"top1": 1.25}}
     rows = table.runs["dense"][1]

@@ -14,8 +14,8 @@ from mmod.analysis import LabelledBatch
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.style import new_figure, svg_of
-from mmod.studies.isoflop.report import draw, table, verdict
-from mmod.studies.results import write_outcome
+from mmod.studies.isoflop import draw, table, verdict
+from mmod.studies.report import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
 from tests.kit.planted import batches_of, plant
 

@@ -12,8 +12,8 @@ import yaml
 
 from mmod import RoutingConfig
 from mmod.io.store import STORE
+from mmod.studies.compare import Plans, ready
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
-from mmod.studies.runs import Plans, ready
 from mmod.studies.study import plan, run_study
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import DENSE
@@ -80,9 +80,9 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
         assert plans[0] != plans[1]
     jobs = {job.name: job for job in plan(config)[1] if job.seed == 0}
     plans: Plans = {}
-    cheap, dear = (ready(config, plans, jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
+    cheap, dear = (ready(plans, jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
     assert cheap.routing != dear.routing
-    assert ready(config, plans, jobs["dense"]) is jobs["dense"]
+    assert ready(plans, jobs["dense"]) is jobs["dense"]
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("scored again")

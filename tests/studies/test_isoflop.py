@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mmod.analysis.prefill import training_flops
+from mmod.studies import isoflop as study
 from mmod.studies.config import IsoflopConfig
-from mmod.studies.isoflop import study
-from mmod.studies.isoflop.study import describe, plan, run_study
+from mmod.studies.isoflop import describe, plan, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import read_config
 from mmod.training.text.kind import TextKind
@@ -23,7 +23,7 @@ from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 SIZES = {f"w{width}": {"hidden_size": width, "intermediate_size": 2 * width} for width in (8, 16, 24)}
 
 
@@ -116,11 +116,11 @@ def test_each_budget_is_spent(tmp_path: Path) -> None:
 def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, train, trained = isoflop(tmp_path), study._train, []
 
-    def watched(job: Any, callback: Any) -> Any:
+    def watched(job: Any, callback: Any, **options: Any) -> Any:
         trained.append((job.config.output, job.seed))
         if len(trained) == 15:
             raise KeyboardInterrupt
-        return train(job, callback)
+        return train(job, callback, **options)
 
     monkeypatch.setattr(study, "_train", watched)
     with pytest.raises(KeyboardInterrupt):
@@ -142,10 +142,10 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
 def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = study._train
 
-    def diverging(job: Any, callback: Any) -> Any:
+    def diverging(job: Any, callback: Any, **options: Any) -> Any:
         if job.config.optim.lr > least:
             raise FloatingPointError("the loss stopped being finite")
-        return train(job, callback)
+        return train(job, callback, **options)
 
     monkeypatch.setattr(study, "_train", diverging)
     config, least = isoflop(tmp_path, sizes={"w8": SIZES["w8"]}, seeds=1), 5e-3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.style import looks
-from mmod.studies.isoflop.report import curves_of, draw, fit_curve, optima, table, verdict
+from mmod.studies.isoflop import curves_of, draw, fit_curve, optima, table, verdict
 
 SIZES = [1e4, 3e4, 1e5, 4e5, 1e6]
 

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmod.compare.table import Measured
+from mmod.compare.table import DENSE, Measured, Table
+from mmod.data.loader import image_stream
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.studies.runs import evaluate_start
+from mmod.planning import Candidate
+from mmod.studies.compare import Timing, compare, evaluate_start
+from mmod.studies.kind import readings_of
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
+from mmod.training.image.evaluate import evaluate
 from mmod.training.image.kind import ImageKind
 from tests.kit.sets import SETS
 
@@ -27,6 +31,37 @@ def tiny_config(output: Path) -> TrainConfig:
     return TrainConfig.from_dict({"data": data, "model": model, "output": str(output), "epochs": 1, "epoch_steps": 1})
 
 
+def test_candidates_are_evaluated_and_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(tiny_config(tmp_path / "dense"), progress=False)
+    kind = ImageKind(tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense")))
+    candidates = [Candidate(DENSE), Candidate("random", routing={"router": "random"})]
+
+    def columns(inputs: str, size: int) -> tuple[str, str]:
+        return f"{inputs}_ms_{size}", f"{inputs}_speedup_{size}"
+
+    def compared() -> Table:
+        timing = Timing([1, 2], columns, 2, readings_of)
+        return compare(candidates, kind, {"val_split": "test"}, seeds=3, timing=timing)
+
+    table = compared()
+    # Without training no seed differs.
+    assert {name: list(by_seed) for name, by_seed in table.runs.items()} == {DENSE: [0], "random": [0]}
+    expected = evaluate(kind.load(), image_stream(dataclasses.replace(kind.config.data, val_split="test")))
+    assert table.figures(DENSE)[0] == expected.columns()
+    assert {place: set(times) for place, times in table.times.items()} == {
+        ("image", size): {DENSE, "random"} for size in (1, 2)
+    }
+    assert table.costs[DENSE]["image_speedup_2"] == 1
+
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("measured again")
+
+    monkeypatch.setattr(ImageKind, "load", refuse)
+    again = compared()
+    assert (again.costs, again.times) == (table.costs, table.times)
+    assert again.figures("random") == table.figures("random")
+
+
 def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = tmp_path / "study" / "dense"
     fit(tiny_config(dense), progress=False)
@@ -34,26 +69,26 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     assess, calls = ImageKind.assess, []
     monkeypatch.setattr(ImageKind, "assess", lambda *args: calls.append("") or assess(*args))  # type: ignore[func-returns-value]
 
-    def evaluate(folder: Path, config: TrainConfig) -> Measured:
+    def evaluated(folder: Path, config: TrainConfig) -> Measured:
         rows = evaluate_start(Store(folder / STORE), config)
         # What models are paired by has the mean that is shown.
         assert rows.figures["top1"] == pytest.approx(100 * rows.outcomes["top1"].mean())
         assert rows.samples == len(rows.outcomes["top1"]) == 64
         return rows._replace(outcomes=rows.outcomes["top1"].tolist())
 
-    first = evaluate(tmp_path / "study", start)
-    assert evaluate(tmp_path / "study", start) == first
+    first = evaluated(tmp_path / "study", start)
+    assert evaluated(tmp_path / "study", start) == first
     assert len(calls) == 1
-    evaluate(tmp_path / "study", dataclasses.replace(start, precision="bf16"))
+    evaluated(tmp_path / "study", dataclasses.replace(start, precision="bf16"))
     assert len(calls) == 2
     shutil.move(tmp_path / "study", tmp_path / "moved")
     moved = dataclasses.replace(start, output=str(tmp_path / "moved" / "routed"))
     moved = moved.started_from(str(tmp_path / "moved" / "dense"))
-    assert evaluate(tmp_path / "moved", moved) == first
+    assert evaluated(tmp_path / "moved", moved) == first
     assert len(calls) == 2
     file = next((tmp_path / "moved" / "dense").rglob("model.safetensors"))
     (file.parent / "sha256.json").unlink()
     state, header = read_tensors(file)
     write_tensors(file, {name: torch.zeros_like(value) for name, value in state.items()}, header)
-    assert evaluate(tmp_path / "moved", moved).figures["loss"] != first.figures["loss"]
+    assert evaluated(tmp_path / "moved", moved).figures["loss"] != first.figures["loss"]
     assert len(calls) == 3

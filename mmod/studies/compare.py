@@ -1,0 +1,403 @@
+"""Comparisons: candidates are trained or evaluated with every seed, counted and timed, and a table has the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of, measure_jobs, measured_once
+from mmod.compare.times import Reading, sample_times
+from mmod.io.files import sha256
+from mmod.io.jobs import Callback, Job, Runner
+from mmod.io.store import STORE, Store
+from mmod.io.yaml import merged
+from mmod.opening.weights import find_weights
+from mmod.planning.candidate import ONLY, Candidate
+from mmod.planning.options import PlanOptions
+from mmod.studies.plan import search_for
+from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.kind import Kind, device_of
+from mmod.training.engine.run_folder import portable
+from mmod.training.kinds import kind_of
+
+BASE = "base"
+"""Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
+# Epochs that take about as long as evaluating once.
+_EVALUATION = 0.05
+Plans = dict[str, dict[str, Any]]
+"""Searched plans by `Search`; runs ask for theirs several times."""
+Measure = Callable[..., Measured]
+"""From a run and a callback, with `store` and `plans`, to its rows; other processes get it pickled."""
+Count = Callable[["Run", nn.Module, Measured], dict[str, float]]
+"""From a run, its final model and its rows to the costs of a sample, by column."""
+
+
+class Search(NamedTuple):
+    """How the routing of a run is searched before it starts, and the folder of the search."""
+
+    options: PlanOptions
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Run(Job[Any]):
+    """The training or evaluation of a model."""
+
+    is_tuned: bool = False  # It starts from the dense model's weights.
+    is_trained: bool = True
+    search: Search | None = None
+
+
+class Timing(NamedTuple):
+    """The passes of a comparison that are timed.
+
+    Attributes:
+        sizes: Sizes of their batches.
+        columns: From an input and a size to the columns of milliseconds of a sample and of the speed-up over the dense
+            model.
+        rounds: Interleaved rounds.
+        readings: See `Kind.readings`; its first argument is the kind.
+    """
+
+    sizes: Sequence[int]
+    columns: Callable[[str, int], tuple[str, str]]
+    rounds: int
+    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]]
+
+
+def compare(
+    candidates: Sequence[Candidate],
+    kind: Kind,
+    data: Mapping[str, Any] | None = None,
+    train: Any = None,
+    seeds: int = 1,
+    store: Store | None = None,
+    *,
+    train_dense: bool = False,
+    bases: str | None = None,
+    rates: Mapping[str, float] | None = None,
+    measure: Measure | None = None,
+    weigh: Mapping[str, Weigh] | None = None,
+    count: Count | None = None,
+    timing: Timing | None = None,
+    each: Callable[[Table, Run], None] = lambda table, run: None,
+    runner: Runner | None = None,
+) -> Table:
+    """Compare candidates with the dense model that they are made from; a stopped comparison resumes.
+
+    A run that would be refused, perhaps after hours of the runs before it, is refused before the first.
+
+    Args:
+        candidates: What is compared. One named "dense" without changes is the model that speed-ups refer to.
+        kind: The kind of the dense model's run: its config names model and data, and the folder of all runs.
+        data: Fields of the config's `data` to set differently.
+        train: Config of the fine-tuning of the dense model; None trains no candidate but those from scratch.
+        seeds: Every run is repeated with so many seeds, unless nothing is trained.
+        store: Keeps evaluations without training, and times; None keeps them in the folder of all runs.
+        train_dense: Train the dense model first; otherwise it is loaded as its config says.
+        bases: Folder of another comparison with the same dense models, which are taken from there.
+        rates: Factors of the learning rate by candidate, see `best_rates`.
+        measure: Does a run; None is `measure_run`.
+        weigh: See `Table.weigh`.
+        count: Counts the costs of a candidate's first seed; None counts nothing.
+        timing: The passes that are timed at the end, when nothing else runs; None times nothing.
+        each: Called after each run, once its rows and costs are in the table.
+    """
+    kind = _with_data(kind, data)
+    train = train if train is None else _with_data(kind_of(train), data).config
+    folder = Path(kind.config.output)
+    runs = runs_of(candidates, kind, train, seeds, train_dense=train_dense, bases=bases)
+    check_runs(kind, runs)
+    # A folder that cannot be written is no news for the end of a run.
+    folder.mkdir(parents=True, exist_ok=True)
+    store = Store(folder / STORE) if store is None else store
+    runs = [dataclasses.replace(run, config=with_rate(run.config, (rates or {}).get(run.name, 1.0))) for run in runs]
+    plans: Plans = {}
+    table = Table(weigh=weigh or {})
+    first = {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
+    work = functools.partial(measure or measure_run, store=store, plans=plans)
+    for run in measure_jobs(table, runs, work, Runner(progress=False) if runner is None else runner):
+        if run.seed == 0 and run.name in first and count is not None:
+            run = first[run.name] = ready(plans, run)
+            table.costs[run.name] = count(run, load(run), table.runs[run.name][0])
+        each(table, run)
+    if timing is not None:
+        finished = {name: ready(plans, run) for name, run in first.items()}
+        _time(table, finished, timing, store, shown=runner is not None and runner.progress)
+    return table
+
+
+def runs_of(
+    candidates: Sequence[Candidate],
+    kind: Kind,
+    train: Any = None,
+    seeds: int = 1,
+    *,
+    train_dense: bool = False,
+    bases: str | None = None,
+) -> list[Run]:
+    """Return the runs of a comparison in the order they must be done, see `compare`."""
+    dense: Any = kind.config
+    is_dense_tuned = train is not None and any(one.name == DENSE and one.is_trained for one in candidates)
+    has_dense = any(one.name == DENSE for one in candidates)
+    base = BASE if is_dense_tuned else DENSE
+    others = [candidate for candidate in candidates if candidate.name != base]
+    trained = {one.name for one in others if one.from_scratch or (one.is_trained and train is not None)}
+    runs = []
+    for seed in range(seeds if train_dense or trained else 1):
+        root = Path(dense.output) / f"seed{seed}"
+        folder = Path(bases) / root.name / BASE if bases else root / base
+        seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
+        if train_dense or (has_dense and not is_dense_tuned):
+            work = _work(seeded) if train_dense else _EVALUATION
+            runs.append(Run(base, seed, seeded, work, is_trained=train_dense))
+        start: Any = dense if train is None else train
+        start = start.started_from(str(folder)) if train_dense else start
+        for candidate in others:
+            config = candidate.configure(seeded, dataclasses.replace(start, seed=seed))
+            config = dataclasses.replace(config, output=str(root / candidate.name))
+            is_trained = candidate.name in trained
+            work = _work(config) if is_trained else _EVALUATION
+            search = None
+            if candidate.search is not None:
+                search = Search(candidate.search, root / f"{candidate.series}.plans")
+            runs.append(Run(candidate.name, seed, config, work, not candidate.from_scratch, is_trained, search))
+    return runs
+
+
+def _with_data(kind: Kind, data: Mapping[str, Any] | None) -> Kind:
+    """Return the kind of the same run with changed fields of `data`."""
+    if not data:
+        return kind
+    return kind_of(type(kind.config).from_dict(merged(kind.config.to_dict(), {"data": dict(data)})))
+
+
+def _work(config: Any) -> float:
+    """Return the duration of a run, in any unit that the runs of a comparison share."""
+    return float(config.epochs) if isinstance(config, LoopConfig) else 1.0
+
+
+def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
+    """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
+    written = {run.config.output for run in runs}
+    for run in runs:
+        if isinstance(run.config, LoopConfig) and run.config.model.checkpoint not in (None, *written):
+            find_weights(str(run.config.model.checkpoint))
+    for run in runs:
+        started = run.config
+        # Not there yet; its architecture is the dense model's.
+        if not isinstance(started, LoopConfig) and started.model.checkpoint in written:
+            started = dataclasses.replace(started, model=kind.config.model)
+        checked = kind_of(started)
+        try:
+            if run.is_trained:
+                checked.check_schedule()
+            if run.seed == 0 and run.search is None and (started.routing or started.methods):
+                checked.sketch()
+        except ValueError as error:
+            raise ValueError(f"model {run.name!r} of the study: {error}") from error
+
+
+def ready(plans: Plans, run: Run) -> Run:
+    """Return a run with the plan of its seed's dense model, where one is searched; it joins the plans."""
+    if run.search is None:
+        return run
+    options, folder = run.search
+    key = str(run.search)
+    if key not in plans:
+        plans[key] = search_for(run.config, options, folder).plan.to_dict()
+    part = options.part or kind_of(run.config).part
+    routing = plans[key] if part == ONLY else {part: plans[key]}
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
+
+
+def final_config(run: Run) -> Any:
+    """Return the config of a run's final model."""
+    return run.config.finished(run.config.output) if run.is_trained else run.config
+
+
+def load(run: Run) -> nn.Module:
+    """Make the final model of a run, in evaluation mode on the device it was trained on."""
+    return kind_of(final_config(run)).load()
+
+
+def measure_run(run: Run, callback: Callback, *, store: Store, plans: Plans, before: str | None = None) -> Measured:
+    """Do one run: train its model, or evaluate it as it starts.
+
+    Args:
+        before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
+    """
+    run = ready(plans, run)
+    if not run.is_trained:
+        return evaluate_start(store, run.config)
+    further = {}
+    if run.is_tuned and before is not None:
+        further["before"] = evaluate_start(store, run.config).figures[before]
+    rows = rows_of(fit(run.config, callback))
+    return rows._replace(figures={**rows.figures, **further})
+
+
+def evaluate_start(store: Store, config: RunConfig) -> Measured:
+    """Evaluate the model that a run starts from, once."""
+    kind = kind_of(config)
+    identity = {"work": "rows of samples", **identity_of(config)}
+
+    def measure() -> Measured:
+        result, outcomes = kind.assess(kind.load())
+        samples = max(map(len, outcomes.values()), default=0)
+        return rows_of(result)._replace(samples=samples, outcomes=outcomes)
+
+    return measured_once(store, identity, measure)
+
+
+def fit(config: Any, callback: Callback) -> Any:
+    """Train a run, or read the result of a finished one; return the evaluation to report."""
+    kind = kind_of(config)
+    evaluation = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total)).best
+    if evaluation is None:
+        raise ValueError("there is nothing to ask: set data.val")
+    return evaluation
+
+
+def rows_of(evaluation: RoutedResult) -> Measured:
+    """Return what the table of a comparison keeps of an evaluation."""
+    return Measured(evaluation.columns(), evaluation.kept, getattr(evaluation, "samples", 0))
+
+
+def identity_of(config: RunConfig) -> dict[str, Any]:
+    """Return what stands for the model that a run starts from, and for its data: the config, and checksums of weights.
+
+    The folder of the run is left out, and the path of a checkpoint is relative to it: studies can be moved.
+    """
+    fields = portable(config.to_dict())
+    del fields["output"]
+    weights = {}
+    for name in ("checkpoint", "image_checkpoint"):
+        path = getattr(config.model, name, None)
+        if path is not None:
+            weights[name] = _checksum(path)
+    return {"kind": config.kind, "config": fields, "weights": weights}
+
+
+def _checksum(checkpoint: str) -> list[str]:
+    """Return the checksums of the files that hold weights; of weights on a hub there are none."""
+    try:
+        path = find_weights(checkpoint)
+    except FileNotFoundError:
+        # A folder of transformers with several files, or a name on a hub.
+        path = Path(checkpoint)
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.bin")])
+    return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+@functools.lru_cache
+def _sha256(file: Path, changed: int) -> str:
+    return sha256(file)
+
+
+def _time(table: Table, runs: Mapping[str, Run], timing: Timing, store: Store, *, shown: bool) -> None:
+    """Measure the latency of final models in batches of several sizes, all in turns; times and costs join the table.
+
+    Times are measured once on a machine; those of other candidates are of other turns.
+    """
+    kinds = {name: kind_of(final_config(run)) for name, run in runs.items()}
+    device = device_of(kinds[DENSE])
+    identity = {
+        "work": "times",
+        "models": {name: identity_of(kind.config) for name, kind in kinds.items()},
+        "sizes": list(timing.sizes),
+        "rounds": timing.rounds,
+    }
+
+    def measure() -> list[dict[str, Any]]:
+        readings: dict[str, dict[tuple[str, int], Reading]] = {}
+        for name, kind in kinds.items():
+            model = kind.load()
+            readings[name] = {}
+            for size in timing.sizes:
+                # As many samples at every size.
+                passes = timing.readings(kind, model, size, max(timing.sizes) // size)
+                readings[name] |= {(inputs, size): reading for inputs, reading in passes.items()}
+        measured = Table()
+        figures = sample_times(measured, readings, rounds=timing.rounds, device=device, shown=shown)
+        rows = []
+        for (inputs, size), by_name in figures.items():
+            ms = measured.times[inputs, size]
+            rows.append({"inputs": inputs, "size": size, "ms": ms, "of_sample": by_name})
+        return rows
+
+    for row in store.once(identity, measure, timed_on=str(device)):
+        table.times[row["inputs"], row["size"]] = row["ms"]
+        columns = timing.columns(row["inputs"], row["size"])
+        for name, figures in row["of_sample"].items():
+            table.costs.setdefault(name, {}).update(zip(columns, figures))
+
+
+def best_rates(
+    runs: Sequence[Run],
+    rates: Sequence[float],
+    figure: str,
+    measure: Measure,
+    runner: Runner,
+    folder: str | Path,
+    *,
+    data: Mapping[str, Any] | None = None,
+    before: Sequence[Run] = (),
+) -> dict[str, float]:
+    """Return the best factor of the learning rate of each run, the first of equal ones.
+
+    Args:
+        runs: One of each candidate.
+        rates: The factors to try. One at which the loss is no longer finite is not chosen.
+        figure: The figure that decides.
+        measure: Does a trial, see `compare`.
+        folder: Trials go there, by candidate and factor.
+        data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
+        before: Runs that the trials start from.
+
+    Raises:
+        FloatingPointError: The loss of a candidate is finite at no rate.
+    """
+    trials: dict[str, dict[str, Run]] = {}
+    for run in runs:
+        for rate in rates:
+            name = f"{run.name}-{rate:g}"
+            config = _with_data(kind_of(with_rate(run.config, rate)), data).config
+            config = dataclasses.replace(config, output=str(Path(folder) / name))
+            trials.setdefault(run.name, {})[name] = dataclasses.replace(run, name=name, config=config)
+    jobs = list(before)
+    for by_name in trials.values():
+        jobs += by_name.values()
+    table = Table()
+    for _ in measure_jobs(table, jobs, functools.partial(_try, measure, figure), runner):
+        pass
+    best = {}
+    for name, by_name in trials.items():
+        score = functools.partial(mean_of, table, figure)
+        chosen = max(by_name, key=score)
+        if score(chosen) == -float("inf"):
+            raise FloatingPointError(f"{name} is trained by none of the rates {list(rates)}: give smaller ones")
+        best[name] = rates[list(by_name).index(chosen)]
+    return best
+
+
+def _try(measure: Measure, figure: str, run: Run, callback: Callback) -> Measured:
+    """Return the rows of a trial, with the worst figure where its loss diverges."""
+    try:
+        return measure(run, callback)
+    except FloatingPointError:
+        return Measured({figure: -float("inf")})
+
+
+def with_rate(config: Any, rate: float) -> Any:
+    """Return a config with its learning rate multiplied."""
+    if rate == 1.0:
+        return config
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))

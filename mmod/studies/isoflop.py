@@ -1,0 +1,409 @@
+"""An isoFLOP study: sizes of a language model compared at equal FLOPs of training, each with its best learning rate.
+
+A curve of loss over size is fitted at every budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mmod.analysis.prefill import training_flops
+from mmod.analysis.statistics import Estimate, difference, published
+from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
+from mmod.compare.table import Measured, Table, means_over_seeds
+from mmod.data.loader import text_stream
+from mmod.io.jobs import Callback, Runner
+from mmod.io.store import STORE, Store
+from mmod.io.tables import Column, table_of
+from mmod.io.yaml import merged, read_yaml
+from mmod.planning.candidate import Candidate
+from mmod.studies.compare import Plans, Run, best_rates, check_runs, compare, fit, rows_of, runs_of
+from mmod.studies.config import IsoflopConfig
+from mmod.studies.report import StudyResult, write_outcome
+from mmod.training.engine.kind import steps_of_epoch
+from mmod.training.text.config import TrainConfig
+from mmod.training.text.kind import TextKind
+from mmod.training.text.model import window_flops
+from mmod.values import refuse_unknown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Budget and name of a series.
+Group = tuple[float, str]
+Points = Sequence[Mapping[str, Any]]
+_COLUMNS: dict[str, Column] = {
+    "budget": ("training FLOPs", ".3g"),
+    "series": ("model", ""),
+    "size": ("size", ""),
+    "parameters": ("parameters", ",.0f"),
+    "forward": ("forward FLOPs", ".3g"),
+    "steps": ("steps", ""),
+    "rate": ("rate", "g"),
+    "loss": ("loss", "±.4f"),
+    "causal_loss": ("token by token", "±.4f"),
+    "agreement": ("alike", ".3f"),
+    "difference": ("to the first", ""),
+}
+# The negative loss, so that more is better.
+_GAIN = "gain"
+
+
+class Place(NamedTuple):
+    """One model of the grid, trained with one budget; the first seven are its columns in the study's table."""
+
+    series: str
+    size: str
+    budget: float
+    parameters: int  # Routers included.
+    forward: int  # FLOPs of the forward pass of a window.
+    steps: int
+    spent: float  # FLOPs of all steps.
+    candidate: Candidate
+    config: TrainConfig  # Without the best learning rate, seed and folder.
+
+    @property
+    def name(self) -> str:
+        """Name of its runs."""
+        return self.candidate.name
+
+    def row(self, rate: float, seeds: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+        """Return its columns at a learning rate: the figures of every seed, and their means."""
+        facts = {name: value for name, value in self._asdict().items() if name not in ("candidate", "config")}
+        return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}
+
+
+def plan(config: IsoflopConfig) -> list[Place]:
+    """Return the models of a study, by budget, series and size."""
+    dense = _dense(config)
+    places = []
+    for series in _series(config):
+        for size, changes in config.sizes.items():
+            sized = dataclasses.replace(series, changes={"model": {"config": changes}})
+            run = sized.configure(dense, dense)
+            model = TextKind(run).create()
+            parameters = sum(parameter.numel() for parameter in model.parameters())
+            # Counted as in training: logits of every token, and the top-k of routed layers.
+            forward = window_flops(model, run.data.length)
+            window = training_flops(model, run.data.length)
+            for budget in config.budgets:
+                step = window * run.data.batch_size * run.accumulate
+                length = _length(run, budget, step, f"{series.name} {size}")
+                steps = length["epochs"] * length["epoch_steps"]
+                candidate = dataclasses.replace(
+                    sized, name=f"{series.name}-{size}-{budget:g}", changes={**sized.changes, **length}
+                )
+                timed = candidate.configure(dense, dense)
+                spent = float(step * steps)
+                places.append(Place(series.name, size, budget, parameters, forward, steps, spent, candidate, timed))
+    _check_text(places)
+    return sorted(places, key=lambda place: place.budget)
+
+
+def _dense(config: IsoflopConfig) -> TrainConfig:
+    fields = merged(read_yaml(config.dense), config.changes)
+    return TrainConfig.from_dict({**fields, "output": config.output, "routing": None})
+
+
+def _series(config: IsoflopConfig) -> list[Candidate]:
+    """Return the models compared at every size and budget."""
+    candidates = []
+    for series, fields in config.routings.items():
+        if fields is None or "methods" not in fields:
+            candidates.append(Candidate(series, routing=fields))
+            continue
+        refuse_unknown(f"field beside routings.{series}.methods", fields, ("methods", "routing"))
+        candidates.append(Candidate(series, methods=tuple(fields["methods"]), routing=fields.get("routing")))
+    return candidates
+
+
+def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
+    """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
+    places = plan(config)
+    runner = Runner(config.processes, progress)
+    kind = TextKind(_dense(config))
+    candidates = [place.candidate for place in places]
+    rates = _find_rates(config, kind, candidates, runner)
+    result: StudyResult | None = None
+
+    def each(table: Table, run: Run) -> None:
+        nonlocal result
+        # By seed, so that there is a picture after the first.
+        if all(run.seed in table.runs.get(place.name, {}) for place in places):
+            points = [place.row(rates[place.name], table.figures(place.name)) for place in places]
+            result = _write(config, points, runner)
+
+    factors = {name: rate / kind.config.optim.lr for name, rate in rates.items()}
+    compare(
+        candidates,
+        kind,
+        train=kind.config,
+        seeds=config.seeds,
+        rates=factors,
+        measure=_train,
+        each=each,
+        runner=runner,
+    )
+    assert result is not None
+    return result
+
+
+def describe(config: IsoflopConfig) -> str:
+    """Say what a study would do: runs, steps and FLOPs of every model."""
+    places = plan(config)
+    trials = len(config.rates) if len(config.rates) > 1 else 0
+    runs = trials + config.seeds
+    lines = [
+        f"{place.name}: {place.parameters:,} parameters, {place.forward:.3g} FLOPs a window, {place.steps} steps, "
+        f"{place.spent:.3g} FLOPs a run"
+        for place in places
+    ]
+    total = runs * sum(place.spent for place in places)
+    return "\n".join([*lines, f"{runs * len(places)} runs of {len(places)} models, {total:.3g} FLOPs in total"])
+
+
+def _length(config: TrainConfig, budget: float, step: int, name: str) -> dict[str, int]:
+    """Return the length of a run, as fields of its config, whose steps of some FLOPs come nearest to the budget."""
+    paid = budget / step
+    numbers = range(config.epochs, 2 * config.epochs)
+    if paid < config.epochs:
+        raise ValueError(
+            f"budget {budget:g} pays for {paid:.1f} steps of {name}, and its run has {config.epochs} epochs: "
+            "give a larger budget, or smaller batches"
+        )
+    epochs = min(numbers, key=lambda number: abs(number * round(paid / number) - paid))
+    return {"epochs": epochs, "epoch_steps": round(paid / epochs), "eval_every": epochs}
+
+
+def _check_text(places: list[Place]) -> None:
+    longest = max(places, key=lambda place: place.steps)
+    stream = text_stream(longest.config.data, seed=0)
+    available = steps_of_epoch(dataclasses.replace(longest.config, epoch_steps=None), stream)
+    if longest.steps > available:
+        raise ValueError(
+            f"budget {longest.budget:g} trains {longest.series} {longest.size} for {longest.steps} steps, and the text "
+            f"has {available}: give a smaller budget, or smaller batches"
+        )
+
+
+def _find_rates(
+    config: IsoflopConfig, kind: TextKind, candidates: Sequence[Candidate], runner: Runner
+) -> dict[str, float]:
+    """Return the learning rate of every model by name, the lowest of equal losses."""
+    if len(config.rates) == 1:
+        return {candidate.name: config.rates[0] for candidate in candidates}
+    # This seed's results are not reported.
+    seed = config.seeds
+    runs = []
+    for run in runs_of(candidates, kind, kind.config):
+        runs.append(dataclasses.replace(run, seed=seed, config=dataclasses.replace(run.config, seed=seed)))
+    check_runs(kind, runs)
+    rates = sorted(config.rates)
+    factors = {rate / kind.config.optim.lr: rate for rate in rates}
+    gain = partial(_gain, store=Store(Path(config.output) / STORE), plans={})
+    best = best_rates(runs, list(factors), _GAIN, gain, runner, Path(config.output) / "rates")
+    return {name: factors[factor] for name, factor in best.items()}
+
+
+def _train(run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
+    return rows_of(fit(run.config, callback))
+
+
+def _gain(run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
+    return Measured({_GAIN: -_train(run, callback, store=store, plans=plans).figures["loss"]})
+
+
+def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
+    folder = Path(config.output)
+    facts = runner.facts
+    text = f"{table(points, config.score)}\n\n{verdict(points, config.score)}"
+    least = [
+        {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
+        for row in optima(points, config.score)
+    ]
+    record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
+    record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
+    rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
+    write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points, config.score)})
+    runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
+    return StudyResult(folder, points, points, text, text, facts["cpu_seconds"])
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A parabola of the loss in the logarithm of the size, through models of one budget and routing."""
+
+    sizes: tuple[float, ...]  # Parameters of the models, ascending.
+    flops: tuple[float, ...]  # Of their forward passes.
+    coefficients: tuple[float, float, float]  # The highest power first.
+
+    def loss(self, size: float) -> float:
+        """Return the loss at a number of parameters."""
+        return float(np.polyval(self.coefficients, np.log(size)))
+
+    def forward(self, size: float) -> float:
+        """Return the FLOPs of a forward pass at a number of parameters, interpolated between the models."""
+        return float(np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(self.flops))))
+
+    @property
+    def optimum(self) -> float | None:
+        """The number of parameters with the least loss; None where the parabola has no minimum among the sizes."""
+        square, slope, _ = self.coefficients
+        if square <= 0:
+            return None
+        best = float(np.exp(-slope / (2 * square)))
+        return best if self.sizes[0] <= best <= self.sizes[-1] else None
+
+
+def fit_curve(sizes: Sequence[float], flops: Sequence[float], losses: Sequence[float]) -> Curve | None:
+    """Fit a curve to models by least squares; None for fewer than three sizes.
+
+    Example:
+        >>> sizes = [1e4, 1e5, 1e6, 1e7]
+        >>> curve = fit_curve(sizes, sizes, [3.0, 2.0, 2.0, 3.0])
+        >>> round(curve.optimum), round(curve.loss(curve.optimum), 3)
+        (316228, 1.875)
+    """
+    if len(set(sizes)) < 3:
+        return None
+    order = np.argsort(sizes)
+    size, flop, loss = (np.asarray(values, dtype=float)[order] for values in (sizes, flops, losses))
+    square, slope, level = np.polyfit(np.log(size), loss, 2).tolist()
+    return Curve(tuple(size.tolist()), tuple(flop.tolist()), (square, slope, level))
+
+
+def curves_of(points: Points, score: str, seed: int | None = None) -> dict[Group, Curve]:
+    """Fit the curve of every budget and series with three sizes or more, to one seed's scores or the means."""
+    groups: dict[Group, list[Mapping[str, Any]]] = {}
+    for point in points:
+        groups.setdefault((point["budget"], point["series"]), []).append(point)
+    curves = {}
+    for group, rows in groups.items():
+        losses = [row[score] if seed is None else row["seeds"][seed][score] for row in rows]
+        curve = fit_curve([row["parameters"] for row in rows], [row["forward"] for row in rows], losses)
+        if curve is not None:
+            curves[group] = curve
+    return curves
+
+
+def optima(points: Points, score: str) -> list[dict[str, Any]]:
+    """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
+    seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
+    by_seed = {seed: curves_of(points, score, seed) for seed in seeds}
+    first = points[0]["series"]
+    rows = []
+    for (budget, series), curve in curves_of(points, score).items():
+        best = curve.optimum
+        row: dict[str, Any] = {"budget": budget, "series": series, "difference": None}
+        if best is not None:
+            row |= {"parameters": best, "forward": curve.forward(best), "loss": curve.loss(best)}
+        least = {name: _least(by_seed, (budget, name)) for name in (series, first)}
+        if series != first and least[series].keys() & least[first].keys():
+            row["difference"] = difference(least[series], least[first])
+        rows.append(row)
+    return rows
+
+
+def table(points: Points, score: str) -> str:
+    """Return points and minima as Markdown; models are compared with those of the first series, paired by seed."""
+    firsts = {
+        (point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == points[0]["series"]
+    }
+    rows = []
+    for point in points:
+        first = firsts[point["budget"], point["size"]]
+        gap = None
+        if point["seeds"] is not first:
+            one = {seed: row[score] for seed, row in point["seeds"].items()}
+            other = {seed: row[score] for seed, row in first.items()}
+            gap = difference(one, other)
+        rows.append({**point, "difference": _in_nats(gap)})
+    minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
+    return "\n\n".join(str(table_of(_COLUMNS, lines)) for lines in (rows, minima) if lines)
+
+
+def verdict(points: Points, score: str) -> str:
+    """Say at which size every curve is lowest, and how far below the first series' minimum."""
+    sentences = []
+    for row in optima(points, score):
+        at = f"At {row['budget']:.3g} training FLOPs"
+        if "loss" not in row:
+            sentences.append(f"{at} the loss of {row['series']} has no minimum among the sizes.")
+            continue
+        best = f"{at} {row['series']} is best with {row['parameters']:,.0f} parameters: {row['loss']:.4f} nats a byte"
+        gap = "" if row["difference"] is None else f", {_in_nats(row['difference'])} to {points[0]['series']}"
+        sentences.append(f"{best}{gap}.")
+    return " ".join(sentences) or "No curve was fitted: a budget needs three sizes or more."
+
+
+def draw(points: Points, score: str) -> Figure:
+    """Draw loss against parameters and against FLOPs: colours are series, markers budgets, stars minima of curves."""
+    from matplotlib.lines import Line2D
+
+    figure = new_figure(11.2, 4.7)
+    axes = figure.subplots(1, 2, sharey=True)
+    styles = looks(point["series"] for point in points)
+    budgets = sorted({point["budget"] for point in points})
+    markers = {budget: MARKERS[number % len(MARKERS)] for number, budget in enumerate(budgets)}
+    for axis, key, title in zip(axes, ("parameters", "forward"), ("parameters", "FLOPs of a window's forward pass")):
+        for (_, name), curve in curves_of(points, score).items():
+            _draw_curve(axis, curve, key, styles[name])
+        for point in points:
+            look = {"color": styles[point["series"]]["color"], "marker": markers[point["budget"]], "markersize": 5}
+            axis.errorbar(point[key], point[score], point.get(f"{score}_std") or 0.0, capsize=2, ecolor=look["color"])
+            (mark,) = axis.plot(point[key], point[score], **look)
+            add_hint(mark, f"{point['series']} {point['size']}, {point['budget']:.3g} FLOPs: {point[score]:.4f}")
+        axis.set(xlabel=title, xscale="log")
+        tidy(axis)
+    axes[0].set_ylabel(f"{score.replace('_', ' ')} in nats a byte", color=INK)
+    handles = {
+        name: Line2D([], [], color=styles[name]["color"], linestyle=styles[name]["linestyle"] or "-")
+        for name in dict.fromkeys(point["series"] for point in points)
+    }
+    handles |= {
+        f"{budget:.3g} FLOPs": Line2D([], [], color=FAINT, marker=marker, linestyle="")
+        for budget, marker in markers.items()
+    }
+    add_legend(figure, handles, 6)
+    seeds = max(len(point["seeds"]) for point in points)
+    note = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    figure.suptitle(f"stars: least loss of a curve · {note}", fontsize=9, color=FAINT, x=0.99, ha="right")
+    return figure
+
+
+def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) -> None:
+    sizes = np.geomspace(curve.sizes[0], curve.sizes[-1], 60)
+    colour = style["color"]
+
+    def place(size: float) -> float:
+        return size if key == "parameters" else curve.forward(size)
+
+    line = style["linestyle"] or "-"
+    axis.plot([place(size) for size in sizes], [curve.loss(size) for size in sizes], line, color=colour, linewidth=1.2)
+    best = curve.optimum
+    if best is not None:
+        axis.plot([place(best)], [curve.loss(best)], "*", color=colour, markersize=13, markeredgecolor=INK)
+
+
+def _least(curves: Mapping[int, Mapping[Group, Curve]], group: Group) -> dict[int, float]:
+    """Return the minimum of a group's curve for every seed that has one."""
+    minima = {}
+    for seed, by_group in curves.items():
+        best = by_group[group].optimum if group in by_group else None
+        if best is not None:
+            minima[seed] = by_group[group].loss(best)
+    return minima
+
+
+def _in_nats(gap: Estimate | None) -> str | None:
+    if gap is None:
+        return None
+    return f"{gap:+.4f} ({gap.seeds} seeds)"

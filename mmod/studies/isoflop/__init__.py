@@ -1,1 +1,0 @@
-"""Models of several sizes trained with the same FLOPs: where the loss is least, dense and routed."""
