@@ -47,7 +47,7 @@ class Candidate:
     _: dataclasses.KW_ONLY
     routing: Any = None
     methods: tuple[Mapping[str, Any], ...] = ()
-    image_size: int | None = None
+    image_size: Any = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     from_scratch: bool = False
     is_trained: bool = True

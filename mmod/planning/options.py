@@ -7,6 +7,9 @@ from typing import Annotated, Any, Literal
 
 from mmod.values import Checked, check_value
 
+FIT = "fit"
+"""In place of a number of a candidate: the one that brings its FLOPs to its budget."""
+
 
 @dataclass(frozen=True)
 class PlanOptions(Checked, group="plan"):

@@ -6,11 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmod.adapters import find_stack
+from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.compare.table import DENSE
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
+from mmod.planning.budgets import fitted, named_by_share
 from mmod.planning.candidate import Candidate
+from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
 from mmod.training.engine.kind import by_data
 from mmod.training.kinds import kind_of
@@ -35,9 +37,46 @@ def candidates_of(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate
             candidates += _shallow(candidates, dense, epochs)
         baselines = {series: _run_budgets(config, budgets) for series, budgets in config.baselines.items()}
         candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
+        if config.names_budgets:
+            candidates = _at_budgets(candidates, dense)
     elif isinstance(config, ChatStudyConfig):
         candidates += create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)
     return candidates
+
+
+def _at_budgets(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
+    """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
+    plain = _without_weights(dense)
+    model = kind_of(plain).sketch()
+    height, width = patch_grid(model, (dense.data.image_size,) * 2)
+    patch = (image_facts(model).patch or (1, 1))[0]
+    sides = [patch * side for side in range(1, height)]
+    costs: dict[str, float | None] = {}
+
+    def cost(candidate: Candidate) -> float | None:
+        described = repr(dataclasses.replace(candidate, name="", budget=None))
+        if described not in costs:
+            kind = kind_of(candidate.configure(plain, plain))
+            try:
+                routed = kind.sketch()
+                report: Any = None if by_data(routed) else kind.report(routed)
+            except ValueError as error:
+                raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
+            costs[described] = None if report is None else report.routed
+        return costs[described]
+
+    whole = cost(Candidate(DENSE))
+
+    def share_of(candidate: Candidate) -> float | None:
+        own = None if candidate.search is not None else cost(candidate)
+        return None if own is None or whole is None else own / whole
+
+    return named_by_share([fitted(one, share_of, sides, height * width) for one in candidates], share_of)
+
+
+def _without_weights(dense: Any) -> Any:
+    """Return the config of the same model, whose costs need no weights."""
+    return dataclasses.replace(dense, model=type(dense.model)(name=dense.model.name, args=dense.model.args))
 
 
 def _run_budgets(config: StudyConfig, budgets: Mapping[float, Any]) -> dict[float, Any]:
@@ -80,8 +119,7 @@ def _routed(config: StudyConfig) -> list[Candidate]:
 
 def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
-    # Costs need no weights.
-    plain = dataclasses.replace(dense, model=type(dense.model)(name=dense.model.name, args=dense.model.args))
+    plain = _without_weights(dense)
     kind = kind_of(plain)
     model = kind.create()
     report: Any = kind.report(model)
@@ -167,7 +205,8 @@ def _special(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
         smaller = {"epochs": epochs, "model": {"args": fields["args"]}}
         return {"from_scratch": True, "changes": merged(smaller, changes)}
     plain = {key: value for key, value in fields.items() if key != "routing"}
-    if read_method(plain).replaces:
+    known = {key: value for key, value in plain.items() if value != FIT}
+    if read_method(known).replaces:
         # A model from scratch is not routed: `routing` is refused.
         read_method(fields)
         return {"from_scratch": True, "methods": (plain,), "changes": {"epochs": epochs, **changes}}

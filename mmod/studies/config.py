@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
-from mmod.planning.options import PlanOptions
+from mmod.planning.options import FIT, PlanOptions
 from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ class StudyConfig(Checked):
 
             - `changes`: fields of the training config that differ in its runs;
             - `tune: false`: leaves it untrained;
-            - `budgets`: replace the capacities; names of budgets with the fields that they set.
+            - `budgets`: replace the capacities; shares of the dense model's FLOPs with the fields that they set. One
+              number may be "fit": a `capacity`, or of baselines `keep`, `r` or a size of images that brings the model
+              to its budget. A model more than 3 % off its budget is named by its share.
         kind: The kind of study.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
@@ -141,7 +143,8 @@ class StudyConfig(Checked):
         Blocks, capacities, gates, losses and options for language models may differ.
         """
         named = preset(series)
-        routing = read_routing({key: value for key, value in fields.items() if key not in (*RUN_FIELDS, "depth")})
+        left_out = (*RUN_FIELDS, "depth")
+        routing = read_routing({key: value for key, value in fields.items() if key not in left_out and value != FIT})
         for option in ("router", "select", "skipped", "operator", "context"):
             expected = spelled(getattr(named, option))
             actual = spelled(getattr(routing, option))
@@ -164,6 +167,15 @@ class StudyConfig(Checked):
             if "budgets" not in fields:
                 for capacity in [None] if self.is_one(series) else self.capacities:
                     yield series, capacity, fields
+
+    @property
+    def names_budgets(self) -> bool:
+        """Whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
+        fields: list[Mapping[str, Any]] = []
+        for budgets in getattr(self, "baselines", {}).values():
+            fields += budgets.values()
+        is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
+        return is_fitted or any("budgets" in series for series in self.routers.values())
 
     def is_run(self, budget: float) -> bool:
         """Whether models of a budget that a series names are run."""

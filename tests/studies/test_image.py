@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import timm
-import torch
 import yaml
 from matplotlib.figure import Figure
 from PIL import Image
@@ -20,7 +19,7 @@ import mmod
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.compare.table import Measured, Table
 from mmod.io import jobs
-from mmod.io.yaml import read_yaml
+from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
@@ -29,6 +28,7 @@ from mmod.studies.study import plan, run_study
 from mmod.training.engine.parse import read_config
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.kinds import kind_of
+from tests.kit.folders import save_image_model
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
@@ -154,16 +154,19 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
 
 
 BUDGETS = {"a-mod": {"preset": "a-mod", "budgets": {0.7: {"capacity": 0.6}, 0.5: {"capacity": 0.3}}}}
-PRUNE = {"prune": {0.7: {"kind": "prune", "keep": 0.6}, 0.5: {"kind": "prune", "keep": 0.3}}}
+PRUNE = {
+    "prune": {0.7: {"kind": "prune", "keep": "fit", "blocks": [1]}, 0.2: {"kind": "prune", "keep": 0.3, "blocks": [1]}}
+}
 
 
-def test_models_are_named_by_the_budget_whose_fields_they_have(study: ImageStudyConfig) -> None:
+def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(study, routers=BUDGETS, baselines=PRUNE, isoflop="none", seeds=1)
     _, jobs = plan(plain)
-    assert [job.name for job in jobs[2:]] == ["a-mod-0.7", "a-mod-0.5", "prune-0.7", "prune-0.5"]
+    # Two blocks of four on 0.6 or 0.3 of the tokens, and pruning to more tokens than its budget says.
+    assert [job.name for job in jobs[2:]] == ["a-mod-0.83", "a-mod-0.69", "prune-0.7", "prune-0.63"]
     assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
     _, jobs = plan(dataclasses.replace(plain, budgets=[0.5]))
-    assert [job.name for job in jobs[2:]] == ["a-mod-0.5", "prune-0.5"]
+    assert [job.name for job in jobs[2:]] == ["a-mod-0.69"]
 
 
 def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
@@ -318,17 +321,34 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 
-def test_budgets_of_the_smallest_study_are_shares_of_the_dense_flops() -> None:
+@pytest.mark.parametrize("model", ["6 blocks, 64 patches", "12 blocks, 576 patches", "transformers"])
+def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -> None:
+    side = 64 if model.startswith("6") else 384
+    size = {"embed_dim": 24, "num_heads": 2, "img_size": side}
+    dense: dict[str, Any] = {"name": SMALL, "args": {**size, "depth": 12}}
+    if model.startswith("6"):
+        dense["args"] |= {"depth": 6, "patch_size": 8}
+    if model == "transformers":
+        save_image_model("vit", tmp_path / "vit")
+        dense = {"name": str(tmp_path / "vit"), "args": {}, "pretrained": True}
+        side = 32
     config = ImageStudyConfig(**read_yaml("my-model"))
-    small = dataclasses.replace(config, dense={**dense_of(config), "model": {"name": SMALL, "args": {}}})
-    shares = {}
-    for job in plan(small)[1]:
-        with torch.device("meta"):
-            model = kind_of(job.config).create()
-        shares[job.name] = mmod.flops(model, job.config.data.image_size).routed
-    for name, flops in shares.items():
+    fields = merged(dense_of(config), {"data": {"image_size": side}})
+    candidates, jobs = plan(dataclasses.replace(config, dense={**fields, "model": dense}))
+    flops = {}
+    for job in jobs:
+        kind = kind_of(job.config)
+        flops[job.name] = mmod.flops(kind.sketch(), job.config.data.image_size).routed
+    series = {candidate.series for candidate in candidates}
+    assert series == {"dense", "gradual", "a-mod", "random", "smaller-image", "tome", "prune"}
+    for name, count in flops.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
-        assert flops / shares["dense"] == pytest.approx(budget, abs=0.06), name
+        assert count < flops["dense"] or name == "dense"
+        assert count / flops["dense"] == pytest.approx(budget, rel=0.031), name
+    # No model stands there twice, and controls are those of the same names.
+    runs = [{**job.config.to_dict(), "output": ""} for job in jobs]
+    assert all(run not in runs[:place] for place, run in enumerate(runs))
+    assert {candidate.control for candidate in candidates} <= {None, *flops}
 
 
 SMALL = "vit_small_patch16_224"

@@ -1,0 +1,141 @@
+"""Budgets of candidates: shares of the dense model's FLOPs, to which capacities, tokens or sizes are fitted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from mmod.planning.candidate import Candidate
+from mmod.planning.options import FIT
+
+# A candidate further off is not called by its budget.
+_TOLERANCE = 0.03
+# A fitted share of tokens has three decimals.
+_STEPS = 1000
+Share = Callable[[Candidate], float | None]
+"""From a candidate to its share of the dense model's FLOPs; None where that depends on the data."""
+
+
+def fitted(candidate: Candidate, share_of: Share, sides: Sequence[int], patches: int) -> Candidate:
+    """Return a candidate with the number that brings its FLOPs nearest to its budget in place of "fit".
+
+    Args:
+        sides: The sides of smaller images that the model can take, in pixels.
+        patches: Number of patches of an image.
+
+    Returns:
+        The candidate with the least number where none makes it as cheap.
+
+    Raises:
+        ValueError: Its cost depends on the data.
+    """
+    name = _fitted_field(candidate)
+    if name is None:
+        return candidate
+    values: Sequence[float]
+    if name in ("image_size", "size"):
+        # The cheapest first, as of all numbers.
+        values = sorted(sides)
+    elif name == "r":
+        values = range(patches // 2, 0, -1)
+    else:
+        values = [number / _STEPS for number in range(1, _STEPS + 1)]
+    if not values:
+        raise ValueError(f"{candidate.name}: images have one patch, so there are no smaller ones")
+    share = partial(_share, candidate, share_of)
+    budget = candidate.budget or 1.0
+    return _with(candidate, values[_nearest(values, share, budget)])
+
+
+def _nearest(values: Sequence[float], share: Callable[[float], float], budget: float) -> int:
+    """Return the place of the value, of ascending shares, whose share is nearest to a budget."""
+    # Behind the largest number stands the dense model.
+    high = len(values)
+    known = {high: 1.0}
+    low = -1
+    place = min(round(budget * high), high - 1)
+    refusal: ValueError | None = None
+    while low < place < high:
+        try:
+            known[place] = share(values[place])
+        except ValueError as error:
+            # Too few tokens for the model.
+            refusal = error
+            low = place
+            place = (low + high) // 2
+            continue
+        if abs(known[place] / budget - 1) < _TOLERANCE / 6:
+            return place
+        if known[place] < budget:
+            low = place
+        else:
+            high = place
+        # FLOPs are nearly a line, here through the two places that are nearest to the budget.
+        near, other = sorted(known, key=lambda place: abs(known[place] - budget))[:2]
+        rise = (known[other] - known[near]) / (other - near)
+        guess = near + round((budget - known[near]) / rise) if rise > 0 else (low + high) // 2
+        # By half at most: few tokens are a staircase.
+        place = min(max(guess, low + 1, high // 2 if low < 0 else 0), high - 1)
+    del known[len(values)]
+    if not known and refusal is not None:
+        raise refusal
+    return min(known, key=lambda place: abs(known[place] - budget))
+
+
+def _share(candidate: Candidate, share_of: Share, value: float) -> float:
+    share = share_of(_with(candidate, value))
+    if share is None:
+        raise ValueError(f"{candidate.name}: its FLOPs depend on the data, so no number is fitted to them: give one")
+    return share
+
+
+def _fitted_field(candidate: Candidate) -> str | None:
+    """Return the name of the field that is to be fitted; a ValueError for several."""
+    fields: list[tuple[str, Any]] = [("image_size", candidate.image_size)]
+    for part in (candidate.routing or {}, *candidate.methods):
+        fields += part.items()
+    names = [name for name, value in fields if value == FIT]
+    if len(names) > 1:
+        raise ValueError(f"{candidate.name} can have one value {FIT!r}, got {', '.join(names)}")
+    return names[0] if names else None
+
+
+def _with(candidate: Candidate, value: Any) -> Candidate:
+    """Return a candidate with a value in place of "fit"."""
+
+    def filled(fields: Any) -> Any:
+        return fields and {name: value if field == FIT else field for name, field in fields.items()}
+
+    return dataclasses.replace(
+        candidate,
+        image_size=value if candidate.image_size == FIT else candidate.image_size,
+        routing=filled(candidate.routing),
+        methods=tuple(map(filled, candidate.methods)),
+    )
+
+
+def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> list[Candidate]:
+    """Return candidates named by their share of the dense FLOPs where that is more than 3 % off the budget in the name.
+
+    Where that makes two of the same model, such as one size of images for two budgets, the other stays.
+    """
+    names: dict[str, str] = {}
+    named: list[Candidate] = []
+    for candidate in candidates:
+        budget = candidate.budget
+        share = None
+        if budget is not None and candidate.name == f"{candidate.series}-{budget:g}":
+            share = share_of(candidate)
+        if budget is not None and share is not None and abs(share / budget - 1) > _TOLERANCE:
+            names[candidate.name] = f"{candidate.series}-{share:.2f}"
+            if any(_are_equal(candidate, other) for other in (*candidates, *named) if other is not candidate):
+                continue
+            candidate = dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2))
+        named.append(candidate)
+    return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named]
+
+
+def _are_equal(one: Candidate, other: Candidate) -> bool:
+    return one == dataclasses.replace(other, name=one.name, budget=one.budget, control=one.control)

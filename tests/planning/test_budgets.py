@@ -1,0 +1,59 @@
+"""Budgets: the number that brings a candidate to a share of the dense FLOPs, and names that tell the share."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmod.planning import Candidate
+from mmod.planning.budgets import fitted, named_by_share
+
+
+@given(
+    st.sampled_from(["capacity", "r", "image_size"]),
+    st.floats(0.2, 0.95),
+    st.floats(0.0, 0.5),
+    st.floats(0.5, 2.0),
+    st.integers(1, 40),
+)
+def test_the_nearest_value_is_found_in_few_counts(
+    field: str, budget: float, least: float, power: float, steps: int
+) -> None:
+    counted = []
+
+    def share_of(candidate: Candidate) -> float:
+        if field == "capacity":
+            # As a few tokens are: a staircase.
+            part = -(-candidate.routing["capacity"] * steps // 1) / steps
+        elif field == "r":
+            part = 1 - candidate.methods[0]["r"] / 51
+        else:
+            part = candidate.image_size / 128
+        counted.append(part)
+        return float(least + (1 - least) * part**power)
+
+    routing = {"router": "norm", "capacity": "fit"} if field == "capacity" else None
+    methods = ({"kind": "merge", "r": "fit"},) if field == "r" else ()
+    size = "fit" if field == "image_size" else None
+    candidate = Candidate("a", routing=routing, methods=methods, image_size=size, series="a", budget=budget)
+    values = {"capacity": [place / steps for place in range(1, steps + 1)]}
+    values |= {"r": [1 - r / 51 for r in range(1, 51)], "image_size": [side / 128 for side in range(8, 128, 8)]}
+    shares = [least + (1 - least) * value**power for value in values[field]]
+    best = min(abs(share - budget) for share in shares)
+    found = fitted(candidate, share_of, range(8, 128, 8), 100)
+    assert abs(share_of(found) - budget) <= max(best, 0.005 * budget) + 1e-9
+    assert len(counted) <= 22
+    (renamed,) = named_by_share([Candidate("a-0.5", series="a", budget=0.5)], lambda _: share_of(found))
+    assert (renamed.name == "a-0.5") == (abs(share_of(found) - 0.5) <= 0.015)
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
+    candidate = Candidate("a", routing={"router": "norm", "capacity": "fit", "gate": "fit"}, series="a", budget=0.5)
+    with pytest.raises(ValueError, match="one value 'fit', got capacity, gate"):
+        fitted(candidate, lambda _: 0.5, [8], 4)
+    threshold = Candidate("b", routing={"router": "linear", "capacity": "fit"}, series="b", budget=0.5)
+    with pytest.raises(ValueError, match="FLOPs depend on the data"):
+        fitted(threshold, lambda _: None, [8], 4)
+    with pytest.raises(ValueError, match="images have one patch"):
+        fitted(Candidate("c", image_size="fit", series="c", budget=0.5), lambda _: 0.5, [], 1)
