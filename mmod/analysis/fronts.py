@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -128,7 +127,10 @@ def lost_marks(marks: Sequence[Mark], faster: bool = False) -> str:
 def name_front(
     axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], faster: bool = False
 ) -> None:
-    """Name the dense model and those on the front next to their marks; the figure must be laid out already."""
+    """Name the dense model, those on the front and, with their scores, those below the axis next to their marks.
+
+    The figure must be laid out already.
+    """
     from matplotlib.transforms import Bbox
 
     bottom = axis.get_ylim()[0]
@@ -144,23 +146,23 @@ def name_front(
             x, y = start + share * (end - start)
             boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
     texts = []
-    for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front)]:
+    floor = floor_of(marks, faster)
+    lost = [mark for mark in marks if mark.score < floor]
+    for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front), *lost]:
         look = {"color": styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
         look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-        texts.append(axis.text(mark.cost, mark.score, mark.name, ha="center", va="center", **look))
+        name = f"{mark.name}: {mark.score:.3g}" if mark in lost else mark.name
+        texts.append(axis.text(mark.cost, max(bottom, mark.score), name, ha="center", va="center", **look))
     place_labels(axis, texts, boxes)
 
 
-def legend_of(axes: Sequence[Axes], marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return legend handles for the front, and for each series of which no model is labelled in a panel."""
+def legend_of(marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the handles of the front and of all series."""
     from matplotlib.lines import Line2D
 
-    named = {text.get_text() for text in chain.from_iterable(axis.texts for axis in axes)}
-    known = {mark.series for mark in marks if mark.name in named}
     handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
     for name in dict.fromkeys(mark.series for mark in marks):
-        if name not in known:
-            handles[name] = Line2D([], [], **styles[name])
+        handles[name] = Line2D([], [], **styles[name])
     return handles
 
 
@@ -173,9 +175,9 @@ def draw_tradeoff(
 ) -> Figure:
     """Draw the score of models against each cost that was measured, in panels side by side.
 
-    A line joins the models of the Pareto front, which alone are named; a legend names the other series, and a browser
-    the model that one points at. Models that lost so much that they would flatten the picture are arrows at its lower
-    edge. Controls are grey; the dense model is a star.
+    A line joins the models of the Pareto front, which are named; a legend names all series, and a browser the model
+    that one points at. Models that lost so much that they would flatten the picture are arrows at its lower edge,
+    beside their names and scores. Controls are grey; the dense model is a star.
 
     Args:
         rows: One mapping for each model with "name", "series" ("dense", "shallow" for a dense model of fewer blocks,
@@ -226,17 +228,12 @@ def finish(
     styles: Mapping[str, Mapping[str, Any]],
     faster: bool = False,
 ) -> None:
-    """Name the front of each panel, and the other series in a legend below them, as wide as the figure."""
-    columns = max(1, math.floor(figure.get_figwidth() / 1.5))
-    # Space for all series: which of them the panels name is known when the panels have their size.
-    every = legend_of((), marks[0], styles)
-    add_legend(figure, every, columns)
+    """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
+    add_legend(figure, legend_of(marks[0], styles), max(1, math.floor(figure.get_figwidth() / 1.5)))
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axis, of_panel in zip(axes, marks):
         name_front(axis, of_panel, styles, faster)
-    figure.legends[0].remove()
-    add_legend(figure, legend_of(axes, marks[0], styles), columns)
 
 
 def _mark(row: Mapping[str, Any], cost: str, score: str) -> Mark:

@@ -49,8 +49,9 @@ _FIXED = {
     "gradual": 2,
     "tome": 3,
     "smaller-image": 7,
+    "shallow": 6,
 }
-_CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
+_CONTROLS = {"random": "^", "stride": "<", "norm": ">"}
 # Prefix of the id of an artist with a hint, see `add_hint`.
 _HINT = "hint "
 # Colours of inline figures are variables of the page, which has a light and a dark form.

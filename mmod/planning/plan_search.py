@@ -20,6 +20,7 @@ from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import interleave, relative_times
 from mmod.config import RoutingConfig, Score
+from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.planning.divergence import routed
@@ -155,10 +156,12 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
         run = partial(run_batch, model, batch)
         device = next(model.parameters()).device
         times: dict[int, list[float]] = {place: [] for place in range(-1, len(configs))}
-        for _ in range(_ROUNDS):
-            for place, config in enumerate([None, *configs], -1):
-                with nullcontext() if config is None else routed(model, part, config):
-                    times[place] += interleave({0: run}, seconds=0, rounds=1, warmup=1, device=device)[0]
+        with progress_bar(desc="time options", total=_ROUNDS * len(times), leave=False) as bar:
+            for _ in range(_ROUNDS):
+                for place, config in enumerate([None, *configs], -1):
+                    with nullcontext() if config is None else routed(model, part, config):
+                        times[place] += interleave({0: run}, seconds=0, rounds=1, warmup=1, device=device)[0]
+                    bar.update()
         speedups = relative_times(times, -1)
         return speedups[-1][0], [1 / speedups[place][1] for place in range(len(configs))]
 

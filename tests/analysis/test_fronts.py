@@ -42,6 +42,7 @@ def rows(seeds: int = 3, **times: float) -> list[dict[str, Any]]:
 
 # Of two as cheap with one score, the first of the rows; all others are beaten by one that costs no more.
 FRONT = {"a-mod-0.25", "a-mod-0.5", "mod-0.5", "dense"}
+LOST = "untrained-0.5: 12"
 
 
 def masks_of(axis: Any) -> list[Any]:
@@ -79,6 +80,9 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
         assert 93 < top < 100
         (arrow,) = (mark for mark in masks_of(axis) if mark.get_gid().startswith("hint untrained"))
         assert arrow.get_ydata()[0] == bottom
+        (name,) = (text for text in axis.texts if text.get_text() == LOST)
+        # At the edge of its own panel.
+        assert bottom <= name.get_position()[1] < bottom + 0.35 * (top - bottom)
     assert figure.get_suptitle().endswith("below the axis: untrained-0.5 12.0")
     # One that costs least is on the front, however low it scores.
     lowest = [Mark(str(score), "a", score, score, score, score) for score in (10.0, 90.0, 91.0, 92.0, 93.0)]
@@ -98,16 +102,15 @@ def test_tradeoff_has_a_panel_for_each_cost_that_was_measured_side_by_side() -> 
     assert [axis.get_xlabel() for axis in fewer.axes] == list(TIMES.values())[:2]
 
 
-def test_the_front_is_named_and_a_legend_names_what_no_label_does() -> None:
+def test_the_front_is_named_and_a_legend_names_all_series() -> None:
     figure = draw_tradeoff(rows(latency_ms=10), costs=TIMES)
     named = set()
     for axis in figure.axes:
-        assert names_of(axis) <= FRONT
         named |= names_of(axis)
-    assert "dense" in named
+    # What is below the axis is named with its score, which its place does not tell.
+    assert {"dense", LOST} <= named <= {*FRONT, LOST}
     (legend,) = figure.legends
-    series = {name.rpartition("-")[0] or name for name in named}
-    expected = {"Pareto front", "a-mod", "mod", "random", "shallow", "untrained"} - series
+    expected = {"Pareto front", "dense", "a-mod", "mod", "random", "shallow", "untrained"}
     assert {text.get_text() for text in legend.get_texts()} == expected
 
 
