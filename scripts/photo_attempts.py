@@ -30,7 +30,8 @@ from mmod.opening.weights import converted
 from mmod.ops import gather_rows, mean_rows, unit_rows
 from mmod.ops.alike import nearest_rows, redundancy_scores
 from mmod.planning import falling
-from mmod.studies.features import figures_of, mean_iou
+from mmod.studies.features import figures_of
+from mmod.studies.image import mean_iou
 
 SIDE, GRID = 448, 40
 Forward = Callable[[Tensor], Tensor]

@@ -27,7 +27,7 @@ class Candidate:
     Args:
         routing: As in a training config; for `mmod.advise`, that of the part that is made cheaper.
         methods: As in a training config: mappings with the `kind` and the fields of a method, applied before routing.
-        image_size: Side of its images in pixels, where it differs; position embeddings are resampled.
+        image_size: Side of its images in pixels, where it differs, or "fit"; position embeddings are resampled.
         changes: Fields of its training config that differ, nested as there.
         from_scratch: Train it from random weights instead of fine-tuning the dense model.
         is_trained: Train it, where a comparison trains at all.
@@ -47,7 +47,7 @@ class Candidate:
     _: dataclasses.KW_ONLY
     routing: Any = None
     methods: tuple[Mapping[str, Any], ...] = ()
-    image_size: Any = None
+    image_size: int | str | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     from_scratch: bool = False
     is_trained: bool = True
