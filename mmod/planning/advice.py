@@ -72,6 +72,7 @@ class Advice:
         note: Further facts about the data.
         cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
         title: Title of the page, which names the model.
+        faster: The speed-up that is wanted; None advises the fastest candidate within the tolerance.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -86,6 +87,7 @@ class Advice:
     note: str = ""
     cache: int | None = None
     title: str = "Advice"
+    faster: float | None = None
 
     @property
     def metric(self) -> str:
@@ -105,8 +107,11 @@ class Advice:
     def best(self) -> AdviceRow | None:
         """The fastest candidate within the tolerance, or one as fast that clearly is or loses less.
 
-        None if the dense model is.
+        None if the dense model is. Where a speed-up is wanted, the candidate that reaches it and loses least.
         """
+        if self.faster is not None:
+            reaching = [row for row in self.rows if row.speedup.median >= self.faster]
+            return min(reaching, key=lambda row: row.loss.value, default=None)
         fitting = [row for row in self._faster if row.loss.value <= self.tolerance]
         as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
         return min(as_fast, key=lambda row: (not self.is_decided(row), row.loss.value), default=None)
@@ -137,6 +142,8 @@ class Advice:
         """The advice in one sentence, and which candidates so few samples leave undecided."""
         limit = f"{100 * self.tolerance:g} %"
         row = self.best
+        if self.faster is not None:
+            return self._at_speed(row)
         others = [other for other in self.undecided if other is not row]
         names = ", ".join(f"{other.name} ({other.speedup.median:.2f} times as fast)" for other in others)
         lost = f"whether more than {limit} is lost"
@@ -149,6 +156,18 @@ class Advice:
             return f"{action[0].upper()}{action[1:]}: {measured}{open_ones}"
         text = f"Undecided: {self._missing([row])} {lost}. Best so far: {action}, {measured}"
         return f"{text} Undecided too: {names}." if others else text
+
+    def _at_speed(self, row: AdviceRow | None) -> str:
+        """Return what to do for the speed-up that is wanted."""
+        if row is None:
+            fastest = max(self.rows, key=lambda row: row.speedup.median, default=None)
+            nearest = "" if fastest is None else f"; the fastest is {fastest.name}, {fastest.speedup.median:.2f} times"
+            return f"Nothing here is {self.faster:g} times as fast{nearest}. Ask for less, or time larger batches."
+        action = row.advice or f"use `{row.code}`"
+        return (
+            f"For {self.faster:g} times the speed {action}: {row.speedup.median:.2f} times as fast at "
+            f"{self._measured(row)}, which is the least lost at that speed."
+        )
 
     def _missing(self, rows: Sequence[AdviceRow]) -> str:
         """Return how many samples decide about all of some rows, as the beginning of a clause."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import ONLY, Candidate
 from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
-from mmod.planning.untrained import image_candidates, language_candidates
+from mmod.planning.untrained import copy_of, faster_candidates, image_candidates, language_candidates
 from mmod.values import check_value
 
 ROUNDS = 5
@@ -37,6 +36,7 @@ def advise(
     images: int = 256,
     batch_size: int = 8,
     tolerance: float = 0.02,
+    faster: float | None = None,
     candidates: Sequence[Candidate] | None = None,
     folder: str | Path | None = None,
     note: str = "",
@@ -61,6 +61,8 @@ def advise(
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
         tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1).
+        faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
+            that reaches it and loses least is advised, whatever the tolerance.
         candidates: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
             pruning; for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
             tokens that late layers do not update, random and evenly spread ones.
@@ -85,17 +87,24 @@ def advise(
     check_value("images", images, int, "[1, inf)")
     check_value("batch_size", batch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1)")
+    check_value("faster", faster, float | None, "(1, inf)")
     _check_candidates(candidates)
     part, stack = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
     samples: Images | Prompts
+    unfitted: dict[str, str] = {}
+    if faster is not None and (stack.language or candidates is not None):
+        raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
     with in_mode(False, model), torch.no_grad():
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, store)
         else:
             samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
+            if faster is not None:
+                chosen, unfitted = faster_candidates(model, part, depth, samples.pixels[:1], samples.patches, faster)
         models, refused = changed_models(model, samples, depth, chosen)
+        refused |= unfitted
         by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
         table = Table()
         table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
@@ -119,6 +128,7 @@ def advise(
         note,
         samples.cache_bytes(model),
         f"Advice for {_name_of(model)}" if title is None else title,
+        faster,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
@@ -206,9 +216,7 @@ def changed_models(
     models = {DENSE: model}
     refused: dict[str, str] = {}
     for candidate in candidates:
-        # With the weights in its memo, deepcopy copies the modules alone; all candidates share the weights.
-        shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-        changed = copy.deepcopy(model, shared)
+        changed = copy_of(model)
         try:
             candidate.apply_(changed, samples.part, depth)
             samples.check(changed)

@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         images=options.number,
         batch_size=options.batch_size,
         tolerance=options.tolerance,
+        faster=options.faster,
         folder=folder,
         note=note,
         title=f"Advice for {options.model}",
@@ -109,6 +110,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
         "--tolerance", type=float, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
+    )
+    parser.add_argument(
+        "--faster",
+        type=float,
+        metavar="TIMES",
+        help="a wanted speed-up: what loses least at it, from few trials",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda ...; the GPU if there is one (auto)")
     parser.add_argument("--threads", type=int, help="threads of the CPU; those of torch unless given")

@@ -459,3 +459,34 @@ def test_outputs_are_interpolated_to_the_labels_of_images_of_any_shape(size: tup
         ValueError, match="outputs for 143 patches: grids that differ must both be of squares that tile"
     ):
         resized_to_labels(model, x_BNC, images, 143)
+
+
+@pytest.mark.parametrize("faster", [1.2, 1.6, 4.0])
+def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(readings: Any, **options: Any) -> Any:
+        # The first candidates are the slowest.
+        return {trials.BATCH: {name: [10.0 / (1 + 0.15 * place)] * 2 for place, name in enumerate(readings)}}
+
+    monkeypatch.setattr("mmod.planning.trials.time_models", timed)
+    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)
+    tried = {row.name.rpartition("-")[0] for row in advice.rows}
+    assert tried <= {"gradual", "merge late", "evenly spread", "smaller-image"}
+    assert len(tried) >= 3 or faster > 2
+    reaching = [row for row in advice.rows if row.speedup.median >= faster]
+    if not reaching:
+        assert advice.best is None
+        assert f"Nothing here is {faster:g} times as fast" in advice.sentence
+        return
+    assert advice.best is not None
+    assert advice.best.loss.value == min(row.loss.value for row in reaching)
+    assert advice.sentence.startswith(f"For {faster:g} times the speed")
+
+
+def test_a_wanted_speed_chooses_candidates_itself() -> None:
+    model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+    images = [torch.randn(2, 3, 160, 160)]
+    for options in ({"faster": 1.0}, {"faster": 1.4, "candidates": [Candidate("a", routing={"router": "norm"})]}):
+        with pytest.raises(ValueError, match="faster"):
+            trials.advise(model, images, progress=False, **options)
