@@ -20,8 +20,9 @@ from mmod.blocks.conversion import (
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
 from mmod.blocks.grid import GridHook, GridSource, PatchesOfPass, check_cuts, grid_of_map
-from mmod.blocks.hook import ModelHook, SpanHook, WholeBatchHook, attach, detach_hooks, model_hooks
+from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner
+from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import (

@@ -22,6 +22,8 @@ class Mixin(nn.Module):
         keeps_name: The converted class has the name of the host's.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
         optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
+        stacks: It may share a module with one other mixin.
+        state_name: Where its plain state is.
     """
 
     mod_state: Any
@@ -31,6 +33,12 @@ class Mixin(nn.Module):
     keeps_name: ClassVar[bool] = False
     added_modules: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False
+    stacks: ClassVar[bool] = False
+    state_name: ClassVar[str] = "mod_state"
+
+    @classmethod
+    def complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
+        """Add to a converted class what depends on its host's class."""
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether a token's output depends on the other tokens of its image or text."""
@@ -80,33 +88,43 @@ class Shell(NamedTuple):
 
 
 NO_SHELL = Shell()
-_CLASSES: dict[tuple[type[Mixin], type[nn.Module], Shell], type[nn.Module]] = {}
+Mixins = tuple[type[Mixin], ...]
+_CLASSES: dict[tuple[Mixins, type[nn.Module], Shell], type[nn.Module]] = {}
 
 
-def converted_class(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO_SHELL) -> type[nn.Module]:
-    """Return the subclass of a host's class with a mixin in front, created once for each combination."""
-    if (mixin, host, shell) in _CLASSES:
-        return _CLASSES[mixin, host, shell]
+def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHELL) -> type[nn.Module]:
+    """Return the subclass of a host's class with mixins in front, created once for each combination."""
+    if (mixins, host, shell) in _CLASSES:
+        return _CLASSES[mixins, host, shell]
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # A class created at run time cannot be pickled by name.
         reduced = host.__reduce_ex__(self, protocol)
-        return (_instance, (mixin, host, shell), *reduced[2:])
+        return (_instance, (mixins, host, shell), *reduced[2:])
 
     # `RoutedBlock` makes RoutedEncoderLayer of an EncoderLayer, and of timm's Block a class of its own name. Libraries
     # identify a model in a saved folder by the name of its class.
-    prefix = "" if mixin.keeps_name else mixin.__name__.removesuffix("Block")
+    prefix = "".join(mixin.__name__.removesuffix("Block") for mixin in mixins if not mixin.keeps_name)
     # The host's module and text, so that tools which tell a class by them still know it.
-    members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}
-    # Of two threads that make the class at once, both get the first one.
+    members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
     container = Container if issubclass(host, (nn.Sequential, nn.ModuleList)) else None
-    bases = [base for base in (shell.outer, mixin, shell.inner, container, host) if base is not None]
-    return _CLASSES.setdefault((mixin, host, shell), type(prefix + host.__name__, tuple(bases), members))
+    bases = [base for base in (shell.outer, *mixins, shell.inner, container, host) if base is not None]
+    converted = type(prefix + host.__name__, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
+    for mixin in mixins:
+        mixin.complete(converted, host)
+    # Of two threads that make the class at once, both get the first one.
+    return _CLASSES.setdefault((mixins, host, shell), converted)
 
 
-def _instance(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO_SHELL) -> nn.Module:
-    converted = converted_class(mixin, host, shell)
+def _instance(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHELL) -> nn.Module:
+    converted = converted_class(mixins, host, shell)
     return converted.__new__(converted)
+
+
+def mixins_of(module: nn.Module) -> Mixins:
+    """Return the mixins in front of a module's host class; none for a dense module."""
+    mixins: Mixins = getattr(type(module), "mod_mixins", ())
+    return mixins
 
 
 def host_class(module: nn.Module) -> type[nn.Module]:
@@ -137,25 +155,31 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     """
     if not issubclass(mixin, Mixin):
         raise TypeError(f"{mixin.__name__} must derive from mmod.blocks.Mixin to stand in front of a host's class")
-    converted = converted_class(mixin, host_class(module), shell)
-    if is_converted(module) and type(module) is not converted:
+    present = mixins_of(module)
+    if mixin in present:
+        mixins = present
+    else:
+        mixins = (mixin, *present) if mixin.stacks else (*present, mixin)
+    converted = converted_class(mixins, host_class(module), shell)
+    apart = [other for other in mixins if not other.stacks]
+    if len(apart) > 1 or (mixin in present and type(module) is not converted):
         raise ValueError(
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
         )
-    taken = [name for name in mixin.added_modules if name in module._modules and not is_converted(module)]
+    taken = [name for name in mixin.added_modules if name in module._modules and not present]
     if taken:
         raise ValueError(
             f"this {type(module).__name__} has a module {taken[0]!r} of its own, which the one of that name that the "
             "method adds would replace: give it another name"
         )
-    if "forward" in vars(module) and not is_converted(module) and mixin_forwards(converted):
+    if "forward" in vars(module) and not present and mixin_forwards(converted):
         if mixin.optional:
             return
         raise HiddenClass(module)
     # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
     module.__class__ = converted
-    module.mod_state = state  # type: ignore[assignment]
+    setattr(module, mixin.state_name, state)
 
 
 class HiddenClass(ValueError):
@@ -177,9 +201,9 @@ class HiddenClass(ValueError):
 
 
 def mixin_forwards(module_class: type[nn.Module]) -> list[Any]:
-    """Return the forwards of the mixins in a class, without those of its host."""
-    mixins = [base for base in module_class.__mro__ if issubclass(base, Mixin) and "mod_host" not in vars(base)]
-    return [vars(mixin)["forward"] for mixin in mixins if "forward" in vars(mixin)]
+    """Return the forwards of the mixins in a class, without those of its host and those that `complete` may add."""
+    mixins = [base for base in module_class.__mro__ if issubclass(base, Mixin) and "forward" in vars(base)]
+    return [vars(mixin)["forward"] for mixin in mixins if "mod_host" not in vars(mixin) or not mixin.optional]
 
 
 def _maker(module: Any) -> str:
@@ -205,8 +229,16 @@ def make_dense(module: nn.Module) -> None:
 
 
 def _restore(module: Any) -> None:
-    for name in module.added_modules:
-        module._modules.pop(name, None)
-    module.__class__ = host_class(module)
-    for name in ("mod_state", "mod_method", "mod_drawn", "mod_told"):
+    for mixin in mixins_of(module):
+        remove(module, mixin)
+    for name in ("mod_method", "mod_drawn", "mod_told"):
         vars(module).pop(name, None)
+
+
+def remove(module: nn.Module, mixin: type[Mixin]) -> None:
+    """Remove a mixin from a module, with what it added; others on the module stay."""
+    for name in mixin.added_modules:
+        module._modules.pop(name, None)
+    vars(module).pop(mixin.state_name, None)
+    others = tuple(other for other in mixins_of(module) if other is not mixin)
+    module.__class__ = converted_class(others, host_class(module)) if others else host_class(module)

@@ -7,16 +7,15 @@ Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
-import sys
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.conversion import host_class, mixin_forwards
+from mmod.blocks.conversion import host_class, mixin_forwards, mixins_of
 from mmod.blocks.hook import ModelHook, attach, detach
 from mmod.config import Grid
 
@@ -64,7 +63,7 @@ class _WatchedCall(OnceHook):
         detach(module, self)
         for watch in self.watches:
             watch.remove()
-        hidden = [watch for watch in self.watches if watch.ran_without_mixin and not watch.ran_mixin]
+        hidden = [watch for watch in self.watches if watch.ran_inside and not watch.ran_mixin]
         if output is not None and hidden:
             name = hidden[0].name or "the model"
             raise ValueError(
@@ -75,33 +74,36 @@ class _WatchedCall(OnceHook):
 
 
 class _Watch:
-    """Sees whether modules inside a converted module run under its mixin.
+    """Sees whether modules inside a converted module run, and whether its mixin does, which reads its state.
 
     Attributes:
-        ran_mixin: A module inside was called by the mixin.
-        ran_without_mixin: A module inside was called by other code.
+        ran_mixin: The mixin has read its state.
+        ran_inside: A module inside was called.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = module
-        self.codes: set[CodeType] = {forward.__code__ for forward in mixin_forwards(type(module))}
         self.ran_mixin = False
-        self.ran_without_mixin = False
+        self.ran_inside = False
         inside = [inner for inner in module.modules() if inner is not module]
         self.handles = [inner.register_forward_pre_hook(self._see) for inner in inside]
+        # A property stands before the attribute of the same name.
+        self.watched = type(module)
+        names = {mixin.state_name for mixin in mixins_of(module)}
+        watching = {name: property(functools.partial(self._read, name)) for name in names}
+        module.__class__ = type(self.watched.__name__, (self.watched,), watching)
+
+    def _read(self, name: str, module: nn.Module) -> Any:
+        self.ran_mixin = True
+        return vars(module)[name]
 
     def _see(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code in self.codes and frame.f_locals.get("self") is self.module:
-                self.ran_mixin = True
-                return
-            frame = frame.f_back
-        self.ran_without_mixin = True
+        self.ran_inside = True
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and give the module its class back."""
+        self.module.__class__ = self.watched
         for handle in self.handles:
             handle.remove()
 

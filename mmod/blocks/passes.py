@@ -10,10 +10,8 @@ Axes: B images, N tokens.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Collection
-from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -38,19 +36,19 @@ ReadBlocks = Callable[[], Collection[int] | None]
 
 
 class StackCall:
-    """A call of the module that holds a stack of blocks; the root, without `outer`, stands for code outside any.
+    """A call of the module that owns a stack of blocks; the root, without `outer`, stands for code outside any.
 
     Args:
         outer: The call around it in this thread, if any.
         uninterrupted: The host's own code runs the blocks in order, and nothing reads the tokens between them. Blocks
             may then pass on rows, and tensors are not remembered.
-        host: Package of the host's code.
-        frame: The frame of the call; None for the root and while compiling.
         read_blocks: Returns the numbers of the blocks whose output the host collects in the running call; None for all.
+        awaits_features: The host's `forward` will run its `forward_features`, which belongs to the same call.
 
     Attributes:
         passes: Observed passes that began in it, or came from a call around it, oldest first.
         latest: The uninterrupted pass that began last.
+        begun: The runs of blocks that a pass of this call has entered.
         task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
     """
 
@@ -58,21 +56,36 @@ class StackCall:
         self,
         outer: StackCall | None = None,
         uninterrupted: bool = False,
-        host: str = "",
-        frame: FrameType | None = None,
         read_blocks: ReadBlocks | None = None,
+        awaits_features: bool = False,
     ) -> None:
         self.outer = outer
         self.uninterrupted = uninterrupted
-        self.host = host
-        self.frame = frame
         self.read_blocks = read_blocks
+        self.awaits_features = awaits_features
         self.passes: list[Pass] = []
         self.latest: Pass | None = None
+        self.begun: set[object] = set()
         # A thread may meet a stack for the first time inside a backward pass: the root began before it.
         self.task = -1
         if outer is not None and not torch.compiler.is_compiling():
             self.task = torch._C._current_graph_task_id()
+
+    def is_first(self, run: object) -> bool:
+        """Note that a pass enters a run of blocks; return whether it is the host's: the first one in a call.
+
+        Others come from code inside the call that runs the blocks by itself, such as a hook.
+        """
+        if self.outer is None:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        if run in self.begun:
+            # Which passes that begin from now on are the host's is unknown.
+            self.uninterrupted = False
+            return False
+        self.begun.add(run)
+        return True
 
 
 class StackCalls:
@@ -88,31 +101,10 @@ class StackCalls:
         self._patches: list[Patches] = []
         self._began = False
 
-    def begin(self, call: StackCall) -> None:
-        """Begin a call of the module that holds the blocks, inside the running one."""
-        self.running = call
-
-    def end(self) -> None:
-        """End the running call, with its unfinished passes."""
-        if self.running.outer is not None:
-            self.running = self.running.outer
+    def forget(self) -> None:
+        """Forget what a call that ended has left."""
         self.entered = None
         self._patches = []
-
-    def current(self) -> tuple[StackCall, bool]:
-        """Return the call that this code runs in, and whether the host's code alone leads here from its beginning.
-
-        A KeyboardInterrupt ends a call without a word, because torch runs hooks after an `Exception` only; and a hook
-        inside a call may run the blocks by itself. Both show in the frames.
-        """
-        if torch.compiler.is_compiling():
-            return self.running, True
-        while self.running.frame is not None and self.running.outer is not None:
-            packages = _packages_since(self.running.frame)
-            if packages is not None:
-                return self.running, packages <= {self.running.host, "torch", "mmod"}
-            self.running = self.running.outer
-        return self.running, True
 
     def show_patches(self, patches: Patches) -> None:
         """Note what is known of patches that were made for the next pass."""
@@ -132,18 +124,6 @@ class StackCalls:
         return Patches(first.grid if all(other.grid == first.grid for other in others) else None)
 
 
-def _packages_since(beginning: FrameType) -> set[str] | None:
-    """Return the packages whose code runs between a frame and here; None if the frame does not run any more."""
-    packages = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not beginning:
-        if frame is None:
-            return None
-        packages.add(str(frame.f_globals.get("__name__", "")).partition(".")[0])
-        frame = frame.f_back
-    return packages
-
-
 class Pass:
     """What the modules of a run share in one forward pass; what they share in particular derives from it.
 
@@ -155,7 +135,7 @@ class Pass:
         shape: Shape of the first module's input (B, N).
         patches: What is known of the images' patches, where a score reads it.
         uninterrupted: See `StackCall`.
-        by_host: The host's own code runs the modules, in a call of the model.
+        is_first: See `StackCall.is_first`.
         read_blocks: Numbers of the blocks whose output the host collects in an uninterrupted pass.
         busy: A module was entered and not left: it runs, or it failed.
     """
@@ -166,7 +146,7 @@ class Pass:
         self.shape: tuple[int, ...] = ()
         self.patches = Patches()
         self.uninterrupted = False
-        self.by_host = False
+        self.is_first = False
         self.read_blocks: Collection[int] = ()
         self.busy = False
 
@@ -232,7 +212,7 @@ class Passes(Generic[AnyPass]):
         started.shape = tuple(x.shape[:2])
         calls = self.calls.value
         started.patches = calls.take_patches()
-        call, host_alone = calls.current()
+        call = calls.running
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
             # A part of the model is recomputed.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
@@ -241,8 +221,8 @@ class Passes(Generic[AnyPass]):
             if match is not None and match.look == look:
                 started.patches = match.found.patches
             return started
-        started.by_host = host_alone and call.outer is not None
-        started.uninterrupted = host_alone and call.uninterrupted
+        started.is_first = call.is_first(self)
+        started.uninterrupted = started.is_first and call.uninterrupted
         if started.uninterrupted and call.read_blocks is not None:
             # Known only now: hosts decide what to collect inside their forward.
             read = call.read_blocks()
@@ -271,8 +251,6 @@ class Passes(Generic[AnyPass]):
         Raises:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
-        # Without a look at the frames, which takes time: after a Ctrl-C between two blocks, a later block that is
-        # called by itself would enter the pass of the dead call.
         call = self.calls.value.running
         latest: Any = call.latest
         if latest is not None and latest.owner is self and _can_reach(latest, place):
@@ -287,7 +265,6 @@ class Passes(Generic[AnyPass]):
             if torch._C._current_graph_task_id() != call.task:
                 return self._find_recomputed(found)
         if found is None:
-            call, _ = self.calls.value.current()
             found = self._only_unfinished(x, place, call)
             if found is None:
                 return None

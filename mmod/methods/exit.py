@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -20,17 +18,16 @@ from mmod.adapters import BlockStack
 from mmod.adapters.head import Head, find_head, logits_of
 from mmod.blocks import (
     BlockCall,
+    BlockOwner,
     Deciding,
-    Mixin,
-    ModelHook,
+    OwnerState,
     Pass,
     Passes,
     Records,
-    StackCalls,
-    attach,
     convert,
-    detach_hooks,
+    disown,
     host_class,
+    own_,
     recomputing,
 )
 from mmod.blocks.passes import StackCall
@@ -41,7 +38,6 @@ from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Evidence, Kept, Routing
 from mmod.routing.score.drawn import Added
-from mmod.threads import PerThread
 
 # The modules of timm's models that `reset_classifier` replaces.
 _CLASSIFIER = ("head", "head_dist")
@@ -99,13 +95,13 @@ class Exit(Method):
             convert(block, ExitBlock, state, call.shell)
             if index in heads:
                 block.exit = heads[index]
-        attach(model, ExitHook(stack.calls))
-        if hasattr(model, "reset_classifier"):
-            convert(model, ExitModel, None)
+        block_list = stack.names[0].split(".")[-2]
+        mixin = ExitClassifier if hasattr(model, "reset_classifier") else ExitModel
+        own_(model, OwnerState(stack.calls, block_list, tuple(stack.blocks)), mixin)
 
     def restore(self, model: nn.Module) -> None:
-        """Restore the host's classes, and remove the exits and the hook."""
-        detach_hooks(model, ExitHook)
+        """Restore the host's classes, and remove the exits."""
+        disown(model)
         super().restore(model)
 
 
@@ -191,16 +187,12 @@ class ExitCall(StackCall):
 
     Args:
         args: The arguments that its heads take.
-        labels: Classes (B), where the model returns a loss.
     """
 
-    def __init__(
-        self, outer: StackCall, frame: FrameType | None, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any
-    ) -> None:
-        super().__init__(outer, frame=frame)
+    def __init__(self, outer: StackCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        super().__init__(outer)
         self.args = args
         self.kwargs = kwargs
-        self.labels = labels
         self.leaving: Leaving | None = None
 
     def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor, total: int) -> Any:
@@ -265,7 +257,7 @@ class ExitBlock(Deciding, ConvertedBlock):
     def _leaving(self, x: Tensor) -> Leaving:
         """Return the pass that a block's input belongs to; outside a call of the model, one in which none exits."""
         state = self.mod_state
-        call, _ = state.passes.calls.value.current()
+        call = state.passes.calls.value.running
         if not isinstance(call, ExitCall):
             leaving = Leaving()
             leaving.total = x.shape[0]
@@ -355,34 +347,33 @@ def _joined_rows(rows: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Ten
     return join(rows)
 
 
-class ExitHook(ModelHook):
-    """Begins and ends an `ExitCall` with each call of the model, and gathers what its exits return."""
+class ExitModel(BlockOwner):
+    """Mixin of a model with exits: gathers what they return in a call of it."""
 
-    def __init__(self, calls: PerThread[StackCalls]) -> None:
-        self.calls = calls
+    optional = False
+    running = ("forward",)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Begin a call; labels are kept from the model, which computes its loss from the logits of all images."""
+    def run_in_call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the model's output for all images, each from the exit that it took.
+
+        Labels are kept from the model; its loss is computed here, from the logits of all images.
+        """
         check_counts("early exits", "the number of remaining images")
-        calls = self.calls.value
-        outer, _ = calls.current()
-        names = list(inspect.signature(host_class(module).forward).parameters)[1:]
-        labels = {**dict(zip(names, args)), **kwargs}.get("labels")
+        names = list(inspect.signature(host_class(self).forward).parameters)[1:]
+        named = {**dict(zip(names, args)), **kwargs}
+        labels = named.get("labels")
         if labels is not None:
-            kwargs = {**dict(zip(names, args)), **kwargs, "labels": None}
+            kwargs = {**named, "labels": None}
             args = ()
-        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-        calls.begin(ExitCall(outer, frame, args, kwargs, labels))
-        return args, kwargs
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
-        """End the call; return the output for all images, each from the exit that it took."""
-        calls = self.calls.value
-        call = calls.running
-        calls.end()
-        # After a failure there is no output.
-        if not isinstance(call, ExitCall) or output is None:
-            return None
+        calls = self.mod_owner.calls.value
+        outer = calls.running
+        call = ExitCall(outer, args, kwargs)
+        try:
+            calls.running = call
+            output = run(*args, **kwargs)
+        finally:
+            calls.running = outer
+            calls.forget()
         leaving = call.leaving
         if leaving is not None and leaving.index_B is not None:
             index_B = leaving.index_B
@@ -390,7 +381,7 @@ class ExitHook(ModelHook):
             places, answers = zip(*leaving.answers, (index_B, remaining))
             order = torch.cat(places).argsort()
             output = _joined(answers, lambda rows: _in_order(rows, order))
-        return output if call.labels is None else _with_loss(module, output, call.labels)
+        return output if labels is None else _with_loss(self, output, labels)
 
 
 def _in_order(rows: list[Tensor], order: Tensor) -> Tensor:
@@ -413,7 +404,7 @@ def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
     return output
 
 
-class ExitModel(Mixin):
+class ExitClassifier(ExitModel):
     """Mixin of a timm model, whose exits have its classes."""
 
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Mixin, StackCalls, convert
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import (
     AttentionInputs,
     Grid,
     Reducing,
+    ReducingModel,
     Restore,
     check_halves,
     head_reads,
@@ -30,7 +30,6 @@ from mmod.methods.reduction import (
 )
 from mmod.ops import gather_rows
 from mmod.ops.select import best_first
-from mmod.threads import PerThread
 
 
 @register_method("prune")
@@ -80,9 +79,8 @@ class Prune(Reducing):
         owner = owner_of(model, stack)
         reductions = dict.fromkeys(self.blocks, partial(prune_tokens, self.keep, self.fuse))
         reads_importance = partial(_reads_importance, self.by, stack.class_token)
-        calls = reduce_(stack, owner, reductions, heads=("prefix", "patches"), reads_importance=reads_importance)
-        if stack.host == "timm":
-            convert(owner, PrunedModel, calls)
+        mixin = PrunedModel if stack.host == "timm" else ReducingModel
+        reduce_(stack, owner, reductions, ("prefix", "patches"), reads_importance, mixin)
 
 
 def _reads_importance(by: str, class_token: bool, model: nn.Module) -> bool:
@@ -90,15 +88,12 @@ def _reads_importance(by: str, class_token: bool, model: nn.Module) -> bool:
     return by == "mean" or (by == "auto" and not (class_token and pooling(model) == "token"))
 
 
-class PrunedModel(Mixin):
+class PrunedModel(ReducingModel):
     """Mixin of a model with pruned tokens."""
-
-    keeps_name = True
-    mod_state: PerThread[StackCalls]
 
     def forward_head(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
-        if head_reads(self) == "patches" and not pools_remaining(self.mod_state):
+        if head_reads(self) == "patches" and not pools_remaining(self.mod_owner.calls):
             raise ValueError(
                 f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
                 "knows which of them remain only in a call of the model with timm's own forward: call the model, after "

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,20 +18,23 @@ from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.blocks import (
     KEY_BIAS,
+    BlockOwner,
     Deciding,
+    OwnerState,
     Pass,
     Passes,
     ReadBlocks,
     Records,
-    SpanHook,
     StackCalls,
     WholeBatchHook,
     attach,
     convert,
     detach_hooks,
+    disown,
     host_class,
     make_halves,
     make_observed,
+    own_,
 )
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.inner import Inner
@@ -98,15 +100,16 @@ Reduction = Callable[[Grid, AttentionInputs, int], tuple[Grid, Restore] | None]
 class Reducing(Method):
     """A method after whose blocks fewer tokens remain.
 
-    Blocks pass on the remaining tokens only where the host's own code runs them in a call of the model, see `SpanHook`.
-    All other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from
-    each block: a merged token at each of its places, and a pruned one as it was when dropped.
+    Blocks pass on the remaining tokens only where the host's own code runs them in sequence, see `BlockOwner`. All
+    other code, such as `forward_intermediates`, hooks and subclasses, gets the full grid from each block: a merged
+    token at each of its places, and a pruned one as it was when dropped. So does what follows the blocks, except for a
+    head in a call of the model.
     """
 
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes, and remove the hooks."""
-        for kind in (ReductionHook, WholeBatchHook):
-            detach_hooks(model, kind)
+        detach_hooks(model, WholeBatchHook)
+        disown(model)
         super().restore(model)
 
 
@@ -124,12 +127,11 @@ class ReducedCall(StackCall):
         self,
         outer: StackCall,
         uninterrupted: bool,
-        host: str,
-        frame: FrameType | None,
         read_blocks: ReadBlocks | None,
+        awaits_features: bool,
         is_reduced_for_head: bool,
     ) -> None:
-        super().__init__(outer, uninterrupted, host, frame, read_blocks)
+        super().__init__(outer, uninterrupted, read_blocks, awaits_features)
         self.is_reduced_for_head = is_reduced_for_head
         self.began = False
 
@@ -261,8 +263,9 @@ class ReducedBlock(Deciding, ConvertedBlock):
             passage = passes.begin(x)
             passage.tokens = x.shape[1]
             call = passes.calls.value.running
-            if isinstance(call, ReducedCall) and passage.by_host:
-                passage.is_reduced_for_head = call.is_reduced_for_head
+            if isinstance(call, ReducedCall):
+                # Of two passes in a call, none is known to be the host's.
+                call.is_reduced_for_head = passage.is_reduced_for_head = call.is_reduced_for_head and passage.is_first
                 call.began = True
         passage.busy = True
         return passage
@@ -322,9 +325,9 @@ class ReducedBlock(Deciding, ConvertedBlock):
         self.record.keep("", Routing(Kept(index_BK), Evidence(score_BN), joined=Joined(size_BK=size_BK)))
 
 
-@dataclass(eq=False, repr=False)
-class ReductionHook(SpanHook):
-    """Decides before each call of a model whether blocks pass on the remaining tokens, and whether the head reads them.
+@dataclass(eq=False)
+class ReducingState(OwnerState):
+    """Plain state of a model whose blocks reduce tokens.
 
     Args:
         heads: What a head may read for which the grid is not restored, see `head_reads`.
@@ -332,14 +335,23 @@ class ReductionHook(SpanHook):
 
     heads: tuple[str, ...] = ()
 
-    def new_call(self, module: nn.Module, outer: StackCall, frame: FrameType | None) -> ReducedCall:
+
+class ReducingModel(BlockOwner):
+    """Mixin of a model whose blocks reduce tokens: decides whether its head reads the remaining ones, or the grid."""
+
+    mod_owner: ReducingState
+
+    def new_call(self, name: str, outer: StackCall) -> ReducedCall:
         """Return a call in which the head reads the remaining tokens, or the grid."""
-        uninterrupted = self.is_uninterrupted(module)
-        reads = head_reads(module) if self.host == "timm" else "all"
-        # A hook on a block sees the grid; what is pooled does not depend on it.
-        known = self._runs(module) if reads == "patches" else uninterrupted and not _tokens_are_read(module, "norm")
-        reduced = known and reads in self.heads
-        return ReducedCall(outer, uninterrupted, self.host, frame, self.read_blocks, reduced)
+        state = self.mod_owner
+        uninterrupted = self.is_uninterrupted(name)
+        reduced = False
+        if name == "forward" and state.host == "timm":
+            reads = head_reads(self)
+            # A hook on a block sees the grid; what is pooled does not depend on it.
+            known = self.runs_in_order() if reads == "patches" else uninterrupted and not _tokens_are_read(self, "norm")
+            reduced = known and reads in state.heads
+        return ReducedCall(outer, uninterrupted, state.read_blocks, name == "forward", reduced)
 
 
 def _all_or_none(read_blocks: ReadBlocks) -> Collection[int] | None:
@@ -360,8 +372,9 @@ def reduce_(
     reductions: Mapping[int, Reduction],
     heads: tuple[str, ...],
     reads_importance: Callable[[nn.Module], bool],
-) -> PerThread[StackCalls]:
-    """Convert the blocks of a stack from the first reduction on, and return what knows the calls of the model.
+    mixin: type[ReducingModel] = ReducingModel,
+) -> None:
+    """Convert the blocks of a stack from the first reduction on, and the model that owns them.
 
     Args:
         owner: The model that holds the blocks.
@@ -392,16 +405,16 @@ def reduce_(
         convert(block, ReducedBlock, state, call.shell)
     block_list = stack.names[0].split(".")[-2]
     read_blocks = None if stack.read_blocks is None else partial(_all_or_none, stack.read_blocks)
-    attach(owner, ReductionHook(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads))
+    state = ReducingState(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads=heads)
+    own_(owner, state, mixin)
     stack.watch_grid(stack.converted)
     if stack.dividing:
         attach(owner, WholeBatchHook(stack.dividing))
-    return stack.calls
 
 
 def pools_remaining(calls: PerThread[StackCalls]) -> bool:
     """Return whether a call of the model runs, in which the head gets the remaining tokens."""
-    call, _ = calls.value.current()
+    call = calls.value.running
     return isinstance(call, ReducedCall) and call.is_reduced_for_head and call.began
 
 

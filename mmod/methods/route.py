@@ -16,16 +16,18 @@ from mmod.adapters import BlockStack, find_parts, own_name
 from mmod.blocks import (
     GridHook,
     ModelHook,
+    OwnerState,
     RoutedBlock,
     RoutedState,
-    SpanHook,
     WholeBatchHook,
     attach,
     convert,
     detach_hooks,
+    disown,
     is_converted,
     make_importance,
     make_routed,
+    own_,
 )
 from mmod.config import Merged, Preset, RoutingConfig, rational, read_routing, rescaled
 from mmod.methods.base import Method, Model, method_owners, methods_of, register_method
@@ -190,8 +192,7 @@ class Route(Method):
             if stack.dividing and _runs_inside(stack, self.parts[name]):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
-                blocks = tuple(stack.blocks)
-                hooks.append((owner, SpanHook(stack.calls, block_list, blocks, stack.host, stack.read_blocks)))
+                own_(owner, OwnerState(stack.calls, block_list, tuple(stack.blocks), stack.host, stack.read_blocks))
             for module, mixin, reader in stack.readers:
                 convert(module, mixin, reader)
         for module, hook in hooks:
@@ -202,6 +203,7 @@ class Route(Method):
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""
         detach_hooks(model)
+        disown(model)
         super().restore(model)
         for module in model.modules():
             unshare_score(module)

@@ -157,7 +157,8 @@ def test_one_that_calls_the_method_changes_nothing(name: str, put: Callable[[nn.
         torch.testing.assert_close(model(images()), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in CHANGES if name != "attention routing"])
+# The host's own forward calls `forward_features`, where images are resized too.
+@pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("attention routing", "resize")])
 @torch.no_grad()
 def test_one_that_replaces_the_method_is_refused_at_the_first_call(name: str) -> None:
     change, path = CHANGES[name]

@@ -92,7 +92,7 @@ class TestThreads:
 
 def test_copies_and_pickles_know_no_running_call() -> None:
     calls = PerThread(StackCalls)
-    calls.value.begin(StackCall(calls.value.running))
+    calls.value.running = StackCall(calls.value.running)
     for other in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
         assert other.value.running.outer is None
     assert calls.value.running.outer is not None

@@ -1,0 +1,192 @@
+"""The module that owns a stack of blocks: it begins and ends the calls in which they run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from mmod.blocks.conversion import Mixin, convert, is_converted, mixins_of, remove
+from mmod.blocks.hook import runs_code_of
+from mmod.blocks.passes import ReadBlocks, StackCall, StackCalls
+from mmod.threads import PerThread
+
+Run = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class OwnerState:
+    """Plain state of a module that owns a stack of blocks.
+
+    Args:
+        calls: The calls of the stack, by thread.
+        name: Name of the list of blocks in the module.
+        host: Package whose code may run blocks that pass on rows; empty for none.
+        read_blocks: See `StackCall`.
+        in_front: The blocks before the first changed one, and the modules inside them.
+    """
+
+    calls: PerThread[StackCalls] = field(repr=False)
+    name: str
+    blocks: tuple[nn.Module, ...]
+    host: str = ""
+    read_blocks: ReadBlocks | None = None
+    in_front: tuple[nn.Module, ...] = ()
+
+
+class BlockOwner(Mixin):
+    """Mixin of a module that owns a stack of blocks: each call of a method that runs them is a `StackCall`.
+
+    Nothing reads the tokens between blocks if the host library's code runs exactly the routed blocks in sequence,
+    without hooks or gradient checkpointing. Any other caller (a subclass with another forward, `forward_intermediates`,
+    extracted features, a user's loop) gets all tokens from each block.
+    """
+
+    keeps_name = True
+    stacks = True
+    # Where a `forward` on the module hides it, blocks hand on all tokens.
+    optional = True
+    state_name = "mod_owner"
+    mod_owner: OwnerState
+    running: ClassVar[tuple[str, ...]] = (
+        "forward",
+        "forward_features",
+        "forward_intermediates",
+        "get_intermediate_layers",
+    )
+    """Methods of hosts that run the blocks."""
+
+    @classmethod
+    def complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
+        """Let each method of the host that runs the blocks be a call."""
+        for name in cls.running:
+            if hasattr(host, name):
+                setattr(converted, name, _as_call(converted, name, getattr(host, name)))
+
+    def run_in_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run a method of the host in a call of the blocks, which ends with it, also after a KeyboardInterrupt."""
+        calls = self.mod_owner.calls.value
+        outer = calls.running
+        if name == "forward_features" and outer.awaits_features:
+            # The host's forward runs it: they are one call.
+            outer.awaits_features = False
+            return run(*args, **kwargs)
+        try:
+            calls.running = self.new_call(name, outer)
+            return run(*args, **kwargs)
+        finally:
+            # First, as another interrupt may end this too.
+            calls.running = outer
+            calls.forget()
+
+    def new_call(self, name: str, outer: StackCall) -> StackCall:
+        """Return a call of a method of the host within another one."""
+        return StackCall(outer, self.is_uninterrupted(name), self.mod_owner.read_blocks, name == "forward")
+
+    def is_uninterrupted(self, name: str) -> bool:
+        """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""
+        if not self.mod_owner.host or name not in _IN_SEQUENCE:
+            return False
+        return not self._recomputes() and self.runs_in_order() and not self._tokens_are_read()
+
+    def _recomputes(self) -> bool:
+        """Return whether gradient checkpointing is on.
+
+        A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        # timm sets the flag on the model, transformers on each layer, where training counts.
+        if getattr(self, "grad_checkpointing", False):
+            return True
+        return any(
+            getattr(block, "gradient_checkpointing", False) and block.training for block in self.mod_owner.blocks
+        )
+
+    def runs_in_order(self) -> bool:
+        """Return whether the host's code runs the stack's blocks in order."""
+        state = self.mod_owner
+        for name in _IN_SEQUENCE:
+            if hasattr(type(self), name) and not runs_code_of(state.host, self, name):
+                return False
+        blocks: Any = self.get_submodule(state.name)
+        # A subclass may run its blocks in another way.
+        if type(blocks) not in (nn.Sequential, nn.ModuleList) or "forward" in vars(blocks):
+            return False
+        return list(blocks._modules.values()) == list(state.blocks)
+
+    def _tokens_are_read(self) -> bool:
+        """Return whether a hook or a replaced forward reads the tokens between blocks."""
+        hooks: Any = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return True
+        if hooks._global_backward_hooks or hooks._global_backward_pre_hooks:
+            return True
+        known: type | None = None
+        for block in self.mod_owner.blocks:
+            # Written out, because this is asked of every block in every call.
+            for readers in (
+                block._forward_hooks,
+                block._forward_pre_hooks,
+                block._backward_hooks,
+                block._backward_pre_hooks,
+            ):
+                if readers and not all(map(_is_known, readers.values())):
+                    return True
+            if "mod_state" in block.__dict__:
+                if "forward" in block.__dict__ or not (type(block) is known or runs_code_of("mmod", block, "forward")):
+                    return True
+                known = type(block)
+        if torch.compiler.is_compiling():
+            return False
+        # Code inside the blocks in front may run the blocks by itself, before the host does.
+        for inner in self.mod_owner.in_front:  # noqa: SIM110
+            if inner._forward_hooks or inner._forward_pre_hooks:
+                return True
+        return False
+
+
+def _is_known(hook: object) -> bool:
+    """Return whether `StackCall.read_blocks` tells what a hook reads, or a hook of mmod's counts tokens alone.
+
+    transformers keeps its collecting hooks.
+    """
+    return getattr(hook, "__module__", "") in ("transformers.utils.output_capturing", "mmod.blocks.first_call")
+
+
+# The functions of hosts that run the blocks in sequence, and read nothing between them.
+_IN_SEQUENCE = ("forward", "forward_features")
+
+
+def _as_call(converted: type[nn.Module], name: str, host_method: Run) -> Run:
+    """Return the host's method as one that runs in a call of the blocks."""
+
+    @functools.wraps(host_method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Who holds the method may call it after the mixin was removed, or on a new object of the class.
+        if "mod_owner" not in self.__dict__:
+            return host_method(self, *args, **kwargs)
+        return self.run_in_call(name, getattr(super(converted, self), name), args, kwargs)
+
+    return run
+
+
+def own_(owner: nn.Module, state: OwnerState, mixin: type[BlockOwner] = BlockOwner) -> None:
+    """Let a module begin and end the calls of its blocks, after these were converted."""
+    for block in state.blocks:
+        if is_converted(block):
+            break
+        state.in_front += tuple(block.modules())
+    convert(owner, mixin, state)
+
+
+def disown(model: nn.Module) -> None:
+    """Undo `own_` in a model."""
+    for module in model.modules():
+        for mixin in mixins_of(module):
+            if issubclass(mixin, BlockOwner):
+                remove(module, mixin)
