@@ -27,17 +27,17 @@ from mmod.adapters.masks import (
 from mmod.blocks import (
     KEY_BIAS,
     NO_SHELL,
+    ROUTED,
     Arguments,
     BlockCall,
     FirstGrid,
     GridSource,
     Halves,
-    ImportanceBlock,
     Mixin,
     ModelHook,
     Passes,
     ReadBlocks,
-    RoutedBlock,
+    RoutedMixins,
     Shell,
     StackCalls,
     attach,
@@ -85,7 +85,7 @@ class BlockStack:
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
         class_token: The first token is a class token.
-        mixins: Mixins of a routed block and of a block that computes importance.
+        mixins: Mixins of its blocks.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
@@ -108,7 +108,7 @@ class BlockStack:
     reads_images: bool = False
     class_token: bool = False
     router: type[Router] = Router
-    mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
+    mixins: RoutedMixins = ROUTED
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
     read_blocks: ReadBlocks | None = None

@@ -17,7 +17,7 @@ from mmod.blocks.conversion import (
     make_dense,
     modules_of,
 )
-from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
+from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock, SpannedDecoderBlock
 from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
 from mmod.blocks.grid import GridHook, GridSource, PatchesOfPass, check_cuts, grid_of_map
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
@@ -26,11 +26,14 @@ from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import (
+    ROUTED,
     ConvertedBlock,
     ImportanceBlock,
     ImportanceState,
     RoutedBlock,
+    RoutedMixins,
     RoutedState,
+    SpannedBlock,
     make_importance,
     make_routed,
 )

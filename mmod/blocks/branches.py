@@ -16,6 +16,7 @@ from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import BranchRunner, Inner, running_branch, silencing
 from mmod.blocks.rows import Block, Execution, Host, Rows, gather_kept, in_order, write_kept
+from mmod.config import RoutingConfig
 from mmod.routing import Routing
 from mmod.threads import PerThread
 
@@ -200,6 +201,11 @@ class SilencedHalves(Halves):
 
 class OneBranch(Execution):
     """The block runs on all tokens, except for one branch, which runs on the kept tokens."""
+
+    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
+        super().__init__(call, config)
+        self.operator = str(config.operator)
+        self.among_all = config.context == "all"
 
     def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return all tokens after the host's block."""

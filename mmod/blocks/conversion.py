@@ -20,6 +20,7 @@ class Mixin(nn.Module):
         mod_drawn: The weights that decide, as the method drew them.
         mod_told: What users were told of the modules that one application of the method put there, which share it.
         keeps_name: The converted class has the name of the host's.
+        title: What stands in front of the host's name otherwise; empty for the mixin's own name.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
         optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
         stacks: It may share a module with one other mixin.
@@ -31,6 +32,7 @@ class Mixin(nn.Module):
     mod_drawn: tuple[Tensor, ...] = ()
     mod_told: set[str]
     keeps_name: ClassVar[bool] = False
+    title: ClassVar[str] = ""
     added_modules: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
@@ -104,12 +106,12 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
 
     # `RoutedBlock` makes RoutedEncoderLayer of an EncoderLayer, and of timm's Block a class of its own name. Libraries
     # identify a model in a saved folder by the name of its class.
-    prefix = "".join(mixin.__name__.removesuffix("Block") for mixin in mixins if not mixin.keeps_name)
+    titles = [mixin.title or mixin.__name__.removesuffix("Block") for mixin in mixins if not mixin.keeps_name]
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
     container = Container if issubclass(host, (nn.Sequential, nn.ModuleList)) else None
     bases = [base for base in (shell.outer, *mixins, shell.inner, container, host) if base is not None]
-    converted = type(prefix + host.__name__, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
+    converted = type("".join(titles) + host.__name__, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
     for mixin in mixins:
         mixin.complete(converted, host)
     # Of two threads that make the class at once, both get the first one.

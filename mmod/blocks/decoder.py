@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from mmod.blocks.call import DecoderCall
-from mmod.blocks.routed import ImportanceBlock, RoutedBlock
+from mmod.blocks.routed import ImportanceBlock, RoutedBlock, SpannedBlock
 
 
 class RoutedDecoderBlock(RoutedBlock):
@@ -32,6 +32,12 @@ class RoutedDecoderBlock(RoutedBlock):
         selected = call.select_tokens(arguments, x, None)
         call.begin_update(arguments, x, None)
         return self.run_host(x, **selected)
+
+
+class SpannedDecoderBlock(RoutedDecoderBlock, SpannedBlock):
+    """Mixin of a routed decoder layer in a span."""
+
+    title = "RoutedDecoder"
 
     def shares(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the layer shares scores in a call: only where some tokens may be skipped."""

@@ -101,11 +101,16 @@ def runs_code_of(package: str, module: nn.Module, name: str) -> bool:
     if name in vars(module):
         return False
     code = getattr(type(module), name)
-    if package != "mmod" and package_of(code) == "mmod":
+    if package != "mmod" and _package_of(code) == "mmod":
         # A mixin of mmod in front of a host's class calls the host's method.
-        code = getattr(host_class(module), name)
+        code = getattr(type(module).mod_host, name)  # type: ignore[attr-defined]
     if package == "mmod" and getattr(code, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
         # Layers of transformers wrap the forward of every subclass, for gradient checkpointing.
         code = code.__wrapped__
+    return _package_of(code) == package
+
+
+def _package_of(code: Any) -> str:
+    """Return the package that a function was written in."""
     # A decorator copies `__module__`, but not the globals.
-    return str(getattr(code, "__globals__", {}).get("__name__", "")).partition(".")[0] == package
+    return str(getattr(code, "__globals__", {}).get("__name__", "")).partition(".")[0]

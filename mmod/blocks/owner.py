@@ -113,7 +113,7 @@ class BlockOwner(Mixin):
         for name in _IN_SEQUENCE:
             if hasattr(type(self), name) and not runs_code_of(state.host, self, name):
                 return False
-        blocks: Any = self.get_submodule(state.name)
+        blocks: Any = self._modules[state.name]
         # A subclass may run its blocks in another way.
         if type(blocks) not in (nn.Sequential, nn.ModuleList) or "forward" in vars(blocks):
             return False
@@ -128,15 +128,11 @@ class BlockOwner(Mixin):
             return True
         known: type | None = None
         for block in self.mod_owner.blocks:
-            # Written out, because this is asked of every block in every call.
-            for readers in (
-                block._forward_hooks,
-                block._forward_pre_hooks,
-                block._backward_hooks,
-                block._backward_pre_hooks,
-            ):
-                if readers and not all(map(_is_known, readers.values())):
-                    return True
+            # Asked without a call where there is no hook, as of every module below.
+            if (block._forward_hooks or block._forward_pre_hooks) and _has_readers(block):
+                return True
+            if block._backward_hooks or block._backward_pre_hooks:
+                return True
             if "mod_state" in block.__dict__:
                 if "forward" in block.__dict__ or not (type(block) is known or runs_code_of("mmod", block, "forward")):
                     return True
@@ -144,10 +140,15 @@ class BlockOwner(Mixin):
         if torch.compiler.is_compiling():
             return False
         # Code inside the blocks in front may run the blocks by itself, before the host does.
-        for inner in self.mod_owner.in_front:  # noqa: SIM110
-            if inner._forward_hooks or inner._forward_pre_hooks:
+        for inner in self.mod_owner.in_front:
+            if (inner._forward_hooks or inner._forward_pre_hooks) and _has_readers(inner):
                 return True
         return False
+
+
+def _has_readers(module: nn.Module) -> bool:
+    """Return whether an unknown hook reads what a module gets or returns."""
+    return not all(map(_is_known, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
 def _is_known(hook: object) -> bool:

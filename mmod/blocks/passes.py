@@ -253,12 +253,14 @@ class Passes(Generic[AnyPass]):
         """
         call = self.calls.value.running
         latest: Any = call.latest
-        if latest is not None and latest.owner is self and _can_reach(latest, place):
+        if latest is not None and latest.owner is self and not latest.busy:
             # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
-            if place is not None:
-                latest.place = place
             following: AnyPass = latest
-            return following
+            if place is None:
+                return following
+            if latest.place < place:
+                latest.place = place
+                return following
         found = None
         if not torch.compiler.is_compiling():
             found = self._pass_of(x)

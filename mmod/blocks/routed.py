@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.record import Deciding, Records
-from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
+from mmod.blocks.rows import AmongAll, CachedTokens, Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE, LOSSES, RoutingConfig, Threshold
@@ -170,7 +170,9 @@ class RoutedBlock(Deciding, ConvertedBlock):
             return MlpOfKept(call, config)
         if config.operator != "block":
             return OneBranch(call, config)
-        return KeptTokens(call, config)
+        if config.context == "all":
+            return AmongAll(call, config)
+        return CachedTokens(call, config) if call.caches else KeptTokens(call, config)
 
     @property
     def cost_follows_data(self) -> bool:
@@ -202,60 +204,58 @@ class RoutedBlock(Deciding, ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D): decide, gather the kept rows, run the host's block on them, write them back.
 
-        In a span, a block enters the pass that its input belongs to before these steps, and leaves it after them.
-
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
-        if not isinstance(x, Tensor):
-            return trace_as_node(self, x, args, kwargs)
-        if torch.jit.is_tracing():
-            raise RuntimeError(_TRACED)
+        if not isinstance(x, Tensor) or torch._C._get_tracing_state() is not None:
+            return self.trace(x, args, kwargs)
         state = self.mod_state
-        call = state.call
         execution = state.execution
         # Most hosts pass tokens alone, and binding takes time.
-        arguments = call.bind(args, kwargs) if args or kwargs else {}
-        router = self.router
-        span = state.span
-        # What the blocks of the span share in this pass, and the rows that the previous one passed on.
-        shared = None
-        rows = None
-        if span is not None and (not call.caches or self.shares(arguments)):
-            shared = span.enter(x, state, router, self.training)
-        if span is not None and shared is not None and shared.rows is not None:
-            x, rows = span.take_rows(x, shared, router)
+        arguments = state.call.bind(args, kwargs) if args or kwargs else {}
         if execution.between_halves:
-            x = self.attend(x, arguments, shared, rows)
-        # Decide: alone, or by what the span knows.
-        tokens = call.masks(arguments, x) if arguments or call.masks_always else _NO_MASKS
-        scored = self.normed(x) if execution.scores_norm else x
-        if span is None or shared is None:
-            routing = router(scored, None, tokens)
-        else:
-            routing = None
-            if shared.rows is not None or shared.decisions:
-                routing = span.decided(scored, shared, state, router, tokens)
-            if routing is None:
-                routing = router(scored, shared.score_BN, tokens)
-            if not state.ends:
-                span.remember(routing, shared, state, router, tokens)
-        record = state.records.value
-        # Elsewhere nobody reads the decision, which would keep its tensors alive.
-        if self.training or record.traced:
-            record.keep("", routing)
+            x = self.attend(x, arguments)
+        routing = self.decide(x, arguments)
+        rows = execution.make_rows(self, x, arguments, routing)
+        z = rows.gather(x, routing)
+        y = execution.run(self, super().forward, z, arguments, rows)
+        return rows.write_back(y)
+
+    def decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
+        """Return the router's decision about tokens (B, N, D)."""
+        state = self.mod_state
+        tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else _NO_MASKS
+        scored = self.normed(x) if state.execution.scores_norm else x
+        routing: Routing = self.router(scored, None, tokens)
+        if self.training or state.records.value.traced:
+            self.note(routing, x)
+        return routing
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the output of the block's first norm, which the router scores instead of the tokens."""
+        norm = cast(DecoderCall, self.mod_state.call).first_norm(self)
+        normed: Tensor = norm(x)
+        return normed
+
+    def note(self, routing: Routing, x: Tensor) -> None:
+        """Record a decision and, in training, its losses. In other calls nobody reads what would keep tensors alive."""
+        self.record.keep("", routing)
         if self.training:
             self.tell_of_frozen()
             losses = self.losses(routing)
             if losses:
                 self.keep_loss(losses, x, routing.score_BN)
-        # Gather, run and write back.
-        if rows is None:
-            rows = execution.make_rows(self, x, arguments, routing)
-        z = rows.gather(x, routing)
-        y = execution.run(self, super().forward, z, arguments, rows)
-        if span is None or shared is None:
-            return rows.write_back(y)
-        return span.leave(y, shared, rows, router, state)
+
+    def attend(self, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return tokens after the attention that runs before the decision."""
+        halves = self.mod_state.call.halves
+        assert halves is not None
+        return halves.attend(self, x, arguments)
+
+    def trace(self, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the block as one node of torch.fx's graph; refuse torch.jit.trace."""
+        if isinstance(x, Tensor):
+            raise RuntimeError(_TRACED)
+        return trace_as_node(self, x, args, kwargs)
 
     def scorers(self) -> dict[str, nn.Module]:
         """Return the router, and the score that it shares with others."""
@@ -274,40 +274,77 @@ class RoutedBlock(Deciding, ConvertedBlock):
         router = self.router
         return [weight * LOSSES[name](routing, router) for name, weight in router.config.losses.items()]
 
+
+class SpannedBlock(RoutedBlock):
+    """Mixin of a routed block in a span, which shares scores, decisions and rows with the blocks around it."""
+
+    title = "Routed"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Route tokens (B, N, D), or rows that the block before passed on (B, K, D), see `RoutedBlock.forward`."""
+        if not isinstance(x, Tensor) or torch._C._get_tracing_state() is not None:
+            return self.trace(x, args, kwargs)
+        state = self.mod_state
+        span = state.span
+        execution = state.execution
+        arguments = state.call.bind(args, kwargs) if args or kwargs else {}
+        assert span is not None
+        shared = None
+        if not state.call.caches or self.shares(arguments):
+            shared = span.enter(x, self)
+        if shared is None:
+            return super().forward(x, **arguments)
+        rule = self.router.rule
+        rows = shared.rows
+        routing = None
+        if rows is not None:
+            if rule.matches(rows.rule):
+                routing = rows.routing
+            elif not rule.config.joins:
+                x = rows.write_back(x)
+                rows = shared.rows = None
+        if execution.between_halves:
+            x = self.attend_in_span(x, arguments, shared, rows)
+        if routing is None:
+            tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else _NO_MASKS
+            routing = span.decide(x, self, shared, rule, tokens)
+        if self.training or state.records.value.traced:
+            self.note(routing, x)
+        if rows is None:
+            rows = execution.make_rows(self, x, arguments, routing)
+        z = rows.gather(x, routing)
+        y = execution.run(self, super(RoutedBlock, self).forward, z, arguments, rows)
+        return span.leave(y, shared, rows, rule, self)
+
     def shares(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether a block with a cache takes part in its span in this call."""
         return True
 
-    def normed(self, x: Tensor) -> Tensor:
-        """Return the output of the block's first norm, which the router scores instead of the tokens."""
-        norm = cast(DecoderCall, self.mod_state.call).first_norm(self)
-        normed: Tensor = norm(x)
-        return normed
-
-    def attend(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None, held: Rows | None) -> Tensor:
+    def attend_in_span(
+        self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass, passed_on: Rows | None
+    ) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
         state = self.mod_state
         call = state.call
-        rows = held
+        rows = passed_on
         z = x
         earlier = None
-        if rows is None and shared is not None and state.span is not None:
+        if rows is None:
+            assert state.span is not None
             earlier = state.span.before(shared, state.place, x.device)
         if earlier is not None:
             rows = Rows(x)
             z = rows.gather(x, earlier)
         if rows is not None:
             arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
-        assert call.halves is not None
-        attend = partial(call.halves.attend, self, z, arguments)
         if state.observes:
-            assert shared is not None
             queries_BN = call.masks(arguments, z).queries_BN
+            attend = partial(self.attend, z, arguments)
             y, shared.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
         else:
-            y = attend()
+            y = self.attend(z, arguments)
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
-        if rows is held or rows is None:
+        if rows is passed_on or rows is None:
             return y
         return rows.write_back(y)
 
@@ -336,8 +373,26 @@ class ImportanceBlock(ConvertedBlock):
         return y
 
 
-def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
+class RoutedMixins(NamedTuple):
+    """Mixins of a host's blocks.
+
+    Args:
+        alone: Of a routed block that shares nothing with others.
+        in_span: Of a routed block in a span.
+        importance: Of a dense block whose importance a span reads.
+    """
+
+    alone: type[RoutedBlock]
+    in_span: type[SpannedBlock]
+    importance: type[ImportanceBlock]
+
+
+ROUTED = RoutedMixins(RoutedBlock, SpannedBlock, ImportanceBlock)
+
+
+def make_routed(block: nn.Module, router: Router, state: RoutedState, mixins: RoutedMixins = ROUTED) -> None:
     """Convert a dense block into a routed one."""
+    mixin = mixins.alone if state.span is None else mixins.in_span
     call = state.call
     convert(block, mixin, state, call.shell)
     block.router = router
@@ -355,9 +410,9 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
             convert(branch, Branch, BranchState(state.inner, ""))
 
 
-def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
+def make_importance(block: nn.Module, state: ImportanceState, mixins: RoutedMixins = ROUTED) -> None:
     """Convert a dense block into one that shares its importance."""
-    convert(block, mixin, state, state.call.shell)
+    convert(block, mixins.importance, state, state.call.shell)
     if state.importance != CHANGE:
         # The change of a token is measured around the block.
         make_observed(block, state.call, state.inner)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -31,6 +30,7 @@ from mmod.ops import (
 )
 from mmod.ops.casting import autocasts
 from mmod.ops.intercept import unseen_attention
+from mmod.ops.rows import batch_rows, put_rows, take_rows
 from mmod.routing import Routing, Rule
 from mmod.threads import PerThread
 
@@ -52,7 +52,7 @@ class FusedNorm(Mixin):
         return normed_BKD
 
 
-def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
+def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None, row_T: Tensor | None = None) -> Tensor:
     """Return the rows of a decision: kept tokens or means of merged ones (B, K, D), or kept images (S, N, D).
 
     Args:
@@ -64,8 +64,7 @@ def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) 
         return x_BND.index_select(0, kept.image_S)
     if joined.slot_BN is not None and joined.size_BK is not None:
         return mean_rows(x_BND, joined.slot_BN, joined.size_BK, all_join=joined.all)
-    # A CPU has a kernel only where one is forced.
-    if norm is None or (x_BND.is_cpu and not backend.forced) or not _fuses(x_BND, norm):
+    if norm is None or not _fuses(x_BND, norm):
         return gather_rows(x_BND, kept.index_BK, kept.inverse_BN)
     # An RMS norm has the same fields but no bias.
     bias = getattr(norm, "bias", None)
@@ -83,7 +82,7 @@ def _fuses(x_BND: Tensor, norm: nn.Module) -> bool:
     return backend.choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
 
 
-def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
+def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing, row_T: Tensor | None = None) -> Tensor:
     """Return all tokens (B, N, D) with the gated update from rows z to rows y.
 
     `gather_kept` of the result returns the gated rows, up to rounding.
@@ -91,8 +90,9 @@ def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) ->
     kept = routing.kept
     joined = routing.joined
     gate_BK, skipped_BN = routing.weights
-    # Under autocast a block may return half precision for tokens in fp32.
-    y_BKD = y_BKD.to(x_BND.dtype)
+    if y_BKD.dtype != x_BND.dtype:
+        # Under autocast a block may return half precision for tokens in fp32.
+        y_BKD = y_BKD.to(x_BND.dtype)
     if joined.slot_BN is not None:
         # Tokens of a group get the update of their row, not the row, so that they still differ.
         update_BKD = lerp_rows(z_BKD, y_BKD, gate_BK) - z_BKD
@@ -110,7 +110,6 @@ def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
     return x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
-@dataclass(eq=False)
 class Rows:
     """The rows that blocks run on instead of all tokens.
 
@@ -122,17 +121,25 @@ class Rows:
 
     Attributes:
         routing: The last decision.
-        rule: The rule of the first block, if blocks pass on the rows.
+        rule: The rule of the last decision, if blocks pass on the rows.
+        selected: The arguments of blocks of a class that get the rows alone.
         packing: Sources of packed rows; None for padded ones.
     """
 
-    x_BND: Tensor
-    norm: nn.Module | None = None
-    weighs: bool = True
-    routing: Routing = field(init=False)
-    rule: Rule | None = field(default=None, init=False)
-    packing: Packing | None = field(default=None, init=False)
-    _steps: list[_Step] = field(default_factory=list, init=False)
+    routing: Routing
+    rule: Rule
+    selected: tuple[type, Mapping[str, Any]] | None = None
+    packing: Packing | None = None
+    # The rows that `routing` kept of those before it.
+    _z_BKD: Tensor
+    # Earlier narrowings, each with the rows before it, the rows that it kept, and its decision about those before.
+    _earlier: tuple[tuple[Tensor, Tensor, Routing], ...] = ()
+
+    def __init__(self, x_BND: Tensor, norm: nn.Module | None = None, weighs: bool = True) -> None:
+        self.x_BND = x_BND
+        self.norm = norm
+        self.weighs = weighs
+        self._among: Routing | None = None
 
     @property
     def slots(self) -> int:
@@ -145,40 +152,63 @@ class Rows:
         fills = self.routing.kept.valid_BK is None or self.routing.joined.slot_BN is not None
         return fills and self.slots < self.x_BND.shape[1]
 
-    def serves(self, rule: Rule) -> bool:
-        """Return whether a block can select among the rows, or keeps all of them."""
-        assert self.rule is not None
-        return rule.config.joins or rule.matches(self.rule)
-
     def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision about all tokens, from all of them or from rows of the previous decision."""
-        if not self._steps:
-            among = routing
-            z_BKD = gather_kept(rows_BND, routing, self.norm)
+        if self._among is None:
+            self._from_BND = rows_BND
+            self._among = routing if self.weighs else without_gate(routing)
+            self._row_T = self._whole_rows(rows_BND, routing)
+            if self._row_T is None:
+                self._z_BKD = gather_kept(rows_BND, routing, self.norm)
+            else:
+                self._z_BKD = take_rows(rows_BND, routing.kept.index_BK, self._row_T)
         elif self.routing is routing:
             return self._gated(rows_BND)
         else:
+            self._earlier = (*self._earlier, (self._from_BND, self._z_BKD, self._among))
             among, z_BKD = self._narrow(rows_BND, routing)
-        self._steps.append(_Step(rows_BND, z_BKD, among if self.weighs else without_gate(among)))
+            self._from_BND = rows_BND
+            self._among = among if self.weighs else without_gate(among)
+            self._row_T = None
+            self.selected = None
+            self._z_BKD = z_BKD
         self.routing = routing
-        return z_BKD
+        return self._z_BKD
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the last block, from its rows."""
-        for x_BND, z_BKD, routing in reversed(self._steps):
+        among = self._among
+        assert among is not None
+        if self._row_T is None:
+            y_BKD = write_kept(self._from_BND, self._z_BKD, y_BKD, among)
+        else:
+            gate_BK = among.weights.gate_BK
+            if gate_BK is not None or y_BKD.dtype != self._z_BKD.dtype:
+                y_BKD = lerp_rows(self._z_BKD, y_BKD, gate_BK)
+            y_BKD = put_rows(self._from_BND, among.kept.index_BK, y_BKD, self._row_T)
+        for x_BND, z_BKD, routing in reversed(self._earlier):
             # Each narrowing is undone by its own decision, the last one first.
             y_BKD = write_kept(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
+    def _whole_rows(self, x_BND: Tensor, routing: Routing) -> Tensor | None:
+        """Return the rows of single tokens, numbered over the batch, where torch copies whole rows; else None."""
+        kept = routing.kept
+        if kept.valid_BK is not None or kept.image_S is not None or backend.forced:
+            return None
+        if routing.joined.slot_BN is not None or routing.weights.skipped_BN is not None:
+            return None
+        return batch_rows(x_BND, kept.index_BK)
+
     def _gated(self, rows_BND: Tensor) -> Tensor:
         """Return the rows after a block that another one with the same decision follows."""
-        before_BND, z_BKD, among = self._steps[-1]
-        if among.weights.gate_BK is None:
+        assert self._among is not None
+        gate_BK = self._among.weights.gate_BK
+        if gate_BK is None:
             return rows_BND
         # The gate weighs each block's update, not that of all together.
-        z_BKD = lerp_rows(z_BKD, rows_BND, among.weights.gate_BK)
-        self._steps[-1] = _Step(before_BND, z_BKD, among)
-        return z_BKD
+        self._z_BKD = lerp_rows(self._z_BKD, rows_BND, gate_BK)
+        return self._z_BKD
 
     def _narrow(self, rows_BND: Tensor, routing: Routing) -> tuple[Routing, Tensor]:
         """Return a decision about all tokens as one about the rows of the decision before, and its rows."""
@@ -191,14 +221,6 @@ class Rows:
         if size_BK is None:
             return among, gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
         return among, mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=routing.joined.all)
-
-
-class _Step(NamedTuple):
-    """One narrowing of rows: the rows before it, the rows it gathered, and its decision about the rows before."""
-
-    x_BND: Tensor
-    z_BKD: Tensor
-    routing: Routing
 
 
 def without_gate(routing: Routing) -> Routing:
@@ -314,8 +336,6 @@ class Execution:
 
     def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
         self.call = call
-        self.operator = str(config.operator)
-        self.among_all = config.context == "all"
         self.joins = config.joins
         self.scores_norm = config.language.scored == "norm"
         self.weighs = config.language.gate_on == "update"
@@ -328,66 +348,53 @@ class Execution:
         """Return the rows after the block, from those that `rows.gather` returned; `host` is the host's forward."""
         raise NotImplementedError
 
+    def first_norm(self, block: Block) -> nn.Module | None:
+        """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
+        return getattr(block, self.call.fused_norm) if self.call.fused_norm else None
+
     def gated(self, block: Block, gate: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the gate weighs the block's branches, if the config says so."""
         return nullcontext() if self.weighs else running_branch(block.mod_state.inner, WeighedBranch(gate))
 
 
 class KeptTokens(Execution):
-    """The block runs on the kept tokens, which attend to each other or to all tokens, and to those in its cache."""
+    """The block runs on the kept tokens, which attend to each other."""
 
     def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         kept = routing.kept
-        call = self.call
         # Without the total, packing would wait for the device to know its shapes. Packed attention takes no bias of
         # keys, which rows of groups have.
-        differ = kept.valid_BK is not None and kept.total and not self.among_all and not self.joins
-        if differ and call.can_pack(cast(nn.Module, block), arguments):
+        differ = kept.valid_BK is not None and kept.total and not self.joins
+        if differ and self.call.can_pack(cast(nn.Module, block), arguments):
             return PackedRows(x, weighs=self.weighs)
-        if call.caches and self._is_in_place(x, routing):
-            return RowsInPlace(x, weighs=self.weighs)
-        norm = getattr(block, call.fused_norm) if call.fused_norm else None
-        return Rows(x, norm, self.weighs)
-
-    def _is_in_place(self, x: Tensor, routing: Routing) -> bool:
-        """Return whether a layer with a cache runs on all of its tokens, where they are."""
-        if self.among_all:
-            return in_order(x, routing)
-        return getattr(routing.evidence.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
+        return Rows(x, self.first_norm(block) if backend.forced or not x.is_cpu else None, self.weighs)
 
     def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
+        if rows.packing is not None:
+            return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
+        kept = rows.routing.kept
+        # Hosts take no empty sequence.
+        if not kept.index_BK.shape[1]:
+            return z
+        plain = kept.valid_BK is None and rows.routing.joined.size_BK is None
+        if arguments or not plain or self.call.narrows_always:
+            arguments = self._narrowed(block, arguments, rows)
+        return host(z, **arguments)
+
+    def _narrowed(self, block: Block, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
+        """Return the block's arguments for the rows."""
         call = self.call
         routing = rows.routing
-        if rows.packing is not None:
-            return self._run_packed(block, host, z, arguments, cast(PackedRows, rows))
-        if self.among_all:
-            return self._run_among_all(block, host, z, arguments, rows)
-        if call.caches:
-            # With one token per sample, all kept, the arguments need no change.
-            unchanged = isinstance(rows, RowsInPlace) and routing.kept.valid_BK is None
-            narrowed_to = None if unchanged else routing
-            # The mask joins the cache's keys with the new ones, so it is narrowed before the cache hears of these.
-            selected = call.select_tokens(arguments, rows.x_BND, narrowed_to)
-            call.begin_update(arguments, rows.x_BND, narrowed_to)
-            arguments = selected
-        # Hosts take no empty sequence.
-        if not routing.kept.index_BK.shape[1]:
-            call.record_no_attention(rows.x_BND)
-            return z
-        filled = routing.kept.valid_BK is None and routing.joined.size_BK is None
-        if not call.caches and (arguments or call.narrows_always or not filled):
-            arguments = call.select_tokens(arguments, rows.x_BND, routing)
-        # The ordinary case enters no context: at batch 1 each call is paid for.
-        if self.weighs:
-            return host(z, **arguments)
-        with self.gated(block, routing.weights.gate_BK):
-            return host(z, **arguments)
+        if arguments or call.narrows_always:
+            return call.select_tokens(arguments, rows.x_BND, routing)
+        # They follow from the decision alone, and so are the same for all blocks of a class on the same rows.
+        if rows.selected is None or rows.selected[0] is not type(block):
+            rows.selected = type(block), call.select_tokens(arguments, rows.x_BND, routing)
+        return rows.selected[1]
 
-    def _run_packed(
-        self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows
-    ) -> Tensor:
+    def run_packed(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows) -> Tensor:
         """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
         assert rows.packing is not None
         packed = self.call.pack(arguments, rows.x_BND, rows.routing, rows.packing)
@@ -400,8 +407,47 @@ class KeptTokens(Execution):
             raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)
         return y
 
-    def _run_among_all(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return kept tokens after the host's block, in which they attend to all; a cache receives all."""
+
+class CachedTokens(KeptTokens):
+    """The block has a cache: kept tokens also attend to those in it, and it is told what its next update receives."""
+
+    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return all tokens where they are if each sample has one, else as without a cache."""
+        rows = super().make_rows(block, x, arguments, routing)
+        alone = getattr(routing.evidence.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
+        return RowsInPlace(x, weighs=self.weighs) if alone and not isinstance(rows, PackedRows) else rows
+
+    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return the rows after the host's block."""
+        if rows.packing is not None:
+            return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
+        call = self.call
+        routing = rows.routing
+        # With one token per sample, all kept, the arguments need no change.
+        unchanged = isinstance(rows, RowsInPlace) and routing.kept.valid_BK is None
+        narrowed_to = None if unchanged else routing
+        # The mask joins the cache's keys with the new ones, so it is narrowed before the cache hears of these.
+        selected = call.select_tokens(arguments, rows.x_BND, narrowed_to)
+        call.begin_update(arguments, rows.x_BND, narrowed_to)
+        # Hosts take no empty sequence.
+        if not rows.slots:
+            call.record_no_attention(rows.x_BND)
+            return z
+        with self.gated(block, routing.weights.gate_BK):
+            return host(z, **selected)
+
+
+class AmongAll(Execution):
+    """The block runs on the kept tokens, which attend to all tokens; a cache receives all."""
+
+    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return all tokens where they are if a block with a cache keeps them all, else the kept ones."""
+        if self.call.caches and in_order(x, routing):
+            return RowsInPlace(x, weighs=self.weighs)
+        return Rows(x, self.first_norm(block) if backend.forced or not x.is_cpu else None, self.weighs)
+
+    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return the kept tokens after the host's block."""
         call = self.call
         routing = rows.routing
         if not call.caches and not rows.slots:

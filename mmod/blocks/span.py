@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmod.blocks.passes import Pass, Passes, StackCalls, recomputing
-from mmod.blocks.rows import Rows, gather_kept
+from mmod.blocks.rows import Execution, Rows, gather_kept
 from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
 from mmod.threads import PerThread
 
@@ -30,7 +30,7 @@ class Decision(NamedTuple):
     routing: Routing
 
 
-class InSpan(Protocol):
+class StateInSpan(Protocol):
     """What a span reads of a block's state.
 
     Compilers guard on every number that they read. A graph that reads `place`, or the `number` in the stack, serves one
@@ -42,6 +42,21 @@ class InSpan(Protocol):
     begins: bool
     ends: bool
     passes_rows: bool
+    execution: Execution
+
+
+class InSpan(Protocol):
+    """What a span reads of a routed block."""
+
+    training: bool
+    router: Router
+
+    @property
+    def mod_state(self) -> StateInSpan:
+        """The block's plain state."""
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the output of the block's first norm."""
 
 
 class SpanPass(Pass):
@@ -81,7 +96,7 @@ class Span(Passes[SpanPass]):
         self.scored_by_first = scored_by_first
         self.training_only = training_only
 
-    def enter(self, x: Tensor, state: InSpan, router: Router, training: bool) -> SpanPass | None:
+    def enter(self, x: Tensor, block: InSpan) -> SpanPass | None:
         """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
 
         The first module of the span begins the pass: a routed block here, or an `ImportanceBlock` by `begin`.
@@ -90,33 +105,38 @@ class Span(Passes[SpanPass]):
             ValueError: The first block, whose scores this block reads, was not run; or the shape changed since.
             RuntimeError: See `Passes.find`.
         """
-        if self.training_only and not training:
+        if self.training_only and not block.training:
             return None
+        state = block.mod_state
+        calls = self.calls.value
         found: SpanPass | None
-        compiling = torch.compiler.is_compiling()
         if state.begins:
             found = self.begin(x)
         else:
             # Outside calls of the model, where batches may be in flight in stages, places tell them apart.
-            in_order = compiling and self.calls.value.running.outer is not None
+            in_order = torch.compiler.is_dynamo_compiling() and calls.running.outer is not None
             found = self.find(x, None if in_order else state.place)
-            # An uninterrupted pass may hand on rows instead of all tokens.
-            comparable = found is not None and not found.uninterrupted and not compiling
-            if found is not None and comparable and found.shape != x.shape[:2]:
-                self._refuse_shape(x, found)
-        if found is not None:
-            found.busy = True
-            self.calls.value.entered = found
-            if found.score_BN is not None and found.score_BN.device != x.device:
-                found.score_BN = found.score_BN.to(x.device)
-            return found
-        score = router.config.router
+        if found is None:
+            self._check_begun(block)
+            return None
+        # An uninterrupted pass may hand on rows instead of all tokens.
+        if not found.uninterrupted and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
+            self._refuse_shape(x, found)
+        found.busy = True
+        calls.entered = found
+        score_BN = found.score_BN
+        if score_BN is not None and score_BN.device != x.device:
+            found.score_BN = score_BN.to(x.device)
+        return found
+
+    def _check_begun(self, block: InSpan) -> None:
+        """Raise a ValueError if a block that no pass has reached cannot decide alone."""
+        score = block.router.config.router
         if self.scored_by_first and not score.learns and not score.same_everywhere:
             raise ValueError(
-                f"{self.names[state.place]} decides by the scores that {self.names[0]} computes, and its input comes "
-                f"from no pass through that block: run the whole model, or begin at {self.names[0]}"
+                f"{self.names[block.mod_state.place]} decides by the scores that {self.names[0]} computes, and its "
+                f"input comes from no pass through that block: run the whole model, or begin at {self.names[0]}"
             )
-        return None
 
     def _refuse_shape(self, x: Tensor, found: SpanPass) -> NoReturn:
         raise ValueError(
@@ -125,46 +145,54 @@ class Span(Passes[SpanPass]):
             "images and tokens between them, or route with a router that shares none, such as 'linear'"
         )
 
-    def decided(
-        self, x_BND: Tensor, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMasks | TokenGroups
-    ) -> Routing | None:
-        """Return a block's decision if the span knows it, or makes it among the tokens kept before; else None.
+    def decide(
+        self, x_BND: Tensor, block: InSpan, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups
+    ) -> Routing:
+        """Return a block's decision: one that the span knows, one among the tokens kept before, or the router's.
 
         Args:
             x_BND: All tokens, or the rows that the previous block passed on.
         """
-        joins = router.config.joins
-        if shared.rows is not None and not joins:
-            return shared.rows.routing
+        state = block.mod_state
+        routing = None
+        if shared.decisions:
+            routing = self._decided(x_BND, block, shared, rule, tokens)
+        if routing is None:
+            scored = block.normed(x_BND) if state.execution.scores_norm else x_BND
+            routing = block.router(scored, shared.score_BN, tokens)
+        if state.ends:
+            return routing
+        if shared.score_BN is None and self.scored_by_first:
+            shared.score_BN = routing.score_BN
+            learns = rule.config.router.learns
+            shared.trains = learns and any(weight.requires_grad for weight in block.router.parameters())
+        if self._reuses(block.router, rule):
+            shared.decisions[state.place] = Decision(rule, tokens, routing)
+        return routing
+
+    def _decided(
+        self, x_BND: Tensor, block: InSpan, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups
+    ) -> Routing | None:
+        """Return a decision that the span knows, or one among the tokens kept before; else None."""
         if shared.trains and recomputing() and not (shared.score_BN is not None and shared.score_BN.requires_grad):
             raise RuntimeError(
                 "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
                 "use_reentrant=False, or set router.shared=False"
             )
-        if not self._reuses(router):
+        if not self._reuses(block.router, rule):
             return None
-        known = self._same_rule(shared, state.place, router, x_BND.device, tokens)
-        if known is not None or not joins:
+        place = block.mod_state.place
+        known = self._same_rule(shared, place, rule, x_BND.device, tokens)
+        if known is not None or not rule.config.joins:
             return known
-        earlier = self.before(shared, state.place, x_BND.device)
+        earlier = self.before(shared, place, x_BND.device)
         if earlier is None:
             return None
         # Scores that are shared where tokens join never learn.
         with torch.no_grad():
             rows_BKD = gather_kept(x_BND, earlier) if shared.rows is None else x_BND
-            narrowed: Routing = router(rows_BKD, None, tokens, earlier)
+            narrowed: Routing = block.router(rows_BKD, None, tokens, earlier)
         return narrowed
-
-    def remember(
-        self, routing: Routing, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMasks | TokenGroups
-    ) -> None:
-        """Keep a block's decision, and the scores if it is the first to compute them, for the blocks after it."""
-        if shared.score_BN is None and self.scored_by_first:
-            shared.score_BN = routing.score_BN
-            learns = router.config.router.learns
-            shared.trains = learns and any(weight.requires_grad for weight in router.parameters())
-        if self._reuses(router):
-            shared.decisions[state.place] = Decision(router.rule, tokens, routing)
 
     def before(self, shared: SpanPass, place: int, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
@@ -175,41 +203,32 @@ class Span(Passes[SpanPass]):
                 return None if routing.joined.slot_BN is None else routing.to(device)
         return None
 
-    def take_rows(self, x: Tensor, shared: SpanPass, router: Router) -> tuple[Tensor, Rows | None]:
-        """Return x and the rows passed on, if the block can run on them; else all tokens and None."""
-        rows = shared.rows
-        if rows is None or rows.serves(router.rule):
-            return x, rows
-        shared.rows = None
-        return rows.write_back(x), None
-
-    def leave(self, y: Tensor, shared: SpanPass, rows: Rows, router: Router, state: InSpan) -> Tensor:
+    def leave(self, y: Tensor, shared: SpanPass, rows: Rows, rule: Rule, block: InSpan) -> Tensor:
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
+        state = block.mod_state
         shared.busy = False
-        # The block's number is read only where there are some to compare, see `InSpan`.
-        is_read = bool(shared.read_blocks) and state.number in shared.read_blocks
-        passes_on = state.passes_rows and shared.uninterrupted and not is_read
-        if passes_on and rows.shrinks and router.shares_decisions:
-            if rows.rule is None:
-                rows.rule = router.rule
-            shared.rows = rows
-            return y
+        if state.passes_rows and shared.uninterrupted:
+            # The block's number is read only where there are some to compare, see `InSpan`.
+            is_read = bool(shared.read_blocks) and state.number in shared.read_blocks
+            if not is_read and (rows is shared.rows or (rows.shrinks and block.router.shares_decisions)):
+                rows.rule = rule
+                shared.rows = rows
+                return y
         shared.rows = None
         y = rows.write_back(y)
         if not state.ends and not shared.uninterrupted:
             self.hand_on(shared, y)
         return y
 
-    def _reuses(self, router: Router) -> bool:
+    def _reuses(self, router: Router, rule: Rule) -> bool:
         # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
         # on the block that decides.
-        return router.shares_decisions and (router.config.joins or not torch.compiler.is_compiling())
+        return router.shares_decisions and (rule.config.joins or not torch.compiler.is_compiling())
 
     def _same_rule(
-        self, shared: SpanPass, place: int, router: Router, device: torch.device, tokens: TokenMasks | TokenGroups
+        self, shared: SpanPass, place: int, rule: Rule, device: torch.device, tokens: TokenMasks | TokenGroups
     ) -> Routing | None:
         """Return the block's earlier decision, or that of a block before it by the same rule on the same tokens."""
-        rule = router.rule
         for number in range(place, -1, -1):
             made = shared.decisions.get(number)
             if made is None or not made.rule.matches(rule):

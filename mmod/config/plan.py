@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -25,8 +26,13 @@ def rational(capacity: float) -> Fraction:
         Fraction(3, 10)
     """
     check_value("capacity", capacity, float, "[0, 1]")
-    exact = capacity if isinstance(capacity, Fraction) else Fraction(str(capacity))
-    return exact.limit_denominator(1_000_000)
+    return _exact(str(capacity))
+
+
+# Blocks compare their capacities in every pass, which takes no time for one object.
+@functools.lru_cache(maxsize=1024)
+def _exact(capacity: str) -> Fraction:
+    return Fraction(capacity).limit_denominator(1_000_000)
 
 
 def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.methods.base import owner_of, register_method
-from mmod.methods.reduction import AttentionInputs, Grid, Reducing, Reduction, Restore, check_halves, never, reduce_
+from mmod.methods.reduction import (
+    AttentionInputs,
+    Reducing,
+    Reduction,
+    Remaining,
+    Restore,
+    check_halves,
+    never,
+    reduce_,
+)
 from mmod.ops import gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
@@ -70,9 +79,11 @@ class Merge(Reducing):
         return {index: count for index, count in enumerate(counts) if count}
 
 
-def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
+def merge_tokens(
+    count: int, before: Remaining, inputs: AttentionInputs, prefix: int
+) -> tuple[Remaining, Restore] | None:
     """Merge the most similar patches."""
-    x_BND = grid.x_BND
+    x_BND = before.x_BND
     tokens = x_BND.shape[1]
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
@@ -80,16 +91,16 @@ def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -
     if inputs.key is None:
         raise unseen_attention("tokens cannot be matched by its keys")
     stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
-    if grid.size_BN is None:
+    if before.size_BN is None:
         weighed_BND = x_BND
         one_BK = x_BND.new_ones(stay_BK.shape)
         size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
     else:
-        size_BK = grid.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, grid.size_BN.gather(1, gone_BR))
-        weighed_BND = x_BND * grid.size_BN.unsqueeze(-1)
+        size_BK = before.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, before.size_BN.gather(1, gone_BR))
+        weighed_BND = x_BND * before.size_BN.unsqueeze(-1)
     merged_BRD = gather_rows(weighed_BND, gone_BR)
     y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
-    place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
+    place_BK = None if before.place_BN is None else before.place_BN.gather(1, stay_BK)
 
     def find_slots() -> Tensor:
         # Every token gets the output of the token that it was merged into.
@@ -97,7 +108,7 @@ def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -
         none_BN = stay_BK.new_zeros(stay_BK.shape[0], tokens)
         return none_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
 
-    return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), Restore(x_BND, find_slots, drops=False)
+    return Remaining(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), Restore(x_BND, find_slots, drops=False)
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -17,6 +17,7 @@ from mmod.blocks import (
     ImportanceState,
     Mixin,
     PatchesOfPass,
+    RoutedBlock,
     RoutedState,
     Span,
     check_cuts,
@@ -54,7 +55,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             following = configs.get(index + 1)
             state = RoutedState(
                 call=calls[index],
-                execution=stack.mixins[0].choose_execution(calls[index], configs[index]),
+                execution=RoutedBlock.choose_execution(calls[index], configs[index]),
                 span=span,
                 # The dense block in front has place 0 where the span reads its importance.
                 place=index - run[0] + (importance_state is not None),

@@ -18,9 +18,9 @@ from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import (
     AttentionInputs,
-    Grid,
     Reducing,
     ReducingModel,
+    Remaining,
     Restore,
     check_halves,
     head_reads,
@@ -104,10 +104,10 @@ class PrunedModel(ReducingModel):
 
 
 def prune_tokens(
-    share: float, fuse: bool, grid: Grid, inputs: AttentionInputs, prefix: int
-) -> tuple[Grid, Restore] | None:
+    share: float, fuse: bool, before: Remaining, inputs: AttentionInputs, prefix: int
+) -> tuple[Remaining, Restore] | None:
     """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
-    x_BND = grid.x_BND
+    x_BND = before.x_BND
     patches = x_BND.shape[1] - prefix
     kept = math.ceil(share * patches)
     if kept == patches:
@@ -127,11 +127,11 @@ def prune_tokens(
         weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
         fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
         y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
-    place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, position_BK)
+    place_BK = None if before.place_BN is None else before.place_BN.gather(1, position_BK)
 
     def find_slots() -> Tensor:
         # Pruned tokens have their state before the pruning; a fused token is dropped.
         slot_BK = torch.arange(index_BK.shape[1], device=index_BK.device).expand_as(index_BK)
         return index_BK.new_full(x_BND.shape[:2], -1).scatter(1, index_BK, slot_BK)
 
-    return Grid(y_BKD, place_BK, None), Restore(x_BND, find_slots, drops=True)
+    return Remaining(y_BKD, place_BK, None), Restore(x_BND, find_slots, drops=True)

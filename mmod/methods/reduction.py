@@ -47,7 +47,7 @@ from mmod.routing import Evidence, Joined, Kept, Routing
 from mmod.threads import PerThread
 
 
-class Grid(NamedTuple):
+class Remaining(NamedTuple):
     """Tokens between attention and MLP, prefix first, the input token that each represents, and how many it represents.
 
     `place_BN` is the first or most important of several input tokens, None if not needed; `size_BN` is None for one
@@ -92,7 +92,7 @@ class AttentionInputs(NamedTuple):
     importance_BN: Tensor | None = None
 
 
-Reduction = Callable[[Grid, AttentionInputs, int], tuple[Grid, Restore] | None]
+Reduction = Callable[[Remaining, AttentionInputs, int], tuple[Remaining, Restore] | None]
 """Returns fewer tokens, of which the last argument counts the prefix, and how to restore all; None keeps all tokens."""
 
 
@@ -307,7 +307,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         needs_place = call.index_argument or any(name in arguments for name in call.rows)
         if place_BN is None and (not passage.uninterrupted or needs_place or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)
+        reduced = state.reduction(Remaining(x, place_BN, passage.size_BN), inputs, state.prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
             grid_BND = passage.add(restore, grid_BND)
@@ -405,8 +405,8 @@ def reduce_(
         convert(block, ReducedBlock, state, call.shell)
     block_list = stack.names[0].split(".")[-2]
     read_blocks = None if stack.read_blocks is None else partial(_all_or_none, stack.read_blocks)
-    state = ReducingState(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads=heads)
-    own_(owner, state, mixin)
+    owner_state = ReducingState(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads=heads)
+    own_(owner, owner_state, mixin)
     stack.watch_grid(stack.converted)
     if stack.dividing:
         attach(owner, WholeBatchHook(stack.dividing))

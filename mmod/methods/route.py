@@ -180,9 +180,9 @@ class Route(Method):
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):
                     assert router is not None
-                    make_routed(block, router, state, stack.mixins[0])
+                    make_routed(block, router, state, stack.mixins)
                 else:
-                    make_importance(block, state, stack.mixins[1])
+                    make_importance(block, state, stack.mixins)
             *path, block_list, _ = stack.names[0].split(".")
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:

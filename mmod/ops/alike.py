@@ -40,7 +40,9 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
         torch.Size([1, 2, 3])
     """
     dim = x_BND.shape[-1]
-    x_BND = x_BND.detach().float()
+    if x_BND.requires_grad:
+        x_BND = x_BND.detach()
+    x_BND = x_BND.float()
     if channels is None or dim <= channels:
         return x_BND
     signed_BND = x_BND * _signs(dim).to(x_BND.device)
@@ -67,12 +69,18 @@ def _constant(make: Callable[..., Constant]) -> Callable[..., Constant]:
             return make(*sizes)
 
     def constant(*sizes: int) -> Constant:
-        # Graphs need their own, and modes such as FakeTensorMode make tensors that are of no use outside.
-        if not _is_eager() or torch._C._len_torch_dispatch_stack():
+        # Graphs need their own.
+        if not _is_eager() or (torch._C._len_torch_dispatch_stack() and _makes_other_tensors()):
             return make(*sizes)
         return remembered(*sizes)
 
     return constant
+
+
+def _makes_other_tensors() -> bool:
+    """Return whether a mode such as FakeTensorMode makes tensors that are of no use outside."""
+    modes = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) for key in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL))
 
 
 @_constant
@@ -104,6 +112,11 @@ def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
         return
     for image, _, row in tiles.cut_map(images, 1, rows, columns, tiles.CHUNK_ELEMENTS):
         yield image, row
+
+
+def _parts(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """Split a tensor into parts of at most a size; one that fits is no view of itself, which would take a call."""
+    return (x,) if x.shape[dim] <= size else x.split(size, dim)
 
 
 def _is_eager() -> bool:
@@ -144,7 +157,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     worthwhile = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2] >> 22
     count = max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))
     height = min(height, math.ceil(tokens / count))
-    for part_BNE, part_BN in zip(unit_BNE.split(together), best_BN.split(together)):
+    for part_BNE, part_BN in zip(_parts(unit_BNE, together), _parts(best_BN, together)):
         for start in range(0, tokens, max(1, height)):
             stop = min(start + height, tokens)
             rows = part_BNE
@@ -181,19 +194,20 @@ def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Ten
 
 def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     """Only rows that are not kept are compared with the kept ones."""
-    images, tokens, channels = unit_BNE.shape
+    images, tokens, _ = unit_BNE.shape
     slots = row_BK.shape[1]
     slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
     # All images keep equally many rows, so the remaining ones fill a rectangle.
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
-    other_BRE = unit_BNE.flatten(0, 1).index_select(0, other_T).view(images, tokens - slots, channels)
+    other_BRE = take_rows(unit_BNE, row_BK, row_T=other_T)
     kept_BEK = take_rows(unit_BNE, row_BK[:, prefix:]).transpose(1, 2)
     together, _, height = tiles.tile_size(1, tokens - slots, slots, tiles.CHUNK_ELEMENTS)
     nearest = []
-    for others, kept in zip(other_BRE.split(together), kept_BEK.split(together)):
-        for part in others.split(height, dim=1):
+    for others, kept in zip(_parts(other_BRE, together), _parts(kept_BEK, together)):
+        for part in _parts(others, height, dim=1):
             nearest.append(torch.bmm(part, kept).max(dim=-1).indices.flatten())
-    slot_BN.view(-1).index_copy_(0, other_T, torch.cat(nearest).add_(prefix))
+    nearest_T = nearest[0] if len(nearest) == 1 else torch.cat(nearest)
+    slot_BN.view(-1).index_copy_(0, other_T, nearest_T.add_(prefix))
     return slot_BN
 
 
@@ -248,7 +262,7 @@ def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
         tensor([[[0.6000, 0.8000]]])
     """
     channels = x_BND.shape[-1] if channels is None else min(channels, x_BND.shape[-1])
-    return _unit_rows(x_BND.detach(), channels)
+    return _unit_rows(x_BND.detach() if x_BND.requires_grad else x_BND, channels)
 
 
 @op(_kernel(_redundancy_by_kernel), how="tiles of rows in spread order, each compared with rows before it")

@@ -48,10 +48,10 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         98
     """
     kept = tokens * capacity.numerator // capacity.denominator
-    minimum = max(1, prefix)
-    # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, `max` would make it static.
+    minimum = prefix or 1
+    # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, a comparison would make it static.
     if isinstance(kept, int):
-        return max(minimum, kept)
+        return minimum if kept < minimum else kept
     return cast(int, torch.sym_max(minimum, kept))
 
 
@@ -304,7 +304,7 @@ def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
 def _ranks(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
     """Return sort keys (B, N) that ascend from the prefix over the best tokens to NaN."""
     # Scores are negated and sorted ascending, because a sort puts NaN last.
-    rank_BN = -score_BN.detach()
+    rank_BN = -(score_BN.detach() if score_BN.requires_grad else score_BN)
     if protect_BN is not None:
         # Only what is always kept ranks at minus infinity: before scores that are infinite.
         rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)

@@ -268,5 +268,6 @@ class Rule(NamedTuple):
     def matches(self, other: Rule) -> bool:
         """Return whether both decide alike on the same scores."""
         # Blocks are routed by one config, so that the slow comparison of fields is rare.
-        same_config = self.config is other.config or self.config == other.config
-        return same_config and self.capacity == other.capacity
+        if self.config is not other.config and self.config != other.config:
+            return False
+        return self.capacity is other.capacity or self.capacity == other.capacity

@@ -19,6 +19,8 @@ from mmod.routing.decision import Evidence, Kept, Routing, Rule, TokenGroups, To
 from mmod.routing.joiner import choose_joiner
 from mmod.threads import PerThread
 
+_NO_WEIGHTS = Weights()
+
 
 class Router(nn.Module):
     """Decide which tokens of a block run: score, then select, then gate.
@@ -131,6 +133,7 @@ class Router(nn.Module):
         config = rule.config
         joiner = self.joiner
         unit_BNE = None if joiner is None else joiner.unit_rows(x_BND, config)
+        gate = config.gate
         if earlier is not None:
             masks: Any = TokenMasks(earlier.evidence.tokens.valid_BN)
             importance_BN = earlier.evidence.importance_BN
@@ -140,7 +143,6 @@ class Router(nn.Module):
             score_BN = self._score(x_BND, config.router, importance_BN, masks, unit_BNE)
         if not self.prefix:
             masks = TokenMasks(masks.valid_BN)
-        gate = config.gate
         if isinstance(config.select, Threshold):
             # What joined another token before competes no more.
             among = masks if earlier is None else TokenMasks(earlier.keep_BN)
@@ -154,7 +156,8 @@ class Router(nn.Module):
         if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
         evidence = Evidence(score_BN, masks, None if self.shares_own_score else importance_BN)
-        routing = Routing(kept, evidence, Weights(gate_BK, skipped_BN))
+        weights = _NO_WEIGHTS if gate_BK is None and skipped_BN is None else Weights(gate_BK, skipped_BN)
+        routing = Routing(kept, evidence, weights)
         return routing if joiner is None else joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
     def _checked(self, tokens: TokenMasks | TokenGroups | None) -> Any:
@@ -253,11 +256,13 @@ class Router(nn.Module):
         # Importance of the dense block in front is the score as it stands; so is a score that a block before computed.
         if score.shared and importance_BN is not None:
             return importance_BN
-        if self.score is None:
+        scorer = self.score
+        if scorer is None:
             raise ValueError("this block uses the score of a block before it: run the whole model")
-        read = (importance_BN,) if score.reads_importance else ()
         options = {} if unit_BNE is None else {"unit_BNE": unit_BNE}
-        return self.score(x_BND, tokens.valid_BN, *read, **options)
+        if score.reads_importance:
+            return scorer(x_BND, tokens.valid_BN, importance_BN, **options)
+        return scorer(x_BND, tokens.valid_BN, **options)
 
 
 def _above_dropped(score: Tensor) -> Tensor:

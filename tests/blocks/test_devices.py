@@ -39,9 +39,11 @@ def make_span(scored_by_first: bool) -> Span:
     return Span(PerThread(StackCalls), names, scored_by_first=scored_by_first, training_only=False)
 
 
-def at(place: int) -> Any:
-    """Return what a span reads of the state of one of its blocks."""
-    return SimpleNamespace(place=place, begins=place == 0, ends=place == 2, passes_rows=False)
+def at(place: int, router: Router) -> Any:
+    """Return what a span reads of one of its blocks."""
+    execution = SimpleNamespace(scores_norm=False)
+    state = SimpleNamespace(place=place, begins=place == 0, ends=place == 2, passes_rows=False, execution=execution)
+    return SimpleNamespace(training=False, router=router, mod_state=state)
 
 
 @pytest.mark.parametrize("decided", [False, True], ids=["a score", "a decision"])
@@ -51,9 +53,8 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
     shared = span.begin(torch.empty(2, 6, 8))
     shared.score_BN = torch.rand(2, 6)
     if decided:
-        span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, at(1), decides, TokenMasks())
-    assert span.enter(x, at(2), decides, training=False) is shared
-    assert span.decided(x, shared, at(2), decides, TokenMasks()) is None
+        span.decide(torch.rand(2, 6, 8), at(1, decides), shared, decides.rule, TokenMasks())
+    assert span.enter(x, at(2, decides)) is shared
     recorded = []
 
     def choose(score_BN: Tensor) -> Routing:
@@ -61,7 +62,7 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
         return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), Evidence(score_BN))
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
-    routing = decides(x, shared.score_BN, TokenMasks())
+    routing = span.decide(x, at(2, decides), shared, decides.rule, TokenMasks())
     assert recorded == [FAR]
     assert routing.kept.index_BK.device == FAR
 
@@ -72,12 +73,11 @@ def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
     span = make_span(scored_by_first=True)
     near = torch.rand(2, 8, 8)
     shared = span.begin(near)
-    span.remember(decides(near), shared, at(0), decides, TokenMasks())
+    span.decide(near, at(0, decides), shared, decides.rule, TokenMasks())
     reads = Router(decides.config, dim=8, block=2, capacity=capacity)
     x = torch.empty(2, 8, 8, device=FAR)
-    assert span.enter(x, at(1), reads, training=False) is shared
-    routing = span.decided(x, shared, at(1), reads, TokenMasks())
-    assert routing is not None
+    assert span.enter(x, at(1, reads)) is shared
+    routing = span.decide(x, at(1, reads), shared, reads.rule, TokenMasks())
     assert routing.kept.index_BK.shape == (2, int(8 * capacity))
     assert routing.joined.slot_BN is not None
     assert {routing.kept.index_BK.device, routing.joined.slot_BN.device} == {FAR}

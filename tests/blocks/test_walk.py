@@ -5,10 +5,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import mmod
-from tests.kit.zoo import make_model
+from tests.kit.zoo import make_images, make_model
 
 ROOT = Path(mmod.__file__).parent
 
@@ -34,3 +35,32 @@ def test_a_token_walks_through_few_files() -> None:
             sys.settrace(previous)
     assert str(ROOT / "ops" / "rows.py") in files
     assert len(files) - len(set(files)) <= 6, files
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        (mmod.RoutingConfig(router="linear", blocks="late"), 23),
+        (mmod.RoutingConfig(router="attention", blocks="late"), 37),
+        (mmod.RoutingConfig(router="redundancy", skipped="merge", blocks="late"), 40),
+    ],
+    ids=["alone", "shared", "merged"],
+)
+@torch.no_grad()
+def test_a_block_calls_few_functions(config: mmod.RoutingConfig, most: int) -> None:
+    """At batch 1 each call is paid for; what a span shares is decided once."""
+    model = mmod.route_(make_model("test_vit"), config)
+    images = make_images("test_vit", 1)
+    names: list[str] = []
+
+    def enter(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(ROOT):
+            names.append(frame.f_code.co_name)
+
+    model(images)
+    sys.setprofile(enter)
+    try:
+        model(images)
+    finally:
+        sys.setprofile(None)
+    assert len(names) <= most * len(mmod.routed_blocks(model)), names

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmod.methods import Exit, Merge
 from mmod.methods.merge import merge_tokens
 from mmod.methods.prune import prune_tokens
-from mmod.methods.reduction import AttentionInputs, Grid, no_attention
+from mmod.methods.reduction import AttentionInputs, Remaining, no_attention
 from mmod.ops import attention_importance
 from tests.kit.zoo import make_images, make_model
 
@@ -33,14 +33,14 @@ class Drawn(NamedTuple):
         )
 
 
-def draw(seed: int) -> tuple[Grid, Drawn, int]:
+def draw(seed: int) -> tuple[Remaining, Drawn, int]:
     torch.manual_seed(seed)
     numbers = random.Random(seed)
     images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (0, 5)))
     query, key = torch.randn(2, images, heads, tokens, 6, dtype=torch.float64)
     x = torch.randn(images, tokens, 5, dtype=torch.float64)
     size = torch.randint(1, 4, (images, tokens)).double()
-    return Grid(x, torch.arange(tokens).expand(images, -1), size), Drawn(query, key), prefix
+    return Remaining(x, torch.arange(tokens).expand(images, -1), size), Drawn(query, key), prefix
 
 
 def attention(inputs: Drawn, image: int) -> Tensor:

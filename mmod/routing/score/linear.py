@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Placement, WithImportance, register_score
-from mmod.ops.casting import without_autocast
+from mmod.ops.casting import autocasts, without_autocast
 from mmod.routing.score.drawn import Drawn
 
 
@@ -98,6 +97,7 @@ class LinearScore(Drawn):
         self.init_std = init_std
         self.initial = initial
         self.per_image = per_image
+        self.alpha = -1 / math.sqrt(dim)
         self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -110,17 +110,24 @@ class LinearScore(Drawn):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D)."""
-        self.check_values(x_BND)
-        with without_autocast(x_BND):
+        if autocasts(x_BND):
+            with without_autocast(x_BND):
+                return self.forward(x_BND, valid_BN)
+        weight = self.weight
+        bias = self.bias
+        if weight.is_meta:
+            self.check_values(x_BND)
+        if x_BND.dtype != torch.float32:
             x_BND = x_BND.float()
-            score_BN = F.linear(x_BND, self.weight.float()).squeeze(-1)
-            if self.normalize:
-                # Dividing the product instead of the tokens reads them twice and writes them never.
-                norm_BN = torch.linalg.vector_norm(x_BND, dim=-1)
-                # 1e-6 + rms(x) in one operation.
-                score_BN = score_BN / torch.rsub(norm_BN, 1e-6, alpha=-1 / math.sqrt(x_BND.shape[-1]))
-            if self.bias is not None:
-                score_BN = score_BN + self.bias.float()
+        weight_D = weight[0]
+        score_BN = torch.matmul(x_BND, weight_D if weight_D.dtype == torch.float32 else weight_D.float())
+        if self.normalize:
+            # Dividing the product instead of the tokens reads them twice and writes them never.
+            norm_BN = torch.linalg.vector_norm(x_BND, dim=-1)
+            # 1e-6 + rms(x) in one operation.
+            score_BN = score_BN / torch.rsub(norm_BN, 1e-6, alpha=self.alpha)
+        if bias is not None:
+            score_BN = score_BN + bias.float()
         return mean_score(score_BN, valid_BN) if self.per_image else score_BN
 
 
