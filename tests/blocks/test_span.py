@@ -265,8 +265,8 @@ def test_rows_are_handed_on_in_the_hosts_own_forward_of_the_model_and_its_copies
 def entered(model: nn.Module, images: Tensor) -> int:
     """Return in how many blocks rows are gathered from all tokens."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        calls, gather = [], rows.gather_kept
-        patch.setattr(rows, "gather_kept", lambda *args: calls.append(args) or gather(*args))
+        calls, make_rows = [], rows.KeptTokens.make_rows
+        patch.setattr(rows.KeptTokens, "make_rows", lambda *args: calls.append(args) or make_rows(*args))
         model(images)
     return len(calls)
 
