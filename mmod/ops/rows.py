@@ -218,7 +218,7 @@ def take_rows(x_BND: Tensor, index_BK: Tensor, row_T: Tensor | None = None) -> T
     images, _, width = x_BND.shape
     if images == 1:
         return x_BND.index_select(1, row_T)
-    return x_BND.view(-1, width).index_select(0, row_T).view(images, -1, width)
+    return x_BND.flatten(0, 1).index_select(0, row_T).view(images, -1, width)
 
 
 @op(_kernel(_gather_rows, why=_UNMEASURED), how="copies of rows, in graphs of elements")
