@@ -233,14 +233,17 @@ def make_dense(module: nn.Module) -> None:
 def _restore(module: Any) -> None:
     for mixin in mixins_of(module):
         remove(module, mixin)
-    for name in ("mod_method", "mod_drawn", "mod_told"):
-        vars(module).pop(name, None)
 
 
 def remove(module: nn.Module, mixin: type[Mixin]) -> None:
-    """Remove a mixin from a module, with what it added; others on the module stay."""
+    """Remove a mixin from a module, with what it added; another one on the module stays."""
     for name in mixin.added_modules:
         module._modules.pop(name, None)
     vars(module).pop(mixin.state_name, None)
     others = tuple(other for other in mixins_of(module) if other is not mixin)
-    module.__class__ = converted_class(others, host_class(module)) if others else host_class(module)
+    if others:
+        module.__class__ = converted_class(others, host_class(module))
+        return
+    module.__class__ = host_class(module)
+    for name in ("mod_method", "mod_drawn", "mod_told"):
+        vars(module).pop(name, None)
