@@ -74,13 +74,13 @@ def config_cases() -> Iterator[Case]:
     for kind, fields in configs.KINDS.items():
         for key, hint in configs.fields_of(kind):
             type_ = configs.basic_type(hint)
-            text = yaml.safe_dump(configs.nested(fields, key, configs.FOREIGN[type_])).encode()
+            text = yaml.safe_dump(configs.nested(fields, {key: configs.FOREIGN[type_]})).encode()
             name = f"{kind.__module__.split('.')[-2]}: {key} of a wrong type"
             yield Case("configs", name, "refused", functools.partial(load, text, kind), (key,))
-    for kind, key, value, valid in configs.OUT_OF_RANGE:
-        text = yaml.safe_dump(configs.nested(configs.KINDS[kind], key, value)).encode()
-        name = f"{kind.__module__.split('.')[-2]}: {key} is {value!r}"
-        yield Case("configs", name, "refused", functools.partial(load, text, kind), (key, valid))
+    for kind, changes, message in configs.REFUSED:
+        text = yaml.safe_dump(configs.nested(configs.KINDS[kind], changes)).encode()
+        name = f"{kind.__module__.split('.')[-2]}: {changes}"
+        yield Case("configs", name, "refused", functools.partial(load, text, kind), (*changes, message))
 
 
 def option_cases() -> Iterator[Case]:

@@ -20,8 +20,9 @@ from mmod.training.pairs.config import TrainConfig as PairsConfig
 from mmod.training.text.config import TrainConfig as TextConfig
 from tests.kit.trap import Trap
 
+VIT = {"name": "vit_tiny_patch16_224"}
 KINDS: dict[type, dict[str, Any]] = {
-    TrainConfig: {"output": "run", "model": {"name": "vit_tiny_patch16_224"}, "data": {}},
+    TrainConfig: {"output": "run", "model": VIT, "data": {}},
     PairsConfig: {"output": "run", "model": {"name": "ViT-B-32"}, "data": {}},
     ChatConfig: {"output": "run", "model": {"checkpoint": "folder"}, "data": {}},
     TextConfig: {"output": "run", "model": {"checkpoint": "folder"}, "data": {}},
@@ -54,70 +55,177 @@ def basic_type(hint: Any) -> Any:
     return basic_type(arguments[0]) if arguments else hint
 
 
-def nested(fields: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def nested(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the fields with values at dotted keys."""
     copy = json.loads(json.dumps(fields))
-    group = copy
-    *parents, name = key.split(".")
-    for parent in parents:
-        group = group.setdefault(parent, {})
-    group[name] = value
+    for key, value in changes.items():
+        group = copy
+        *parents, name = key.split(".")
+        for parent in parents:
+            group = group.setdefault(parent, {})
+        group[name] = value
     return copy
 
 
-OUT_OF_RANGE = [
-    (TrainConfig, "grad_clip", -1, "a number above 0 or null"),
-    (TrainConfig, "grad_clip", 0, "a number above 0 or null"),
-    (TrainConfig, "ema.decay", 2, "a number in [0, 1)"),
-    (TrainConfig, "ema.decay", -0.1, "a number in [0, 1)"),
-    (TrainConfig, "optim.lr", -1e-3, "a number of at least 0"),
-    (TrainConfig, "optim.weight_decay", -0.1, "a number of at least 0"),
-    (TrainConfig, "optim.layer_decay", 0, "a number in (0, 1] or null"),
-    (TrainConfig, "optim.lr_per", 0, "an integer of at least 1 or null"),
-    (TrainConfig, "schedule.min_lr", 1, "at most the learning rate, 0.001"),
-    (TrainConfig, "schedule.min_lr", -1, "a number of at least 0"),
-    (TrainConfig, "schedule.warmup_epochs", -1, "an integer of at least 0"),
-    (TrainConfig, "schedule.sched", "cosinus", "one of 'cosine', 'tanh'"),
-    (TrainConfig, "loss.kind", "mse", "one of 'ce', 'bce'"),
-    (TrainConfig, "loss.smoothing", 1, "a number in [0, 1)"),
-    (TrainConfig, "mixup.prob", 1.5, "a number in [0, 1]"),
-    (TrainConfig, "mixup.mixup_alpha", -1, "a number of at least 0"),
-    (TrainConfig, "distill.weight", 0, "a number above 0"),
-    (TrainConfig, "precision", "fp8", "one of 'fp32', 'bf16', 'fp16'"),
-    (TrainConfig, "epochs", 0, "an integer of at least 1"),
-    (TrainConfig, "epochs", 1.5, "an integer"),
-    (TrainConfig, "accumulate", 0, "an integer of at least 1"),
-    (TrainConfig, "checkpoint_every", 0, "an integer of at least 1 or null"),
-    (TrainConfig, "log_every", 0, "an integer of at least 1"),
-    (TrainConfig, "seed", -1, "an integer of at least 0"),
-    (TrainConfig, "output", "", "output must name a folder"),
-    (TrainConfig, "data.batch_size", 0, "an integer of at least 1"),
-    (TrainConfig, "data.workers", -1, "an integer of at least 0"),
-    (TrainConfig, "data.std", [0.0], "each a number above 0"),
-    (TrainConfig, "data.interpolation", "cubic", "one of 'nearest', 'bilinear', 'bicubic'"),
-    (TrainConfig, "data.interpolation", "random", "one of 'nearest', 'bilinear', 'bicubic'"),
-    (TrainConfig, "data.augment.interpolation", "cubic", "one of 'nearest', 'bilinear', 'bicubic'"),
-    (TrainConfig, "data.augment.auto_augment", "random-m9", "one of 'rand', 'augmix', 'original'"),
-    (TrainConfig, "data.augment.hflip", 2, "a number in [0, 1]"),
-    (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
-    (TrainConfig, "routing", {"preset": "amod"}, "a-mod"),
-    (TrainConfig, "routing", {"preset": "gradual", "meen": 0.7}, "valid ones are mean, start, router"),
-    (TrainConfig, "routing", {"preset": "gradual", "mean": 0.1}, "a number in (0.4, 1]"),
-    (TrainConfig, "routing", {"capacity": 2}, "a number in [0, 1]"),
-    (PairsConfig, "routing.image", {"select": {"threshold": NAN}}, "a finite number"),
-    (PairsConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
-    (PairsConfig, "zero_shot", "cifar", "'scenes' or 'imagenet:FOLDER'"),
-    (ChatConfig, "frozen", ["eyes"], "'vision', 'projector', 'language'"),
-    (ChatConfig, "trainer", {"learning_rate": -1}, "a number of at least 0"),
-    (ChatConfig, "trainer", {"learning_rate": "fast"}, "a number of at least 0"),
-    (ChatConfig, "trainer", {"max_grad_norm": NAN}, "a number of at least 0"),
-    (ChatConfig, "trainer", {"output_dir": "x"}, "the run sets them"),
-    (ChatConfig, "lora", {"r": 0}, "an integer of at least 1"),
-    (ChatConfig, "routing", {"language": {"router": {"name": "linear", "bias": 3}}}, "true or false"),
-    (ChatConfig, "routing", {"language": {"preset": "p_mod"}}, "near ones: 'p-mod'"),
-    (ChatConfig, "data.max_length", 1, "an integer of at least 2 or null"),
-    (ChatConfig, "max_new_tokens", 0, "an integer of at least 1"),
+RANDOM = {"router": "random", "capacity": 0.5}
+ELASTIC = {"capacities": [0.25, 1.0], "samples": 2}
+MERGE, PRUNE = [{"kind": "merge"}], [{"kind": "prune", "keep": 0.5, "blocks": [0]}]
+CROWDS = {"source": "crowds", "label_patch": 4}
+LLAMA = {"model_type": "llama"}
+LLAVA = {"model_type": "llava", "text_config": LLAMA}
+REFUSED: list[tuple[type, dict[str, Any], str]] = [
+    (TrainConfig, {"grad_clip": -1}, "a number above 0 or null"),
+    (TrainConfig, {"grad_clip": 0}, "a number above 0 or null"),
+    (TrainConfig, {"ema.decay": 2}, "a number in [0, 1)"),
+    (TrainConfig, {"ema.decay": -0.1}, "a number in [0, 1)"),
+    (TrainConfig, {"optim.lr": -1e-3}, "a number of at least 0"),
+    (TrainConfig, {"optim.weight_decay": -0.1}, "a number of at least 0"),
+    (TrainConfig, {"optim.layer_decay": 0}, "a number in (0, 1] or null"),
+    (TrainConfig, {"optim.lr_per": 0}, "an integer of at least 1 or null"),
+    (TrainConfig, {"schedule.min_lr": 1}, "at most the learning rate, 0.001"),
+    (TrainConfig, {"schedule.min_lr": -1}, "a number of at least 0"),
+    (TrainConfig, {"schedule.warmup_epochs": -1}, "an integer of at least 0"),
+    (TrainConfig, {"schedule.sched": "cosinus"}, "one of 'cosine', 'tanh'"),
+    (TrainConfig, {"loss.kind": "mse"}, "one of 'ce', 'bce'"),
+    (TrainConfig, {"loss.smoothing": 1}, "a number in [0, 1)"),
+    (TrainConfig, {"mixup.prob": 1.5}, "a number in [0, 1]"),
+    (TrainConfig, {"mixup.mixup_alpha": -1}, "a number of at least 0"),
+    (TrainConfig, {"distill.weight": 0}, "a number above 0"),
+    (TrainConfig, {"precision": "fp8"}, "one of 'fp32', 'bf16', 'fp16'"),
+    (TrainConfig, {"epochs": 0}, "an integer of at least 1"),
+    (TrainConfig, {"epochs": 1.5}, "an integer"),
+    (TrainConfig, {"accumulate": 0}, "an integer of at least 1"),
+    (TrainConfig, {"checkpoint_every": 0}, "an integer of at least 1 or null"),
+    (TrainConfig, {"log_every": 0}, "an integer of at least 1"),
+    (TrainConfig, {"seed": -1}, "an integer of at least 0"),
+    (TrainConfig, {"output": ""}, "output must name a folder"),
+    (TrainConfig, {"data.batch_size": 0}, "an integer of at least 1"),
+    (TrainConfig, {"data.workers": -1}, "an integer of at least 0"),
+    (TrainConfig, {"data.std": [0.0]}, "each a number above 0"),
+    (TrainConfig, {"data.interpolation": "cubic"}, "one of 'nearest', 'bilinear', 'bicubic'"),
+    (TrainConfig, {"data.interpolation": "random"}, "one of 'nearest', 'bilinear', 'bicubic'"),
+    (TrainConfig, {"data.augment.interpolation": "cubic"}, "one of 'nearest', 'bilinear', 'bicubic'"),
+    (TrainConfig, {"data.augment.auto_augment": "random-m9"}, "one of 'rand', 'augmix', 'original'"),
+    (TrainConfig, {"data.augment.hflip": 2}, "a number in [0, 1]"),
+    (TrainConfig, {"routing": {"capcity": 1}}, "valid ones are router, capacity"),
+    (TrainConfig, {"routing": {"preset": "amod"}}, "a-mod"),
+    (TrainConfig, {"routing": {"preset": "gradual", "meen": 0.7}}, "valid ones are mean, start, router"),
+    (TrainConfig, {"routing": {"preset": "gradual", "mean": 0.1}}, "a number in (0.4, 1]"),
+    (TrainConfig, {"routing": {"capacity": 2}}, "a number in [0, 1]"),
+    (PairsConfig, {"routing.image": {"select": {"threshold": NAN}}}, "a finite number"),
+    (PairsConfig, {"loss": "infonce"}, "one of 'clip', 'siglip', 'coca'"),
+    (PairsConfig, {"zero_shot": "cifar"}, "'scenes' or 'imagenet:FOLDER'"),
+    (ChatConfig, {"frozen": ["eyes"]}, "'vision', 'projector', 'language'"),
+    (ChatConfig, {"trainer": {"learning_rate": -1}}, "a number of at least 0"),
+    (ChatConfig, {"trainer": {"learning_rate": "fast"}}, "a number of at least 0"),
+    (ChatConfig, {"trainer": {"max_grad_norm": NAN}}, "a number of at least 0"),
+    (ChatConfig, {"trainer": {"output_dir": "x"}}, "the run sets them"),
+    (ChatConfig, {"lora": {"r": 0}}, "an integer of at least 1"),
+    (ChatConfig, {"routing": {"language": {"router": {"name": "linear", "bias": 3}}}}, "true or false"),
+    (ChatConfig, {"routing": {"language": {"preset": "p_mod"}}}, "near ones: 'p-mod'"),
+    (ChatConfig, {"data.max_length": 1}, "an integer of at least 2 or null"),
+    (ChatConfig, {"max_new_tokens": 0}, "an integer of at least 1"),
+    (TrainConfig, {"schedule.sched": "plateau"}, "depends on metrics"),
+    (TrainConfig, {"ema.decai": 1}, "unknown config key 'ema.decai'; valid keys in group 'ema': decay"),
+    (TrainConfig, {"mixup": {"mixup_alpha": 0, "cutmix_alpha": 0}}, "use `mixup: null` for none"),
+    (TrainConfig, {"mixup.mode": "elem", "data.batch_size": 7}, "needs an even data.batch_size, got 7"),
+    (TrainConfig, {"mixup": {}, "data": CROWDS}, "mixup mixes the labels of images: with data.label_patch"),
+    (TrainConfig, {"model.pretrained": True, "model.checkpoint": "x"}, "exclude each other"),
+    (TrainConfig, {"model.head": "fresh"}, "set model.checkpoint"),
+    (TrainConfig, {"distill.features": 1.0}, "distill.features=1 needs a teacher"),
+    (TrainConfig, {"distill.teacher": "dense"}, "needs trained weights: set model.checkpoint or model.pretrained"),
+    (
+        TrainConfig,
+        {"distill.teacher": "dense", "model.head": "fresh", "model.checkpoint": "x"},
+        "needs trained weights",
+    ),
+    (TrainConfig, {"elastic": ELASTIC}, "elastic needs a routing config whose capacity is one of"),
+    (TrainConfig, {"elastic": ELASTIC, "routing": {"preset": "gradual"}}, "elastic needs a routing config"),
+    (TrainConfig, {"elastic": ELASTIC, "routing": RANDOM}, "one of elastic.capacities=[0.25, 1.0]"),
+    (
+        TrainConfig,
+        {"elastic": ELASTIC, "routing": {"capacity": 0.25}, "grad_checkpointing": True},
+        "elastic cannot be combined with grad_checkpointing",
+    ),
+    (TrainConfig, {"elastic.capacities": [0.25, 1.0]}, "must ascend and be at least as many as elastic.samples=4"),
+    (TrainConfig, {"elastic": {"capacities": [0.5, 0.25], "samples": 2}}, "must ascend and be at least as many"),
+    (TrainConfig, {"elastic": {"capacities": [0.25, 1.5], "samples": 2}}, "elastic.capacities"),
+    (TrainConfig, {"in_training": {}}, "needs one of routing and methods"),
+    (TrainConfig, {"in_training": {"routing": RANDOM, "methods": MERGE}}, "needs one of routing and methods"),
+    (TrainConfig, {"in_training.routing": RANDOM, "routing": RANDOM}, "cannot be combined with routing"),
+    (TrainConfig, {"in_training.routing": RANDOM, "compile": True}, "cannot be combined with compile"),
+    (TrainConfig, {"in_training.methods": MERGE, "grad_checkpointing": True}, "be trained with grad_checkpointing"),
+    (TrainConfig, {"in_training.routing": {"router": "linear"}}, "routing adds weights, which the dense model cannot"),
+    (TrainConfig, {"in_training.methods": [{"kind": "experts"}]}, "experts adds weights, which the dense model cannot"),
+    (
+        TrainConfig,
+        {"in_training": {"routing": RANDOM, "epochs": 4}, "epochs": 3},
+        "in_training.epochs must be an integer in [1, 3] or null, got 4",
+    ),
+    (TrainConfig, {"methods": PRUNE, "routing": {"capacity": 0.5}}, "'routing' cannot follow 'prune'"),
+    (TrainConfig, {"methods": PRUNE, "grad_checkpointing": True}, "grad_checkpointing"),
+    (TrainConfig, {"distributed.kind": "fsdp", "precision": "fp16"}, "'fsdp' takes neither precision 'fp16'"),
+    (
+        TrainConfig,
+        {"distributed.kind": "fsdp", "optim.opt": "lookahead_adamw"},
+        "'fsdp' takes neither precision 'fp16'",
+    ),
+    (
+        TrainConfig,
+        {
+            "distributed.kind": "fsdp",
+            "compile": True,
+            "grad_checkpointing": True,
+            "routing": {"router": "attention"},
+        },
+        "loses the importance that routers read where grad_checkpointing recomputes",
+    ),
+    (TrainConfig, {"distributed.timeout": 0.0}, "distributed.timeout must be "),
+    (TrainConfig, {"data.channels": 4}, "channels=4 is unknown; valid: 1"),
+    (TrainConfig, {"data.crop_pct": 1.5}, "data.crop_pct must be a number in (0, 1], got 1.5"),
+    (TrainConfig, {"data.mean": [0.5, 0.5]}, "channels=1 values"),
+    (TrainConfig, {"data.source": "crowds"}, "source 'crowds' has labels for patches: set label_patch"),
+    (TrainConfig, {"data.source": "digits", "data.label_patch": 4}, "source 'digits' lacks"),
+    (TrainConfig, {"data": {**CROWDS, "label_patch": 0}}, "label_patch must be an integer of at least 1"),
+    (TrainConfig, {"data": {**CROWDS, "augment": {}}}, "cannot be combined with augment"),
+    *(
+        (TrainConfig, {"data": {"source": source, "root": "a", "label_patch": 8}}, "must be maps:SIDE")
+        for source in ("maps", "maps:", "maps:0", "maps:30")
+    ),
+    (TrainConfig, {"data": {"source": "maps:32", "label_patch": 8}}, "needs root"),
+    (TrainConfig, {"data": {"source": "maps:32", "root": "a"}}, "needs root"),
+    (PairsConfig, {"data.workers": -1}, "data.workers must be an integer of at least 0, got -1"),
+    (PairsConfig, {"data.batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
+    (PairsConfig, {"model": {"name": "ViT-B-32", "checkpoint": "x", "image_checkpoint": "y"}}, "holds both towers"),
+    (ChatConfig, {"trainer": {"fsdp": "full_shard"}, "data.val": "x.json"}, "data.val: null"),
+    (ChatConfig, {"trainer": {"seed": 1}}, "trainer must not set seed"),
+    *(
+        (ChatConfig, {"trainer": {name: 1}}, f"trainer.{name}: ")
+        for name in ("label_smoothing_factor", "auto_find_batch_size", "save_only_model")
+    ),
+    (ChatConfig, {"data.val": None, "trainer": {"eval_on_start": True}}, "eval_on_start asks questions"),
+    (
+        ChatConfig,
+        {"data.val": None, "trainer": {"eval_strategy": "epoch"}},
+        "eval_strategy asks questions in training: set data.val",
+    ),
+    (ChatConfig, {"routing": {}}, "names no part"),
+    (ChatConfig, {"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
+    (ChatConfig, {"model.args": {"tp_plan": "auto"}}, "model.args tp_plan: a run does not train"),
+    (ChatConfig, {"model": {}}, "either"),
+    (ChatConfig, {"model": {"config": LLAVA}}, "needs model.processor: a folder, a name, 'bpe' or 'words'"),
+    (
+        ChatConfig,
+        {"model": {"config": LLAVA, "processor": "words", "processor_args": {"max_pixels": 784}}},
+        "those of a saved processor, not of 'words'",
+    ),
+    (TextConfig, {"elastic": True}, "elastic trains a routed model"),
+    (TextConfig, {"model": {"config": LLAMA, "pretrained": True}}, "no published weights read bytes"),
+    (TextConfig, {"model": {"config": {**LLAMA, "vocab_size": 300}}}, "vocab_size must be 256"),
+    (TextConfig, {"model": {}}, "give model.config"),
+    (TextConfig, {"routing": {"router": "nope"}}, "nope"),
 ]
-"""Config, key, value, and what the message says of the valid ones."""
+"""Config, values by key, and what the message says."""
 
 
 BASE = "output: run\nmodel: {name: vit_tiny_patch16_224}\ndata: {source: digits}\n"

@@ -31,7 +31,7 @@ from tests.kit.bad_configs import (
     KINDS,
     NAN,
     OPTIONS,
-    OUT_OF_RANGE,
+    REFUSED,
     WEIGHTS,
     basic_type,
     fields_of,
@@ -53,15 +53,17 @@ def test_a_value_of_another_type_and_a_number_that_is_not_finite_are_refused(kin
         type_ = basic_type(hint)
         for value in (FOREIGN[type_], *((NAN, INF, -INF) if type_ in (int, float) else ())):
             with pytest.raises((TypeError, ValueError)) as error:
-                from_plain(kind, nested(KINDS[kind], key, value))
+                from_plain(kind, nested(KINDS[kind], {key: value}))
             one_line(error.value, key, "must be", f"got {value!r}")
 
 
-@pytest.mark.parametrize(("kind", "key", "value", "valid"), OUT_OF_RANGE)
-def test_a_value_out_of_range_is_refused_with_the_valid_ones(kind: type, key: str, value: Any, valid: str) -> None:
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
+def test_a_config_that_cannot_be_is_refused_with_the_valid_values(
+    kind: type, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        from_plain(kind, nested(KINDS[kind], key, value))
-    one_line(error.value, valid)
+        from_plain(kind, nested(KINDS[kind], changes))
+    one_line(error.value, message)
 
 
 NONE_FITS = (object(), NAN, b"x", [None], {1: 2})
@@ -76,7 +78,7 @@ def test_every_field_of_a_routing_is_strict(name: str) -> None:
     option = "gate" if name == "gate.name" else name.rpartition(".")[2]
     for value in NONE_FITS:
         with pytest.raises((TypeError, ValueError)) as error:
-            RoutingConfig(**nested({"router": "linear"}, name, value))
+            RoutingConfig(**nested({"router": "linear"}, {name: value}))
         one_line(error.value, *([option] if isinstance(value, dict) and name in PARTS else [option, "must be"]))
 
 
@@ -99,8 +101,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ValueError, match=r"config.yaml' is no text in UTF-8"):
         TrainConfig.load(tmp_path / "config.yaml")
-    with pytest.raises(FileNotFoundError, match="no config file at"):
-        TrainConfig.load(tmp_path)
+    for path in (tmp_path, tmp_path / "nowhere.yaml"):
+        with pytest.raises(FileNotFoundError, match=f"no config file at '{path}'"):
+            TrainConfig.load(path)
 
 
 @pytest.mark.parametrize(("options", "message"), OPTIONS)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmod.data.config import AugmentConfig, DataConfig
+from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import image_stream
 from mmod.data.readers.shards import parse_patches
@@ -95,17 +95,3 @@ def test_what_is_no_label_map_is_a_fault_of_its_sample(tmp_path: Path, labels: I
     config = DataConfig(f"shards:{tmp_path}/{{split}}-0.tar", image_size=8, label_patch=4)
     with pytest.raises(CorruptDataError, match=message):
         next(image_stream(config).batches(0))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"source": "crowds"}, "source 'crowds' has labels for patches: set label_patch"),
-        ({"source": "digits", "label_patch": 4}, "source 'digits' lacks"),
-        ({"source": "crowds", "label_patch": 0}, "label_patch must be an integer of at least 1"),
-        ({"source": "crowds", "label_patch": 4, "augment": AugmentConfig()}, "cannot be combined with augment"),
-    ],
-)
-def test_labels_that_a_source_does_not_have(change: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DataConfig(**change)

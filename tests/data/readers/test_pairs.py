@@ -189,18 +189,6 @@ def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
     assert tokens.tolist() == [[7]]
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"workers": -1}, "data.workers must be an integer of at least 0, got -1"),
-        ({"batch_size": 0}, "data.batch_size must be an integer of at least 1, got 0"),
-    ],
-)
-def test_wrong_configs(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PairsConfig(**fields)
-
-
 @pytest.mark.parametrize("train", ["scenes:tiny", "scenes:tiny/tests", "scenes:huge/train"])
 def test_unknown_embedded_sets(train: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"scenes:DIFFICULTY/SPLIT|of captioned scenes is unknown; valid: default"):

@@ -366,7 +366,6 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
         ({"trainer": {"learning_rat": 1}}, "unknown argument of the trainer learning_rat; near ones: learning_rate"),
         ({"lora": {"rank": 2}}, "unknown option of LoRA rank"),
         ({"routing": {"text": {}}}, "no part text; it has"),
-        ({"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
         ({"routing": {"language": {"capacity": 0.01}}}, "keeps none of 16 image tokens"),
         ({"max_new_tokens": 1}, r"of 72 answers in data\.val have more tokens than max_new_tokens=1 .* set it to 3"),
     ],

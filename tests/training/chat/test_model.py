@@ -184,5 +184,3 @@ def test_processors_take_arguments(tmp_path: Path) -> None:
 
     assert tokens() == 49
     assert tokens(max_pixels=28 * 28 * 20) == 16
-    with pytest.raises(ValueError, match="those of a saved processor, not of 'words'"):
-        ModelConfig(config=MODEL, processor="words", processor_args={"max_pixels": 784})

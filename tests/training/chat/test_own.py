@@ -86,8 +86,6 @@ def test_words_that_the_processor_does_not_know_are_refused_with_one_that_knows_
         with pytest.raises(ValueError, match=match):
             start()
     assert not Path(config.output, "config.yaml").exists()
-    with pytest.raises(ValueError, match=r"model\.processor: a folder, a name, 'bpe' or 'words'"):
-        replace(config, model=replace(config.model, processor=None))
 
 
 def test_a_warmup_of_as_many_steps_as_the_run_is_refused(folder: Path) -> None:

@@ -35,11 +35,3 @@ def test_a_run_folder_gives_the_same_model_again(method: dict[str, Any], tmp_pat
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
     exported = mmod.load_pretrained(tmp_path / "run" / "model")
     assert methods_of(exported) == (read_method(method),)
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="'routing' cannot follow 'prune'"):
-        tiny_config(output="run", methods=[METHODS[0]], routing={"capacity": 0.5})
-    with pytest.raises(ValueError, match="grad_checkpointing"):
-        tiny_config(output="run", methods=[METHODS[0]], grad_checkpointing=True)
-    assert tiny_config(output="run").to_dict()["methods"] == []

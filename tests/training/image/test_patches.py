@@ -28,7 +28,6 @@ from mmod.training import (
     DistillConfig,
     EmaConfig,
     LossConfig,
-    MixupConfig,
     ModelConfig,
     TrainConfig,
     evaluate,
@@ -211,11 +210,6 @@ def test_models_that_answer_something_else(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         ImageKind(config_of(tmp_path, replace(data, **changes), args=args)).create_models()
-
-
-def test_mixed_images_have_no_labels_of_patches(data: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mixup mixes the labels of images: with data\.label_patch"):
-        config_of(tmp_path, data, mixup=MixupConfig(), distill=DistillConfig())
 
 
 @pytest.mark.parametrize(

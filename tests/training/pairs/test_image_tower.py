@@ -60,9 +60,7 @@ def test_a_locked_tower_keeps_its_weights_and_trains_its_routers(tmp_path: Path)
     assert all(parameter.requires_grad for parameter in create(tmp_path).parameters())
 
 
-def test_weights_of_both_kinds_exclude_each_other_and_a_run_of_ones_own_takes_their_place() -> None:
-    with pytest.raises(ValueError, match="holds both towers"):
-        ModelConfig("ViT-B-32", checkpoint="run", image_checkpoint="tower")
+def test_a_run_of_ones_own_takes_the_place_of_other_weights() -> None:
     started = ModelConfig("ViT-B-32", pretrained="openai", image_checkpoint="tower", locked="image").started_from("run")
     assert (started.checkpoint, started.image_checkpoint, started.pretrained) == ("run", None, None)
     assert started.locked == "image"

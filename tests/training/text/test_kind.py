@@ -128,21 +128,6 @@ def test_an_elastic_run_tells_the_loss_of_all_tokens_in_all_layers(tmp_path: Pat
     assert "all tokens in all layers" in str(result)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"elastic": True}, "elastic trains a routed model"),
-        ({"model": {"pretrained": True}}, "no published weights read bytes"),
-        ({"model": {"config": {"vocab_size": 300}}}, "vocab_size must be 256"),
-        ({"model": {"config": None}}, "give model.config"),
-        ({"routing": {"router": "nope"}}, "nope"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        text_config(tmp_path, **changes)
-
-
 def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     quiet(tmp_path / "dense", epochs=1, epoch_steps=1)
     model = {"config": {**LLAMA, "hidden_size": 16}, "checkpoint": str(tmp_path / "dense")}
