@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import json
 import pickle
 import typing
 from collections.abc import Iterator
@@ -57,14 +57,15 @@ def basic_type(hint: Any) -> Any:
 
 def nested(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the fields with values at dotted keys."""
-    copy = json.loads(json.dumps(fields))
+    changed = copy.deepcopy(fields)
     for key, value in changes.items():
-        group = copy
+        group = changed
         *parents, name = key.split(".")
         for parent in parents:
             group = group.setdefault(parent, {})
-        group[name] = value
-    return copy
+        # A file has no value in two places.
+        group[name] = copy.deepcopy(value)
+    return changed
 
 
 RANDOM = {"router": "random", "capacity": 0.5}

@@ -289,6 +289,16 @@ NO_JSON: dict[str, bytes] = {
     "a pickle": pickle.dumps(Payload()),
     "zeros": bytes(100),
 }
+NO_JSON_LINES = {name: data.replace(b"\n", b" ") for name, data in NO_JSON.items() if data}
+NO_SHARDS: dict[str, bytes] = {
+    "no bytes": b"",
+    "zeros": bytes(10240),
+    "text": b"text" * 5000,
+    "zip": zipped(PNG),
+    "a pickle": pickle.dumps(Payload()),
+    "an archive of another file": tar({"a": b""}),
+    "an archive of a pickle": tar({"a.pkl": b""}),
+}
 SPECIAL = {
     "pipe": os.mkfifo,
     "folder": os.mkdir,

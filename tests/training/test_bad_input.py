@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +14,14 @@ from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.loader import _transform
 from mmod.io.records import record_config
 from mmod.opening.language import described
-from mmod.opening.weights import find_weights, read_weights
+from mmod.opening.weights import find_weights
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
-from mmod.training.engine.parse import parse_config
-from mmod.training.engine.run_folder import read_fit
-from mmod.training.image.evaluate import EvalResult
 from mmod.training.text.config import TrainConfig as TextConfig
 from mmod.values import from_plain
 from tests.kit.bad_configs import (
-    BASE,
-    FILES,
-    FOREIGN,
-    INF,
     KINDS,
     NAN,
-    OPTIONS,
-    REFUSED,
-    WEIGHTS,
-    basic_type,
-    fields_of,
     nested,
 )
 
@@ -45,25 +32,6 @@ def one_line(error: BaseException, *words: str) -> None:
     assert len(text) < 1000
     for word in words:
         assert word in text
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__module__)
-def test_a_value_of_another_type_and_a_number_that_is_not_finite_are_refused(kind: type) -> None:
-    for key, hint in fields_of(kind):
-        type_ = basic_type(hint)
-        for value in (FOREIGN[type_], *((NAN, INF, -INF) if type_ in (int, float) else ())):
-            with pytest.raises((TypeError, ValueError)) as error:
-                from_plain(kind, nested(KINDS[kind], {key: value}))
-            one_line(error.value, key, "must be", f"got {value!r}")
-
-
-@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
-def test_a_config_that_cannot_be_is_refused_with_the_valid_values(
-    kind: type, changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((TypeError, ValueError)) as error:
-        from_plain(kind, nested(KINDS[kind], changes))
-    one_line(error.value, message)
 
 
 NONE_FITS = (object(), NAN, b"x", [None], {1: 2})
@@ -82,21 +50,6 @@ def test_every_field_of_a_routing_is_strict(name: str) -> None:
         one_line(error.value, *([option] if isinstance(value, dict) and name in PARTS else [option, "must be"]))
 
 
-@pytest.mark.parametrize("fields", [{"blocks": (1.5,)}, {"blocks": "x"}, {"capacity": ("x",)}, {"depth": True}])
-def test_every_field_of_a_plan_is_strict(fields: dict[str, Any]) -> None:
-    with pytest.raises((TypeError, ValueError), match=next(iter(fields))):
-        RoutingConfig(**{"blocks": (1,), "capacity": (0.5,), "depth": 4, **fields})
-
-
-@pytest.mark.parametrize(("text", "message"), FILES, ids=range(22))
-def test_a_wrong_file_is_refused_in_one_line(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises((TypeError, ValueError)) as error:
-        TrainConfig.load(path)
-    one_line(error.value, message)
-
-
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ValueError, match=r"config.yaml' is no text in UTF-8"):
@@ -106,59 +59,10 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
             TrainConfig.load(path)
 
 
-@pytest.mark.parametrize(("options", "message"), OPTIONS)
-def test_a_wrong_command_line_ends_with_one_line(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.yaml").write_text(BASE)
-    with pytest.raises(SystemExit) as stop:
-        parse_config([str(tmp_path / "config.yaml"), *options], TrainConfig)
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert message in line
-
-
-@pytest.mark.parametrize(("name", "write", "message"), WEIGHTS)
-def test_weights_that_are_none_are_refused(
-    name: str, write: Callable[[Path], Any], message: str, tmp_path: Path
-) -> None:
-    write(tmp_path / name)
-    with pytest.raises(ValueError, match=f"'{tmp_path / name}'.*{message}") as error:
-        read_weights(tmp_path / name)
-    one_line(error.value, str(tmp_path / name))
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000000001-epoch-00000").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"no model\.safetensors in the folder"):
         find_weights(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "[", "3", "null", "{}", '{"evaluation": {"x": 1}, "average": null}'])
-def test_a_foreign_result_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text(text)
-    with pytest.raises(ValueError, match=r"result\.json' is no result of a finished run") as error:
-        read_fit(tmp_path, EvalResult)
-    one_line(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a: 1\na: 2\n", "config.yaml, line 2: the key 'a' occurs twice"),
-        ("a: [", "config.yaml, line 1"),
-        ("- 1", "a mapping of keys to values, got list"),
-    ],
-)
-def test_a_foreign_record_is_left_alone(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r".+") as error:
-        record_config(tmp_path, {"a": 1}, file="config.yaml", kind="a run")
-    one_line(error.value, message)
-    assert path.read_text() == text
 
 
 def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:

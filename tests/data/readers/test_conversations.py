@@ -86,12 +86,6 @@ def test_a_record_that_names_a_key_twice_is_a_fault(folder: Path, outer: bool) -
             open_conversations(str(folder / "all.json"))
 
 
-def test_a_broken_image_always_stops(folder: Path) -> None:
-    path = write(folder, [{**SOUND, "image": "bad.png"}])
-    with pytest.raises(CorruptDataError, match=r"bad\.png"):
-        open_conversations(path, ConversationsConfig(on_corrupt="skip"))[0]
-
-
 def test_sources_that_are_none(folder: Path) -> None:
     with pytest.raises(ValueError, match="must end in"):
         open_conversations("table.csv")
@@ -103,19 +97,6 @@ def test_sources_that_are_none(folder: Path) -> None:
         open_conversations("questions:tiny/other")
     with pytest.raises(ValueError, match="no conversation is left"):
         open_conversations(write(folder, [FAULTS["no list"]]), ConversationsConfig(on_corrupt="skip"))
-
-
-def test_a_damaged_shard_is_counted_once(tmp_path: Path) -> None:
-    config = ConversationsConfig(root=str(tmp_path / "set"), on_corrupt="skip")
-    undamaged = open_conversations("questions:tiny/test", config)
-    shard = tmp_path / "test-cut.tar"
-    data = (tmp_path / "set" / "test-000000.tar").read_bytes()
-    shard.write_bytes(data[: len(data) // 2])
-    conversations = open_conversations(str(shard), config)
-    assert 20 < len(conversations) < len(undamaged)
-    assert conversations.report.counts == {str(shard): 1}
-    with pytest.raises(CorruptDataError, match="test-cut"):
-        open_conversations(str(shard))
 
 
 TWO = {
@@ -355,20 +336,6 @@ def test_missing_images_are_found_before_anything_is_read(folder: Path, on_corru
     assert [conversations.record(index)["key"] for index in range(len(conversations))] == ["0", "2", "7"]
     assert conversations.report.counts == {path: 5}
     assert "[6]: image outside the folder" in str(conversations.report)
-
-
-@pytest.mark.parametrize("line", [b'{"id": ', b"\xff\xfe", b"[" * 100_000, b'"\xe9"'])
-def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
-    good = json.dumps(SOUND).encode()
-    path = folder / "all.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\n" + line + b"\n" + good)
-    with pytest.raises(CorruptDataError, match=r"all\.jsonl \[1\]: line 3 is no (JSON|text in UTF-8)"):
-        open_conversations(str(path))
-    conversations = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
-    assert (len(conversations), conversations.report.counts) == (2, {str(path): 1})
-    config = ConversationsConversion(str(path), f"{folder}/out", on_corrupt="skip")
-    assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
-    assert "line 3 is no " in (folder / "out" / "dropped.csv").read_text()
 
 
 def test_conversion_keeps_to_its_folder(folder: Path) -> None:

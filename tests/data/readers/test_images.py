@@ -1,25 +1,19 @@
-"""Decoding: every reader gives the same 8-bit image of a file, or says why it has none."""
+"""Decoding: every reader gives the same 8-bit image of a file, or says why it has none; `tests/hostile` has more."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data.convert.packing import file_extension
-from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import DataConfig, PairsConfig, image_stream, pairs_stream
-from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, open_image
+from tests.kit.bad_files import IMAGES
+from tests.kit.bad_readers import READERS, read_conversation
 from tests.kit.deep_images import DEEP, RAMP, UNSCALED, encode, encode_image
-from tests.kit.pair_files import tokenizer, transform, write_tar
 
 
 def twelve_bits() -> bytes:
@@ -85,72 +79,6 @@ def test_formats_that_start_other_programs_are_not_opened(monkeypatch: pytest.Mo
         decode_image(encode(np.zeros((8, 8, 3), np.uint8), "EPS"), "RGB")
 
 
-def read_folder(data: bytes, folder: Path, name: str, on_corrupt: Any) -> tuple[Any, CorruptReport]:
-    for label in "ab":
-        (folder / "val" / label).mkdir(parents=True)
-    (folder / "val" / "a" / "0.png").write_bytes(data)
-    (folder / "val" / "b" / "0.png").write_bytes(encode(np.zeros((256, 256), np.uint8), "PNG"))
-    unchanged = {"crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1 / 255,) * 3}
-    config = DataConfig(name, str(folder), channels=3, image_size=256, on_corrupt=on_corrupt, **unchanged)
-    stream = image_stream(config)
-    return next(stream.batches(0))[0], stream.report
-
-
-def pairs(data: bytes, folder: Path) -> str:
-    folder.mkdir(exist_ok=True)
-    members = {"0.png": data, "0.txt": b"number 0", "1.png": DEEP["png"], "1.txt": b"number 1"}
-    return str(write_tar(folder / "a.tar", members))
-
-
-def read_pairs(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
-    stream = pairs_stream(PairsConfig(val=pairs(data, folder), on_corrupt=on_corrupt), transform, tokenizer)
-    return next(stream.batches(0))[0], stream.report
-
-
-def read_conversation(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
-    said = [{"from": "human", "value": "<image> what ?"}, {"from": "gpt", "value": "3"}]
-    folder.mkdir(exist_ok=True)
-    (folder / "0.png").write_bytes(data)
-    (folder / "a.json").write_text(json.dumps([{"image": "0.png", "conversations": said}]))
-    conversations = open_conversations(f"{folder}/a.json", ConversationsConfig(on_corrupt=on_corrupt))
-    return transform(conversations[0].images[0])[None], conversations.report
-
-
-def read_shard(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
-    folder.mkdir(exist_ok=True)
-    write_tar(folder / "val.tar", {"0.png": data, "0.cls": b"0", "1.png": DEEP["png"], "1.cls": b"1"})
-    unchanged = {"crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1 / 255,) * 3}
-    config = DataConfig(
-        f"shards:{folder}/{{split}}.tar", channels=3, image_size=256, on_corrupt=on_corrupt, **unchanged
-    )
-    stream = image_stream(config)
-    return next(stream.batches(0))[0], stream.report
-
-
-READERS = {
-    "shard": read_shard,
-    "folder": lambda *args: read_folder(*args[:2], "folder", args[2]),
-    "torch/image_folder": lambda *args: read_folder(*args[:2], "torch/image_folder", args[2]),
-    "pairs": read_pairs,
-    "conversation": read_conversation,
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_every_reader_scales(name: str, tmp_path: Path) -> None:
-    images, _ = READERS[name](DEEP["png"], tmp_path, "raise")
-    assert torch.equal(images[0, 0].round(), torch.from_numpy((RAMP >> 8).astype(np.float32)))
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_every_reader_counts_pixels_of_unknown_range_as_a_fault(name: str, tmp_path: Path) -> None:
-    with pytest.raises(CorruptDataError, match=r"floating-point pixels, whose range"):
-        READERS[name](UNSCALED["float tiff"], tmp_path / "raise", "raise")
-    if name != "conversation":
-        _, report = READERS[name](UNSCALED["float tiff"], tmp_path / "skip", "skip")
-        assert list(report.counts.values()) == [1]
-
-
 PLAIN = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
 OTHER = Image.fromarray(255 - PLAIN)
 TURNED = Image.Exif()
@@ -158,8 +86,8 @@ TURNED[0x0112] = 6
 LOSSLESS = {"lossless": True, "save_all": True, "append_images": [OTHER]}
 FIRST = {"save_all": True, "append_images": [OTHER]}
 CMYK = Image.fromarray(PLAIN).convert("CMYK")
-# What is read of each: the pixels, or why there are none.
-OUTCOMES: dict[str, tuple[bytes, np.ndarray | str]] = {
+# What is read of each.
+OUTCOMES: dict[str, tuple[bytes, np.ndarray]] = {
     "CMYK": (encode_image(CMYK, "TIFF"), np.asarray(CMYK.convert("RGB"))),
     "16 bits": (DEEP["png"], np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, -1)),
     "EXIF orientation": (encode(PLAIN, "PNG", exif=TURNED), np.rot90(PLAIN, -1)),
@@ -167,19 +95,27 @@ OUTCOMES: dict[str, tuple[bytes, np.ndarray | str]] = {
     "animated WebP": (encode(PLAIN, "WEBP", **LOSSLESS), PLAIN),
     "pages of a TIFF": (encode(PLAIN, "TIFF", **FIRST), PLAIN),
     "transparency": (encode(np.dstack([PLAIN, np.zeros((256, 256), np.uint8)]), "PNG"), PLAIN),
-    "no bytes": (b"", "image of 0 bytes cannot be decoded"),
-    "bomb": (encode_image(Image.new("1", (20_000, 10_000)), "PNG"), r"200000000 pixels\) exceeds limit"),
-    "bomb in a page": (encode_image(Image.new("1", (20_000, 10_000)), "TIFF"), r"200000000 pixels\) exceeds limit"),
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", [*READERS, "conversation"])
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_every_reader_has_one_outcome_for_unusual_images(name: str, reader: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("trap_folder")
+def test_every_reader_has_one_outcome_for_unusual_images(name: str, reader: str) -> None:
     data, expected = OUTCOMES[name]
-    if isinstance(expected, str):
-        with pytest.raises(CorruptDataError, match=expected):
-            READERS[reader](data, tmp_path, "raise")
-        return
-    images, _ = READERS[reader](data, tmp_path, "raise")
+    images, _ = READERS.get(reader, read_conversation)(data, "raise", side=256)
     assert np.array_equal(images[0].round().permute(1, 2, 0).numpy().astype(np.uint8), expected)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.usefixtures("trap_folder")
+def test_a_conversation_whose_image_is_none_always_stops(name: str) -> None:
+    for on_corrupt in ("raise", "skip"):
+        with pytest.raises(CorruptDataError, match=r"0\.png.*image of \d+ bytes cannot be decoded"):
+            read_conversation(IMAGES[name], on_corrupt)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_more_pixels_than_a_photograph_has_are_not_decoded(kind: str) -> None:
+    with pytest.raises(ValueError, match=r"200000000 pixels\) exceeds limit"):
+        decode_image(encode_image(Image.new("1", (20_000, 10_000)), kind), "RGB")

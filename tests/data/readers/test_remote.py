@@ -50,13 +50,19 @@ def forbid_indexing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardSource, "_make_index", fail)
 
 
-def test_shards_are_copied_and_indexed_once(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", [URL, "pipe:cat {folder}/{{0..1}}.tar"])
+def test_shards_are_copied_and_indexed_once(pattern: str, shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = shards / "cache"
-    assert read_all(ShardSource(URL, CorruptReport(), cache)) == SAMPLES
+    pattern = pattern if pattern == URL else pattern.format(folder=shards)
+    with pytest.raises(ValueError, match="needs a folder"):
+        ShardSource(pattern, CorruptReport())
+    assert read_all(ShardSource(pattern, CorruptReport(), cache)) == SAMPLES
     assert len(list(cache.glob("*.tar"))) == 2
     fsspec.filesystem("memory").store.clear()
+    for path in shards.glob("*.tar"):
+        path.unlink()
     forbid_indexing(monkeypatch)
-    assert read_all(ShardSource(URL, CorruptReport(), cache)) == SAMPLES
+    assert read_all(ShardSource(pattern, CorruptReport(), cache)) == SAMPLES
 
 
 def test_shards_with_an_index_are_read_while_they_are_copied(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
