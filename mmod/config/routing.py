@@ -301,7 +301,7 @@ class RoutingConfig:
             layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
             blocks = tuple(layouts[self.blocks])
         else:
-            blocks = tuple(sorted(int(block) for block in self.blocks))
+            blocks = tuple(int(block) for block in self.blocks)
         check_blocks(blocks, depth)
         columns = []
         for name in ("capacity", "operator", "context"):
