@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ State = Callable[[int], object]
 """Writes a state of so many numbers."""
 
 
-def checkpoints(folder: Path) -> State:
+def checkpoints(folder: Path, part: str) -> State:
+    """Write checkpoints, of which one part grows."""
     steps = iter(range(100))
 
     def write(size: int) -> None:
-        content = Checkpoint({"x": torch.arange(float(size))}, None, {"x": torch.ones(size)})
-        save_checkpoint(folder, 0, next(steps), content)
+        parts: dict[str, Any] = {name: {"x": torch.ones(2)} for name in ("weights", "average", "training")}
+        save_checkpoint(folder, 0, next(steps), Checkpoint(**{**parts, part: {"x": torch.ones(size)}}))
 
     return write
 
@@ -70,7 +72,7 @@ def picture(folder: Path) -> State:
 
 # Runs of images, pairs and text write checkpoints; those of chat are in tests/training/chat. All else adds to a store.
 STATES = {
-    "run": checkpoints,
+    **{f"run, {part}": partial(checkpoints, part=part) for part in ("weights", "average", "training")},
     "results": results,
     "results that are looked for first": counts,
     "result": report,

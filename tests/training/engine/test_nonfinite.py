@@ -21,29 +21,28 @@ ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5}
 
 
 class Poisoned(TensorStream):
-    """Batches with NaN in those of some steps.
+    """Batches, one of which is not finite.
 
     Args:
-        steps: Numbers of the poisoned batches.
+        step: Number of the poisoned batch.
+        value: What all of it is multiplied by.
     """
 
-    def __init__(self, steps: set[int], **options: Any):
-        super().__init__(8, seed=0, **options)
-        self.steps = steps
+    def __init__(self, step: int, value: float):
+        super().__init__(8, seed=0)
+        self.step, self.value = step, value
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         for step, (images, targets) in enumerate(super().batches(epoch, start), start):
-            yield images * (torch.nan if epoch == 0 and step in self.steps else 1), targets
+            yield images * (self.value if epoch == 0 and step == self.step else 1), targets
 
 
-def poisoned(config: Any, steps: set[int]) -> Any:
-    return fit(config, streams=(Poisoned(steps), TensorStream(8, seed=None)), progress=False)
-
-
-def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(tmp_path: Path, value: float) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1, log_every=50)
-    with pytest.raises(FloatingPointError, match=r"step 4 .*last good checkpoint: .*step-000000003"):
-        poisoned(config, {3})
+    message = r"at step 4 \(epoch 1\); last good checkpoint: .*step-000000003.*first in the inputs"
+    with pytest.raises(FloatingPointError, match=message):
+        fit(config, streams=(Poisoned(3, value), TensorStream(8, seed=None)), progress=False)
     assert all(
         value.isfinite().all()
         for value in load_checkpoint(*list_checkpoints(tmp_path / "run/checkpoints")[:1]).weights.values()

@@ -54,6 +54,14 @@ def config_of(output: Path, data: DataConfig, **changes: Any) -> TrainConfig:
     return TrainConfig(output=str(output), model=model, data=data, **{"epochs": 1, "device": "cpu", **changes})
 
 
+@pytest.fixture(scope="module")
+def dense(data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of a dense model."""
+    folder = tmp_path_factory.mktemp("dense") / "run"
+    fit(config_of(folder, data), progress=False)
+    return folder
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -171,9 +179,8 @@ def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -
     ],
     ids=str,
 )
-def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfig, tmp_path: Path) -> None:
-    fit(config_of(tmp_path / "dense", data), progress=False)
-    start = {"checkpoint": str(tmp_path / "dense")}
+def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfig, dense: Path, tmp_path: Path) -> None:
+    start = {"checkpoint": str(dense)}
     distill = DistillConfig(features=0.5)
     config = config_of(tmp_path / "tuned", data, start=start, ema=EmaConfig(0.5), distill=distill, **changes)
     done = fit(config, progress=False)
