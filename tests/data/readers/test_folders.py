@@ -205,73 +205,11 @@ def test_no_split_is_the_folder_itself(root: Path) -> None:
     assert len(FolderSource(str(root / "odd"), "")) == 2
 
 
-def test_a_missing_split_is_an_error_not_the_whole_root(root: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no folder for the split 'test'; it has: odd, train, validation"):
-        FolderSource(str(root), "test")
-    with pytest.raises(ValueError, match="is no folder"):
-        FolderSource(str(root / "nowhere"), "train")
-
-
 def test_a_split_with_fewer_classes_has_the_numbers_of_the_training_split(root: Path) -> None:
     for options in ({}, {"class_map": {"a": 0, "b": 1, "c": 2}}):
         source = FolderSource(str(root), "odd", options)
         assert [source.read(index, "RGB")[1] for index in range(2)] == source.labels() == [0, 2]
     assert str(FolderSource(str(root), "odd").classes) == "2 of 3 classes, matched by name"
-
-
-@pytest.mark.parametrize("name", FOLDERS)
-@pytest.mark.parametrize("emptied", ["train", "val"])
-def test_a_class_folder_without_images_would_shift_labels(tmp_path: Path, name: str, emptied: str) -> None:
-    for split in ("train", "val"):
-        for label in "abc":
-            (tmp_path / split / label).mkdir(parents=True)
-            if (split, label) != (emptied, "b"):
-                Image.new("RGB", (8, 8)).save(tmp_path / split / label / "0.png")
-    (tmp_path / emptied / "b" / "note.txt").write_text("no image")
-    with pytest.raises(
-        ValueError, match=rf"class folders without readable images: {tmp_path}/{emptied}/b\. Remove them"
-    ):
-        image_stream(DataConfig(name, str(tmp_path), channels=3))
-    chosen = {"class_map": {"a": 0, "c": 1}}
-    assert len(FolderSource(str(tmp_path), emptied, chosen)) == 2
-
-
-def test_a_class_folder_without_images_is_named_where_there_is_no_other_split(tmp_path: Path) -> None:
-    for label in "abc":
-        (tmp_path / "train" / label / "below").mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "b" / "below" / "0.png")
-    (tmp_path / "train" / ".cache").mkdir()
-    with pytest.raises(ValueError, match=rf"images: {tmp_path}/train/a, {tmp_path}/train/c\. Remove them"):
-        FolderSource(str(tmp_path), "train")
-
-
-def test_classes_are_compared_with_those_of_the_training_split_that_is_named(root: Path) -> None:
-    FolderSource(str(root), "val")
-    with pytest.raises(ValueError, match=r"validation and .*odd have images of different classes"):
-        image_stream(DataConfig("folder", str(root), train_split="odd"))
-
-
-def test_a_folder_without_any_image_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    (tmp_path / "train" / "a" / "note.txt").write_text("no image")
-    with pytest.raises(
-        ValueError,
-        match=r"train holds no image that is read; .* jpg, .*left out are .*: \.txt \(1\)",
-    ):
-        FolderSource(str(tmp_path), "train")
-
-
-def test_an_image_in_no_class_folder_is_refused(root: Path, tmp_path: Path) -> None:
-    flat = tmp_path / "flat" / "val"
-    flat.mkdir(parents=True)
-    Image.new("RGB", (8, 8)).save(flat / "ILSVRC2012_val_00000001.JPEG")
-    with pytest.raises(ValueError, match="flat/val has images outside class folders"):
-        FolderSource(str(tmp_path / "flat"), "val")
-    assert FolderSource(str(tmp_path / "flat"), "val", labelled=False).classes is None
-    # One stray image would move all classes by one.
-    Image.new("RGB", (8, 8)).save(root / "train" / "stray.png")
-    with pytest.raises(ValueError, match="train has images outside class folders"):
-        FolderSource(str(root), "train")
 
 
 def test_classes_are_in_timms_order(tmp_path: Path) -> None:
@@ -310,3 +248,60 @@ def test_a_map_that_joins_classes_of_the_model_is_refused(root: Path) -> None:
         FolderSource(str(root), "val", joined, model=apart)
     # A run that was trained with the map has its numbers.
     assert FolderSource(str(root), "val", joined, model=ModelClasses({"a": 0, "b": 0, "c": 1}, "")).labels()[1] == 0
+
+
+def tree(text: str) -> list[str]:
+    """Return the paths of a text such as "train/abc odd/a", in which every letter is a class of one image."""
+    places = [word.rpartition("/") for word in text.split()]
+    return [f"{folder}/{label}/0.png" for folder, _, labels in places for label in labels]
+
+
+# Files, whether for training, values of the config, and what the message says of the folder {root}.
+REFUSED: list[tuple[list[str], bool, dict[str, Any], str]] = [
+    ([], True, {}, "is no folder"),
+    (tree("odd/a train/a validation/a"), False, {"val_split": "test"}, "for the split 'test'; it has: odd, train, val"),
+    (
+        tree("odd/ac train/abc validation/abc"),
+        False,
+        {"train_split": "odd"},
+        "validation and .*odd have images of diff",
+    ),
+    ([*tree("train/abc val/ac"), "val/b/note.txt"], False, {}, r"without readable images: {root}/val/b\. Remove them"),
+    ([*tree("train/ac val/abc"), "train/b/note.txt"], False, {}, r"without readable images: {root}/train/b\. Remove"),
+    (
+        ["train/a/below/", "train/b/below/0.png", "train/c/below/", "train/.cache/"],
+        True,
+        {},
+        r"images: {root}/train/a, {root}/train/c\. Remove them",
+    ),
+    (["train/a/note.txt"], True, {}, r"train holds no image that is read; .* jpg, .*left out are .*: \.txt \(1\)"),
+    (["val/ILSVRC2012_val_00000001.JPEG"], False, {}, "val has images outside class folders"),
+    # One stray image would move all classes by one.
+    ([*tree("train/abc"), "train/stray.png"], True, {}, "train has images outside class folders"),
+]
+
+
+@pytest.mark.parametrize("source", FOLDERS)
+@pytest.mark.parametrize(("files", "training", "fields", "message"), REFUSED)
+def test_folders_that_would_shift_labels_are_refused(
+    source: str, files: list[str], training: bool, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "set"
+    for name in files:
+        folder = name if name.endswith("/") else name.rpartition("/")[0]
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        if name.endswith(".txt"):
+            (root / name).write_text("no image")
+        elif not name.endswith("/"):
+            save(root / name, 60)
+    with pytest.raises(ValueError, match=message.format(root=root)):
+        image_stream(DataConfig(source, str(root), channels=3, **fields), 0 if training else None)
+
+
+def test_what_a_class_map_or_no_label_needs_no_class_folder_is_read(tmp_path: Path) -> None:
+    for name in ("a/0.png", "c/0.png", "1.png"):
+        save(tmp_path / "val" / name, 60)
+    (tmp_path / "val" / "b").mkdir()
+    assert FolderSource(str(tmp_path), "val", labelled=False).classes is None
+    (tmp_path / "val" / "1.png").unlink()
+    assert len(FolderSource(str(tmp_path), "val", {"class_map": {"a": 0, "c": 1}})) == 2
