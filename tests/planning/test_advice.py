@@ -317,14 +317,6 @@ def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(c
     assert list(yaml.safe_load(row.config)) == ["methods", "routing"]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"changes": {"epochs": 1}}, {"from_scratch": True}, {"image_size": 96}, {"search": PlanOptions()}]
-)
-def test_candidates_that_advice_cannot_make_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="candidate 'a' is one of a study, and advice trains nothing"):
-        mmod.advise(make(), [pictures(1)], candidates=[Candidate("a", **fields)], progress=False)
-
-
 def test_what_cannot_be_applied_is_left_out_with_its_reason(clock: Callable[..., None]) -> None:
     clock({})
     advice = mmod.advise(make(dynamic_img_size=False), [pictures(2)], progress=False)
@@ -401,24 +393,37 @@ def test_a_language_model_is_evaluated_by_its_next_tokens(
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
         (lambda: make(), [], "no images: batches is empty"),
         (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
+        (lambda: make_joint("llava"), [pictures(1)], "batches must hold prompts"),
         (lambda: mmod.route_(make()), [pictures(1)], "is changed already: call mmod.undo_ first"),
+        (make, [pictures(1)[0]], "batches must hold images"),
+        (make, pictures(1), r"batches must hold images .*, got \(3, "),
+        (make, [pictures(1), torch.zeros(1, 3, 8, 8)], r"must have one size, got \(1, 3, .*\) and \(1, 3, 8, 8\)"),
     ],
 )
 def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         mmod.advise(model(), batches, progress=False)
-    with pytest.raises(TypeError, match="batches must hold images"):
-        mmod.advise(make(), [pictures(1)[0]], progress=False)
-    with pytest.raises(TypeError, match=r"batches must hold images .*, got \(3, "):
-        mmod.advise(make(), pictures(1), progress=False)
-    with pytest.raises(ValueError, match=r"images must have one size, got \(1, 3, .*\) and \(1, 3, 8, 8\)"):
-        mmod.advise(make(), [pictures(1), torch.zeros(1, 3, 8, 8)], progress=False)
-    with pytest.raises(TypeError, match="candidates must be several values, each a Candidate or null, got"):
-        mmod.advise(make(), [pictures(1)], candidates=["gradual"], progress=False)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="candidates must name at least one"):
-        mmod.advise(make(), [pictures(1)], candidates=[], progress=False)
-    with pytest.raises(TypeError, match="batches must hold prompts"):
-        mmod.advise(make_joint("llava"), [pictures(1)], progress=False)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        (["gradual"], "candidates must be several values, each a Candidate or null, got"),
+        ([], "candidates must name at least one"),
+        *(
+            ([Candidate("a", **fields)], "candidate 'a' is one of a study, and advice trains nothing")  # type: ignore[arg-type]
+            for fields in (
+                {"changes": {"epochs": 1}},
+                {"from_scratch": True},
+                {"image_size": 96},
+                {"search": PlanOptions()},
+            )
+        ),
+    ],
+)
+def test_candidates_that_advice_cannot_make_are_refused(candidates: list[Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        mmod.advise(make(), [pictures(1)], candidates=candidates, progress=False)
 
 
 def test_images_that_are_not_square_get_smaller_in_their_own_shape(clock: Callable[..., None]) -> None:

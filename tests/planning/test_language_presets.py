@@ -116,9 +116,3 @@ def test_a_mod_adds_nothing_to_learn() -> None:
     keys = list(model.state_dict())
     mmod.route_(model, language=mmod.preset("a-mod"))
     assert list(model.state_dict()) == keys
-
-
-@pytest.mark.parametrize("name", ["gamma-mod", "p-mod"])
-def test_plans_over_depth_take_it_from_the_language_model(name: str) -> None:
-    model = mmod.route_(make_joint("llava", num_hidden_layers=7), language=name)
-    assert mmod.routing_config(model) == mmod.preset(name, depth=7)

@@ -329,8 +329,13 @@ def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: st
     with pytest.raises((TypeError, ValueError), match=message):
         mmod.search_plan(**{"model": model, "batches": [images], "budget": 0.8, "options": FEW, **changes})
     assert not mmod.is_routed(model)
+
+
+def test_a_routed_model_is_not_searched() -> None:
     with pytest.raises(ValueError, match="routed already"):
-        mmod.search_plan(mmod.route_(model, mmod.RoutingConfig(router="stride")), [images], 0.8)
+        mmod.search_plan(
+            mmod.route_(make_model(NAME), mmod.RoutingConfig(router="stride")), [make_images(NAME, 1)], 0.8
+        )
 
 
 def test_text_alone_takes_capacities_above_0() -> None:

@@ -226,85 +226,72 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
         assert float(accuracy_B[image]) == float((logits[image].argmax(1) == targets[image]).float().mean())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"conditions": ["stride"]}, "conditions must name 'random'"),
-        ({"conditions": ["random", "middle"]}, "unknown condition middle; valid ones are random, stride"),
-        ({"conditions": ["random", "dense attention"]}, "'dense attention' needs a dense model"),
-        ({"conditions": ["random", "reference entropy"]}, "'reference entropy' needs a dense model"),
-        (
-            {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), "conditions": ["random", "dense attention"]},
-            "the dense model has no dense attention of the 17 tokens in blocks.0",
-        ),
-        ({"custom": {"stride": content}}, "custom uses the reserved names stride"),
-        ({"conditions": ["random", "centre", "random"]}, "must not repeat a name"),
-        ({"draws": 0}, "draws must be"),
-        ({"margin": -1.0}, "margin must be"),
-        ({"margin": float("nan")}, "margin must be"),
-        ({"grid": (4, 5)}, r"grid=\(4, 5\) must have as many places as tokens may be skipped, 16"),
-        ({"grid": (0, 16)}, "grid must be"),
-        (
-            {"evaluate": lambda model, batch: (model(batch[0])[:, 0] * torch.nan,) * 2},
-            "loss of sample 0 in batch 0 of 'pos",
-        ),
-        ({"evaluate": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
-        ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3, accuracies of 3 images"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+def with_labels(**labels: Any) -> dict[str, Any]:
+    return {"batches": [LabelledBatch(batches_of(8, seed=0)[0], **labels)]}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"conditions": ["stride"]}, "conditions must name 'random'"),
+    ({"conditions": ["random", "middle"]}, "unknown condition middle; valid ones are random, stride"),
+    ({"conditions": ["random", "dense attention"]}, "'dense attention' needs a dense model"),
+    ({"conditions": ["random", "reference entropy"]}, "'reference entropy' needs a dense model"),
+    (
+        {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), "conditions": ["random", "dense attention"]},
+        "the dense model has no dense attention of the 17 tokens in blocks.0",
+    ),
+    ({"custom": {"stride": content}}, "custom uses the reserved names stride"),
+    ({"conditions": ["random", "centre", "random"]}, "must not repeat a name"),
+    ({"draws": 0}, "draws must be"),
+    ({"margin": -1.0}, "margin must be"),
+    ({"margin": float("nan")}, "margin must be"),
+    ({"grid": (4, 5)}, r"grid=\(4, 5\) must have as many places as tokens may be skipped, 16"),
+    ({"grid": (0, 16)}, "grid must be"),
+    (
+        {"evaluate": lambda model, batch: (model(batch[0])[:, 0] * torch.nan,) * 2},
+        "loss of sample 0 in batch 0 of 'pos",
+    ),
+    ({"evaluate": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
+    ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3, accuracies of 3 images"),
+    ({"reference": "vit"}, "reference must be a Module or null, got 'vit'"),
+    ({"beside": [nn.Identity()]}, "beside must be a mapping of names to a Module or null"),
+    ({"shifts": ["noise"]}, "shifts must be a mapping of names to a function or null"),
+    ({"custom": content}, "custom must be a mapping of names to a function or null"),
+    ({"others": ["set"]}, "others must be a mapping of names or null"),
+    ({"custom": {"mine": lambda context: 3}}, r"a rank per token, \(8, 17\), got 3"),
+    ({"custom": {"mine": lambda context: context.x_BND}}, r"a rank per token, \(8, 17\), got \(8, 17, "),
+    ({"leave_one_out": -1}, "leave_one_out must be"),
+    ({"config": {"draws": 2}}, "config must be an AuditConfig or null, got "),
+    ({"batches": iter([])}, "iterated twice"),
+    ({"batches": []}, "two images or more, got 0"),
+    ({"batches": [None]}, "a batch must be two tensors, images and their classes, got NoneType"),
+    ({"batches": None}, "batches must be a list or a loader"),
+    ({"batches": [], "positions_from": 3}, "positions_from must be a list or a loader"),
+    ({"batches": [], "others": {"b": None}}, r"others\['b'\] must be a list or a loader"),
+    (with_labels(strata=["a"] * 8), "strata of a LabelledBatch must be a mapping of names"),
+    (with_labels(token_kinds=["a"] * 8), "token_kinds of a LabelledBatch must be a mapping of names"),
+    (with_labels(strata={"size": [1.0]}), "strata give 1 values of 'size' for 8 images"),
+    *(
+        (with_labels(strata={"size": sizes}), "strata of a LabelledBatch: size must be several values, each a")
+        for sizes in (3, [1.0] * 7 + [math.nan], [1] * 7 + [None], [[1.0]] * 8, ["a"] * 7 + [1.0])
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_audited_is_refused(options: dict[str, Any], message: str) -> None:
     fields = options.keys() & {field.name for field in dataclasses.fields(mmod.AuditConfig)}
-    config = {name: options[name] for name in fields}
-    others = {name: options[name] for name in options.keys() - fields}
-    with pytest.raises(ValueError, match=message):
-        mmod.audit(plant("random"), batches_of(8, seed=0), mmod.AuditConfig(**config), **others)
+    given = {"batches": batches_of(8, seed=0), **{name: options[name] for name in options.keys() - fields}}
+    with pytest.raises((TypeError, ValueError), match=message):
+        mmod.audit(plant("random"), **{"config": mmod.AuditConfig(**{name: options[name] for name in fields}), **given})
 
 
-def test_what_cannot_be_audited_is_refused() -> None:
-    with pytest.raises(TypeError, match="iterated twice"):
-        mmod.audit(plant("random"), iter(batches_of(8, seed=0)))
-    with pytest.raises(TypeError, match="config must be an AuditConfig or null, got "):
-        mmod.audit(plant("random"), batches_of(8, seed=0), {"draws": 2})  # type: ignore[arg-type]
-    for labels in ({"strata": ["a"] * 8}, {"token_kinds": ["a"] * 8}):
-        labelled = LabelledBatch(batches_of(8, seed=0)[0], **labels)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=f"{next(iter(labels))} of a LabelledBatch must be a mapping of names"):
-            mmod.audit(plant("random"), [labelled])
-    with pytest.raises(ValueError, match="two images or more, got 0"):
-        mmod.audit(plant("random"), [])
+def test_models_and_labels_that_nothing_can_be_asked_of_are_refused() -> None:
     with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
         mmod.audit(make_model(SMALL), [])
     with pytest.raises(ValueError, match="each sample needs an answer"):
         evaluate_answers(make_model(SMALL), {"labels": torch.full((2, 3), -100)})
     with pytest.raises(ValueError, match="pass `evaluate`"):
         mmod.audit(plant("random"), [(make_images(SMALL, 2)[:, :1, :16, :16], torch.rand(2, 4))])
-    with pytest.raises(ValueError, match="a batch must be two tensors, images and their classes, got NoneType"):
-        mmod.audit(plant("random"), [None])
-    for name, options in (
-        ("batches", {}),
-        ("positions_from", {"positions_from": 3}),
-        (r"others\['b'\]", {"others": {"b": None}}),
-    ):
-        with pytest.raises(TypeError, match=f"{name} must be a list or a loader"):
-            mmod.audit(plant("random"), None if not options else [], **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reference": "vit"}, "reference must be a Module or null, got 'vit'"),
-        ({"beside": [nn.Identity()]}, "beside must be a mapping of names to a Module or null"),
-        ({"shifts": ["noise"]}, "shifts must be a mapping of names to a function or null"),
-        ({"custom": content}, "custom must be a mapping of names to a function or null"),
-        ({"others": ["set"]}, "others must be a mapping of names or null"),
-        ({"custom": {"mine": lambda context: 3}}, r"a rank per token, \(8, 17\), got 3"),
-        ({"custom": {"mine": lambda context: context.x_BND}}, r"a rank per token, \(8, 17\), got \(8, 17, "),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_arguments_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        mmod.audit(plant("random"), batches_of(8, seed=0), **options)
 
 
 @pytest.mark.parametrize(
@@ -316,12 +303,6 @@ def test_strata_of_arrays_are_those_of_their_numbers(sizes: Any, tmp_path: Path)
     audit = mmod.audit(plant("random"), [LabelledBatch(batch, {"size": sizes})], config, store=tmp_path / "store")
     assert audit.strata
     assert audit.strata == expected.strata
-
-
-@pytest.mark.parametrize("sizes", [3, [1.0] * 7 + [math.nan], [1] * 7 + [None], [[1.0]] * 8, ["a"] * 7 + [1.0]])
-def test_strata_that_are_no_names_or_numbers_are_refused(sizes: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="strata of a LabelledBatch: size must be several values, each a"):
-        mmod.audit(plant("random"), [LabelledBatch(batches_of(8, seed=0)[0], {"size": sizes})])
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])

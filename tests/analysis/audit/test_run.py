@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mmod
-from tests.kit.interrupted_audit import DAMAGES, NAME, Batch, Stopped, batches, labelled, options, stopping
+from tests.kit.interrupted_audit import NAME, Batch, Stopped, batches, labelled, options, stopping
 from tests.kit.zoo import make_model
 
 LABELLED = labelled(batches(8, seed=0))
@@ -93,17 +93,6 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     with pytest.raises(Stopped):
         mmod.audit(**options(), evaluate=stopping(58), store=file)
     return file.read_bytes()
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_progress_is_refused_by_name(half_done: bytes, damage: str, tmp_path: Path) -> None:
-    file = tmp_path / "partial.json"
-    damaged = DAMAGES[damage](half_done)
-    assert damaged != half_done
-    file.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"partial\.json' is .*\. Delete it or choose another file$"):
-        mmod.audit(**options(), store=file)
-    assert file.read_bytes() == damaged
 
 
 def test_progress_that_was_not_written_whole_is_dropped(half_done: bytes, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 
@@ -16,15 +15,10 @@ from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import image_stream, pairs_stream, read_corpus, text_stream
 from mmod.data.stream import BatchStream
+from tests.kit.shards import png
 
 FILES, ROWS = 5, 20
 OPTIONS = {"image_size": 8, "crop_pct": 1.0, "batch_size": 4, "mean": (0.0,), "std": (1.0,)}
-
-
-def png(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", (8, 8), value).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +21,9 @@ from mmod.data.readers.shards import parse_patches
 from mmod.data.synthetic.crowds import DIFFICULTIES as CROWDS
 from mmod.data.synthetic.crowds import compose_crowds
 from mmod.io.files import open_shard
+from tests.kit.deep_images import encode_image
 
-
-def encode(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return file.getvalue()
+png_of = functools.partial(encode_image, kind="PNG")
 
 
 def slow_patches(labels: np.ndarray, side: int) -> list[int]:
@@ -46,7 +43,7 @@ def test_a_patch_has_the_class_of_most_of_its_pixels(seed: int, side: int, steps
     paletted = Image.fromarray(labels, "P")
     paletted.putpalette([255 - number // 3 for number in range(768)])
     for image in (Image.fromarray(labels), paletted):
-        assert parse_patches(encode(image), side) == slow_patches(labels, side)
+        assert parse_patches(png_of(image), side) == slow_patches(labels, side)
 
 
 @given(seed=st.integers(0, 2**32), side=st.integers(1, 4), steps=st.integers(1, 4), share=st.floats(0, 1))
@@ -56,9 +53,9 @@ def test_pixels_of_255_have_no_class(seed: int, side: int, steps: int, share: fl
     labels[draw.random((size, size)) < share] = 255
     if (labels == 255).all():
         with pytest.raises(ValueError, match="no pixel with a class: all are 255"):
-            parse_patches(encode(Image.fromarray(labels)), side)
+            parse_patches(png_of(Image.fromarray(labels)), side)
         return
-    assert parse_patches(encode(Image.fromarray(labels)), side) == slow_patches(labels, side)
+    assert parse_patches(png_of(Image.fromarray(labels)), side) == slow_patches(labels, side)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +88,7 @@ def test_streams_give_each_patch_its_class_however_they_are_read(crowds: DataCon
 )
 def test_what_is_no_label_map_is_a_fault_of_its_sample(tmp_path: Path, labels: Image.Image, message: str) -> None:
     with open_shard(tmp_path / "val-0.tar") as writer:
-        writer.write({"__key__": "0", "png": encode(Image.new("L", (8, 8))), "seg.png": encode(labels)})
+        writer.write({"__key__": "0", "png": png_of(Image.new("L", (8, 8))), "seg.png": png_of(labels)})
     config = DataConfig(f"shards:{tmp_path}/{{split}}-0.tar", image_size=8, label_patch=4)
     with pytest.raises(CorruptDataError, match=message):
         next(image_stream(config).batches(0))

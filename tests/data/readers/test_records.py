@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
 from tests.kit.conversations import SOUND, said, write
+from tests.kit.pair_files import png, write_tar
 
 
 def content(*parts: Any) -> list[dict[str, Any]]:
@@ -144,21 +142,15 @@ def test_an_answer_may_write_html(folder: Path) -> None:
 
 def test_shards_with_other_media_or_images_that_are_missing_are_faults(tmp_path: Path) -> None:
     sound = {"image": ["x.png", "y.png"], "conversations": said("<image> <image> a ?", "3")}
-    pixels = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(pixels, "PNG")
-    png = pixels.getvalue()
+    image = png(0)
     samples: dict[str, tuple[dict[str, Any], dict[str, bytes]]] = {
-        "a": (sound, {"0.png": png, "1.png": png}),
-        "b": ({**sound, "conversations": said("<image> a ?", "3")}, {"0.png": png}),
+        "a": (sound, {"0.png": image, "1.png": image}),
+        "b": ({**sound, "conversations": said("<image> a ?", "3")}, {"0.png": image}),
         "c": ({"conversations": PLAIN}, {"mp4": b"film"}),
         "d": ({"conversations": PLAIN}, {"0.wav": b"tone"}),
     }
-    with tarfile.open(tmp_path / "all.tar", "w") as tar:
-        for key, (record, members) in samples.items():
-            for name, data in {"json": json.dumps(record).encode(), **members}.items():
-                entry = tarfile.TarInfo(f"{key}.{name}")
-                entry.size = len(data)
-                tar.addfile(entry, io.BytesIO(data))
+    files = {key: {"json": json.dumps(record).encode(), **members} for key, (record, members) in samples.items()}
+    write_tar(tmp_path / "all.tar", {f"{key}.{name}": data for key in files for name, data in files[key].items()})
     conversations = open_conversations(str(tmp_path / "all.tar"), ConversationsConfig(on_corrupt="skip"))
     assert [conversations.record(index)["key"] for index in range(len(conversations))] == ["a"]
     assert [fault.reason for fault in conversations.report.faults] == [
