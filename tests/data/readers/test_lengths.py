@@ -100,7 +100,7 @@ def test_what_is_found_is_what_a_collator_meets(name: str, tmp_path: Path) -> No
     path.write_text(json.dumps([record(rng, tmp_path, key) for key in range(_RECORDS)]))
     chats = open_conversations(str(path))
     found_any = set()
-    for limit in (4, 9, 20, 40, 80, 240, 10_000, None):
+    for limit in (4, 20, 40, 80, 240, None):
         collator = ChatCollator(processor, max_length=limit)
         expected = fails(collator, chats)
         if len(expected) == len(chats):
