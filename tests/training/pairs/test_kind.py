@@ -203,13 +203,9 @@ def test_corrupt_pairs_stop_a_run_or_are_reported_by_it(folder: Path) -> None:
         ({"loss": "siglip"}, "needs a model with a logit bias"),
         ({"loss": "coca"}, "'coca' is for CoCa models alone"),
         ({"augment": {"scales": 1}}, "unknown field of augment scales; valid ones are scale, ratio"),
-        ({"routing": {"images": {}}}, "unknown tower of routing images"),
-        ({"routing": {"image": {"router": "atention"}}}, "router must be one of"),
         ({"data": {"train": "none-*.tar"}}, "no shard matches 'none-"),
         ({"data": {"batch_size": 49}}, "fewer than one batch"),
-        ({"zero_shot": "imagenet"}, "zero_shot must be 'scenes' or 'imagenet:FOLDER'"),
         ({"model": {"name": "ViT-B-33", "config": None}}, "open_clip knows no model 'ViT-B-33'; near ones: ViT-B-32"),
-        ({"distill": {"teacher": "dense"}}, "needs trained weights"),
     ],
 )
 def test_wrong_configs_fail_before_the_first_step(folder: Path, changes: dict[str, Any], message: str) -> None:
