@@ -34,6 +34,7 @@ def shipped_config(path: str | Path) -> Path | None:
     """Return a shipped config by path or name; None if there is none, a ValueError if there are several."""
     path = Path(path)
     folder = _folder()
+    # The documents call a config by its path in the repository, which an installed package does not have.
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     if path.is_absolute() or not parts:
         return None
@@ -56,6 +57,7 @@ def existing_config(path: str | Path) -> Path:
             parts = file.parts[1:] if is_shipped else file.parts
             name = Path(*parts).as_posix().removesuffix(".yaml")
             known = config_names()
+            # A bare name is compared with bare names: a folder in front would make all of them unlike.
             if "/" not in name:
                 known = [full.rpartition("/")[2] for full in known]
             hint = f"; {near_names(name, known, '`mmod configs`')}"
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments:
         print("\n".join(config_names()))
         return
+    # The added name is taken if `show` stands alone.
     names = [*arguments[1:], _SMALLEST] if arguments[0] == _SHOW else arguments
     print(read_text(existing_config(names[0])).rstrip())
 

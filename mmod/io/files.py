@@ -74,6 +74,7 @@ def decode_text(data: bytes, name: str) -> str:
 def read_text(path: str | Path) -> str:
     """Read a text that a user wrote, see `decode_text`; lines end in "\\n", whatever ended them in the file."""
     check_regular(path)
+    # As Python's text mode reads lines; the bytes were decoded without it.
     return decode_text(Path(path).read_bytes(), repr(str(path))).replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -87,6 +88,7 @@ def open_rows(path: str | Path, newline: str | None = None) -> TextIO:
     """
     check_regular(path)
     with open(path, "rb") as file:
+        # Four bytes tell UTF-16 and UTF-32 apart, and a large file is not read twice.
         text_bytes(file.read(4), repr(str(path)))
     return open(path, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
@@ -104,6 +106,7 @@ def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
+    # `dict` drops duplicates, so a shorter mapping has some.
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
@@ -230,6 +233,7 @@ def _disk_fault(error: BaseException | None) -> str | None:
         return os.strerror(int(number[1]))
     if isinstance(error, RuntimeError) and re.search("PytorchStreamWriter|inline_container", str(error)):
         return "the file was written only partially"
+    # Libraries wrap the system's error, some `from` it and some while handling it.
     return _disk_fault(error.__cause__ or error.__context__)
 
 
@@ -240,6 +244,7 @@ def _is_refused(error: Exception, target: Path) -> TypeGuard[OSError]:
     if not isinstance(error.filename, (str, Path)):
         return False
     refused = Path(error.filename)
+    # Either the file's folder is read-only, or a parent of it could not be made.
     return refused.is_relative_to(target.parent) or target.is_relative_to(refused)
 
 

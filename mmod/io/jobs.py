@@ -54,6 +54,7 @@ class Runner:
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds that this process and its workers have used so far."""
+        # Workers report theirs; that of this process is read now.
         return sum((self.cpu | {os.getpid(): time.process_time()}).values())
 
     @property
@@ -71,6 +72,7 @@ class Runner:
         """Do the jobs by `do`, which other processes get pickled, and yield every finished job with its result."""
         layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
         work = sum(job.work for job in jobs)
+        # One bar over all: its unit is expected work, since jobs differ in length.
         with progress_bar(total=work, bar_format=layout, shown=self.progress, leave=self.leave) as drawn:
             bar = _Bar(jobs, drawn)
             if self.processes > 1:
@@ -85,11 +87,13 @@ class Runner:
     def _side_by_side(
         self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result], bar: _Bar
     ) -> Iterator[tuple[AnyJob, Result]]:
+        # Spawned: a forked process of a program that has used torch's threads may hang.
         context = multiprocessing.get_context("spawn")
         reports = context.SimpleQueue()
         before = multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
         # All jobs of a seed wait for its first, from whose weights they start.
+        # Reversed, so that the first of each seed is the one that stays.
         first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}
         running: dict[Future[Result], int] = {}
         waiting = list(range(len(jobs)))
@@ -102,6 +106,7 @@ class Runner:
                         waiting.remove(index)
                         running[pool.submit(_work, do, jobs[index], index)] = index
                         bar.begin(index)
+                    # With a time limit, because reports and signals arrive while no job ends.
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                     self._read(reports, bar)
                     if stop.number:

@@ -24,6 +24,7 @@ def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         key, equals, value = word[2:].partition("=")
         if not equals:
             value = next(remaining, "--")
+            # A following option is no value: `--key --other` misses one.
             if value.startswith("--"):
                 raise ValueError(f"argument --{key}: expected one argument")
         yield key, value

@@ -23,6 +23,7 @@ def gathered(value: Value) -> list[Value]:
     """Return the values of all processes by rank."""
     if not dist.is_initialized():
         return [value]
+    # Any value of the right length: gathering overwrites them.
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -30,10 +30,12 @@ class _Lines(tqdm):
     """A tqdm bar that prints lines."""
 
     disable: bool
+    # No monitor thread: it would refresh a bar that prints lines.
     monitor_interval = 0
 
     def __init__(self, items: Iterable[Any] | None, *, bar_format: str = _LINE, **options: Any) -> None:
         self._due = time.monotonic() + SECONDS
+        # Without the bar itself, which only a terminal redraws.
         super().__init__(items, bar_format=bar_format.replace("|{bar}| ", ""), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

@@ -87,6 +87,7 @@ def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_key
     for key in sorted({*before, *now} - set(free_keys)):
         old = before.get(key)
         new = now.get(key)
+        # A key that a newer version writes with an empty value is no difference.
         both_empty = old in (None, [], {}) and new in (None, [], {})
         if old != new and not both_empty:
             changes.append(f"{key}: {_shown(key, before)} there, {_shown(key, now)} now{_near(key, before, now)}")

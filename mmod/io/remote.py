@@ -124,6 +124,7 @@ class RemoteFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
 
         def attempt() -> None:
+            # Opened anew at each attempt, which truncates what the last one wrote.
             with open(partial, "wb") as file:
                 for chunk in self._items(lambda: _stream(url)):
                     file.write(chunk)
@@ -141,6 +142,7 @@ class RemoteFiles:
         def produce() -> Iterator[Result]:
             yield question(*open_filesystem(url))
 
+        # The first item alone: the function's answer, within the time limit of `_items`.
         return self._retry(url, lambda: next(self._items(produce)))
 
     def _retry(self, url: str, attempt: Callable[[], Result]) -> Result:
@@ -167,10 +169,12 @@ class RemoteFiles:
         items: queue.Queue[tuple[str, Any]] = queue.Queue(4)
         is_abandoned = threading.Event()
 
+        # In a thread, because no library of file systems keeps a time limit for all its protocols.
         def run() -> None:
             try:
                 for item in produce():
                     items.put(("item", item))
+                    # The reader gave up; without this check a slow download would go on behind it.
                     if is_abandoned.is_set():
                         return
                 items.put(("end", None))
@@ -192,6 +196,7 @@ class RemoteFiles:
                 yield value
         finally:
             is_abandoned.set()
+            # Frees a thread that waits for room in the queue, so that it sees that it was abandoned.
             while not items.empty():
                 items.get_nowait()
 
@@ -252,6 +257,7 @@ def check_drivers(urls: list[str]) -> None:
             from fsspec import get_filesystem_class
 
             get_filesystem_class(protocol)
+        # Asked again only to raise the error with advice.
         except (ImportError, ValueError):
             open_filesystem(url)
 

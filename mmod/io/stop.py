@@ -36,9 +36,11 @@ class Stop:
     def note(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal."""
         # Processes that this one forked, such as a loader's, have the handler too and end with their parent.
+        # Only the first signal counts: a second one of the same shutdown must not change the exit code.
         if not self.number or os.getpid() != self._process:
             self.number = number
         elif self.impatient and number in (signal.SIGINT, signal.SIGTERM):
+            # The default handler, then the signal again: the process ends as if it had never been caught.
             signal.signal(number, signal.SIG_DFL)
             # The interrupted code may be printing, and its buffer is locked.
             line = f"\n{signal_name(number)} again: ended at once, nothing was saved since the last checkpoint\n"

@@ -73,6 +73,7 @@ class Store:
         # Whether the file was there at any time.
         self._was_there = False
         self._forget()
+        # Reads the file at once, so that a damaged one is refused before anything is computed.
         self._find("")
 
     def get(self, identity: Mapping[str, Any], as_type: type | None = None, *, timed_on: str | None = None) -> Any:
@@ -100,6 +101,8 @@ class Store:
         texts. Of processes that compute it at once, all return the result of the first.
         """
         whole = _whole(identity, timed_on)
+        # Not locked while it computes, which may take hours: two processes may compute the same result, and the first
+        # wins.
         line = self._find(_key(whole))
         if line is None:
             line = self._write(whole, compute(), supersede=False)
@@ -156,6 +159,7 @@ class Store:
             self._end = len(header)
         file.seek(self._end)
         for line in file:
+            # A line without its end: another process is writing it, or was killed. The next append truncates it.
             if not line.endswith(b"\n"):
                 break
             self._add(line)
@@ -166,6 +170,7 @@ class Store:
     def _accepts(self, header: bytes) -> bool:
         """Return whether the first line of a file is a whole header, and set aside a file of an older format."""
         if not header.endswith(b"\n"):
+            # A header that another process is still writing.
             if header.startswith(_MAGIC) or _MAGIC.startswith(header):
                 return False
             self._refuse("it has no header")
@@ -204,6 +209,7 @@ class Store:
             self._refuse(str(error))
         if not isinstance(record, dict) or record.keys() != {"mmod", "identity", "value"}:
             self._refuse(f"result {self._number} has no version, identity and value")
+        # Values stay in the file, and are parsed when they are asked for.
         del record["value"]
         self._spans[_key(record)] = (self._end, len(line))
         self._versions.add(str(record["mmod"]))
@@ -235,6 +241,7 @@ class Store:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             with locked(self.path, wait=True):
                 existing = self._find(key)
+                # An equal line is not written again, although it may supersede.
                 if existing is not None and (existing == line or not supersede):
                     return existing
                 self._append(line)
@@ -251,6 +258,7 @@ class Store:
             self._tell_of_older_files()
         # Unbuffered, so that nothing is left to be written after an error.
         with self.path.open("ab", buffering=0) as file:
+            # What a killed process left half-written.
             file.truncate(self._end)
             content = memoryview(header + line)
             try:
@@ -259,6 +267,7 @@ class Store:
                 os.fsync(file.fileno())
             except BaseException:
                 with suppress(OSError):
+                    # A half-written line would look damaged to the next reader that appends.
                     file.truncate(self._end)
                 raise
 
@@ -277,6 +286,7 @@ class Store:
         """Replace the file by one without superseded lines if these outweigh the others."""
         assert self.path is not None
         live = sum(size for _, size in self._spans.values())
+        # At most half of the file is superseded, so that rewriting costs little on average.
         if self._end - len(self._header) <= 2 * live:
             return
         with replacing(self.path) as partial, self.path.open("rb") as old, partial.open("wb") as new:
@@ -355,6 +365,7 @@ def _packed_array(array: np.ndarray) -> str:
     np.save(file, array, allow_pickle=False)
     content = file.getvalue()
     squeezed = zlib.compress(content, 1)
+    # Whether it was compressed shows in its first bytes, see `_unpacked`.
     worthwhile = len(squeezed) < _WORTHWHILE * len(content)
     return base64.b64encode(squeezed if worthwhile else content).decode()
 

@@ -39,6 +39,7 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], c
     """
     cells = {name: [_cell(row, name, form) for row in rows] for name, (_, form) in columns.items()}
     used = [name for name, column in cells.items() if any(column)]
+    # Rows and columns without a value are left out here, so that callers may offer more than was measured.
     lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]
     return MarkdownTable([[columns[name][0] for name in used], *lines], caption)
 
@@ -76,6 +77,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return f"| {' | '.join(padded)} |"
 
     rule = []
+    # A colon at the right end of a rule aligns its column to the right.
     for width, is_number in zip(widths, numeric):
         dashes = "-" * (width - 1)
         rule.append(f"{dashes}:" if is_number else f":{dashes}")

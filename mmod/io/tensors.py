@@ -30,6 +30,7 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         local: Tensor = value.to_local() if hasattr(value, "to_local") else value
         # Views of one storage share memory even where their own addresses differ.
         address = local.untyped_storage().data_ptr()
+        # A copy of the later ones; the first keeps the memory.
         alone[name] = value.clone() if address in addresses else value
         addresses.add(address)
     return alone

@@ -40,6 +40,7 @@ class _Loader(yaml.SafeLoader):
             raise ComposerError(None, None, "aliases (*name) are not supported: write the value out", start)
         if self.depth == _DEPTH:
             raise ComposerError(None, None, f"values are nested more than {_DEPTH} deep", start)
+        # The depth is that of the parser's recursion, which is exhausted by a hostile file otherwise.
         self.depth += 1
         node = super().compose_node(parent, index)
         self.depth -= 1
@@ -49,6 +50,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:
+            # Only scalars: other keys are refused later, when the mapping is made.
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in keys:
                     raise _DuplicateKeyError(None, None, f"the key {key.value!r} occurs twice", key.start_mark)
@@ -95,6 +97,7 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
     try:
         known, options = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
+        # argparse exits on other errors; this one is raised with a message of its own.
         raise ValueError(str(error)) from error
     files = map(read_yaml, known.config)
     return functools.reduce(merged, files) if known.config else None, options
@@ -134,6 +137,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         if not isinstance(base, str):
             raise ValueError(f"{str(path)!r}: base must be a file or a name, or a list of them, got {base!r}")
         beside = path.parent / base
+        # A file next to the config wins over a shipped config of the same name.
         file = beside if beside.is_file() else shipped_config(base)
         if file is None:
             raise FileNotFoundError(f"{str(path)!r}: no base {base!r}, at {str(beside)!r} or in `mmod configs`")

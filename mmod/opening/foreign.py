@@ -46,6 +46,7 @@ def select_weights(content: Mapping[Any, Any]) -> ForeignWeights:
     choice = ""
     is_lightning = _LIGHTNING in content
     has_backbone = False
+    # Entries may be nested, such as Lightning's "state_dict" in a wrapper of a script.
     while entries := [entry for entry in _ENTRIES if isinstance(content.get(entry), Mapping) and content[entry]]:
         entry, *others = entries
         if others:
@@ -55,6 +56,7 @@ def select_weights(content: Mapping[Any, Any]) -> ForeignWeights:
     state = clean_names(content)
     if is_lightning:
         owners = {str(name).partition(".")[0] for name in state}
+        # Lightning stores a whole training module, in which the model has a name; with one owner this is it.
         if len(owners) == 1:
             state = clean_names(_inside(state, f"{owners.pop()}."))
     elif has_backbone and (inner := _inside(state, _BACKBONE)):
@@ -71,6 +73,7 @@ def clean_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
         {'norm.weight': 1, 'blocks.0.bias': 2}
     """
     # The counter of torch's AveragedModel is no weight.
+    # torch's AveragedModel puts `module.` in front of all names.
     averaged = "n_averaged" in state and all(name == "n_averaged" or _starts(name, _PARALLEL) for name in state)
     cleaned: dict[Any, Any] = {}
     for name, value in state.items():
@@ -79,6 +82,7 @@ def clean_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
         plain = name
         if isinstance(name, str):
             plain = ".".join(part for part in name.split(".") if part not in _WRAPPERS).removeprefix(_PARALLEL)
+        # Two wrappers' names may collapse into one, and which of the weights is meant is unknown.
         if plain in cleaned:
             raise ValueError(f"two weights are named {plain!r} without the names of wrappers, one of them {name!r}")
         cleaned[plain] = value

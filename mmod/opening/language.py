@@ -37,6 +37,7 @@ def open_language(source: str, pretrained: bool, args: Mapping[str, Any], dense:
     prepare = partial(open_processor, source)
     if not pretrained:
         description = None
+        # A dense model is asked for, so that the config's description must not change it while it is made.
         if is_changed and dense:
             forget_description(config)
         elif is_changed:
@@ -67,6 +68,7 @@ def _drawn(config: Any, args: Mapping[str, Any]) -> Any:
 
 
 def _auto(config: Any) -> Any:
+    # A model that reads images may have a class for text alone as well, without its tower.
     reads_images = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
@@ -112,6 +114,7 @@ def described(fields: Mapping[str, Any]) -> Any:
 
 
 def _check_names(config: Any, fields: Mapping[str, Any], name: str) -> None:
+    # The fields of the class: an instance also holds whatever it was given.
     known = [*vars(type(config)()), *config.attribute_map]
     for key, value in fields.items():
         # Models read some fields that their configs do not declare, so only names that look misspelled are refused.

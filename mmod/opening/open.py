@@ -159,6 +159,7 @@ def _folder(
         from mmod.opening.open_clip import open_clip_model
 
         opened = open_clip_model(f"local-dir:{folder}", pretrained, args, checkpoint, image_size)
+        # The scheme is ours; the user named a folder.
         return opened._replace(sentence=opened.sentence.removeprefix("local-dir:"))
     if not is_of_transformers(path):
         return _of_timm(folder, pretrained, args, advice, checkpoint, image_size)
@@ -199,6 +200,7 @@ def _saved(model: nn.Module, sentence: str) -> Opened:
 def _module(model: nn.Module) -> Opened:
     library = find_library(model)
     sentence = f"a {type(model).__name__} of {library}" if library else f"a {type(model).__name__}"
+    # Typed as Any: what follows reads attributes of host libraries.
     inner: Any = model
 
     def prepare() -> Any:
@@ -244,6 +246,7 @@ def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, Any], dense
     classes = run_classes(run)
 
     def prepare() -> Preprocessing:
+        # Late, because the data's config imports readers that opening does not need.
         from mmod.data.config import DataConfig
         from mmod.data.loader import evaluation_fields
         from mmod.values import from_plain
@@ -261,6 +264,7 @@ def _from(opened: Opened, source: str) -> Any:
 def _checkpoint(kind: str, fields: Mapping[str, Any], path: Path) -> Opened:
     """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
     opened = open_start(kind, fields["model"], weights=False)
+    # Kinds with one part have its fields in `routing` itself.
     routing = fields.get("routing") or {}
     by_part = {_PARTS[kind]: routing} if kind in _PARTS else routing
     for method in resolve_methods(fields.get("methods") or [], {name: of for name, of in by_part.items() if of}):

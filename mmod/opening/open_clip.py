@@ -37,6 +37,7 @@ def open_clip_model(
     elif architecture not in open_clip.list_models():
         hint = near_names(architecture, open_clip.list_models(), "open_clip.list_models()")
         raise ValueError(f"open_clip knows no model {architecture!r}; {hint}")
+    # A checkpoint replaces published weights, which are not downloaded in vain.
     published = pretrained and checkpoint is None
     options = {"load_weights": published, **args}
     with weights_follow(checkpoint is not None):
@@ -133,6 +134,7 @@ def is_of_numpy(file: Path) -> bool:
 def load_image_tower(visual: nn.Module, checkpoint: str) -> None:
     """Load the image tower of a full model, a tower, or the timm model inside a tower."""
     state = read_weights(checkpoint)
+    # A checkpoint of the full model has the tower below `visual.`.
     of_tower = {name.removeprefix("visual."): value for name, value in state.items() if name.startswith("visual.")}
     trunk = getattr(visual, "trunk", None)
     if of_tower or trunk is None or any(name.startswith("trunk.") for name in state):
@@ -140,6 +142,8 @@ def load_image_tower(visual: nn.Module, checkpoint: str) -> None:
         return
     names = set(trunk.state_dict())
     head = classifier_names(trunk)
+    # timm's filter: published weights of the trunk may have older names.
     state = converted(state, trunk)
+    # Weights of a classifier, which the trunk in a tower does not have, are left out; other unknown names are refused.
     body = {name: value for name, value in state.items() if name in names or not name.startswith(head)}
     load_weights(trunk, body, checkpoint)

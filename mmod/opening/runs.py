@@ -30,6 +30,7 @@ def find_run(path: str | Path) -> Path | None:
     # The deepest is a file in a checkpoint: checkpoints/step-000000002-epoch-00001/ema.safetensors.
     for folder in (path, *list(path.parents)[:3]):
         if (folder / RUN_CONFIG).is_file():
+            # Other files in a run folder, such as a user's own weights, are not the run's.
             below = path.relative_to(folder).parts[:1]
             known = not below or below[0] in (FINAL_MODEL, LAST_WEIGHTS, CHECKPOINTS)
             return folder if known else None
@@ -45,6 +46,7 @@ def model_folder(path: str | Path) -> Path | None:
     path = Path(path)
     folders = [path if path.is_dir() else path.parent]
     if find_run(path) == path:
+        # Trainers of transformers number their checkpoints, and an unfinished run opens by the last.
         trainers = sorted((path / CHECKPOINTS).glob("checkpoint-*"), key=_step)
         folders = [path / FINAL_MODEL, *reversed(trainers)]
     return next((folder for folder in folders if is_described(folder)), None) if path.exists() else None

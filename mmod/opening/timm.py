@@ -50,11 +50,13 @@ def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: st
             raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
         hint = near_names(name.split(".")[0], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {name!r}; {hint}")
+    # Before creating, because timm retries for minutes without a network.
     if pretrained:
         check_published(name, args, advice)
     try:
         model: nn.Module = timm.create_model(full_name, pretrained=pretrained, **args)
     except TypeError as error:
+        # A TypeError of the model's own code is a fault, not a wrong argument.
         if "unexpected keyword argument" not in str(error):
             raise
         raise TypeError(f"model.args does not fit {name!r}: {error}") from error
@@ -91,6 +93,7 @@ def _load_with_classifier(model: Any, checkpoint: str | Path) -> None:
     state = read_weights(checkpoint)
     heads = classifier_names(model)
     weight = next((state[key] for key in state if key.startswith(heads) and state[key].ndim > 1), None)
+    # Resized to the checkpoint before loading, which is strict.
     model.reset_classifier(0 if weight is None else len(weight))
     load_weights(model, converted(state, model), checkpoint)
 
@@ -113,6 +116,7 @@ def published_classes(model: nn.Module) -> dict[str, int] | None:
     facts = image_facts(model)
     subset = infer_imagenet_subset({"num_classes": facts.classes})
     known = None if subset is None else ImageNetInfo(subset)
+    # Names that equal ImageNet's descriptions give way to its synsets, which data sets use.
     if facts.names is not None and (known is None or [*facts.names] != known.label_descriptions()):
         return dict(facts.names)
     return None if known is None else {name: number for number, name in enumerate(known.label_names())}

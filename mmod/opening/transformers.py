@@ -70,17 +70,20 @@ def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any])
     if "num_hidden_layers" in named and "out_features" in described:
         # The last layer of the saved depth, whose features a classifier does not return.
         named |= {"out_features": None, "out_indices": None}
+    # Arguments of loading, not of the config.
     loading = {"dtype": torch.float32, **{name: named.pop(name) for name in _LOADING if name in named}}
     config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **named)
     if unknown:
         raise ValueError(
             f"model.args {', '.join(sorted(unknown))} is no field of the {type(config).__name__} in {folder}"
         )
+    # A new number of classes means a new classifier.
     made = _class_of(config, fresh="num_labels" in named)
     if not pretrained:
         return _without_mask(made._from_config(config, **loading)).train()
     check_complete(folder)
     model = _without_mask(
+        # Loaded at the size of the weights, and resampled to another below.
         _load(folder, made, loading, {name: value for name, value in named.items() if name != "image_size"})
     )
     return (_at_size(model, config, folder) if "image_size" in named else model).train()
@@ -121,6 +124,7 @@ def _load(folder: str | Path, made: Any, loading: Mapping[str, Any], fields: Map
 
 def _at_size(model: Any, config: Any, folder: str | Path) -> Any:
     """Return a model for images of the size in a config, whose position embeddings the host resamples."""
+    # The attention that was chosen for the loaded model, since transformers would choose anew.
     resized = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
     state = model.state_dict()
     expected = resized.state_dict()

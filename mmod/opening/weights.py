@@ -50,6 +50,7 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
 
 def sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
     """Return the checksum of each file, None if it is missing."""
+    # Every n-th file: hashing takes as long as reading, and processes share it.
     mine = names[process_rank() :: process_count()] if together else names
     sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
     if not together:
@@ -83,6 +84,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     try:
         check_sums(file.parent, file.name)
     except DamagedFileError as error:
+        # An earlier checkpoint may be whole, which the message offers rather than takes.
         others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
         hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
         raise DamagedFileError(f"{error}{hint}") from error
@@ -120,6 +122,7 @@ def find_weights(path: str | Path) -> Path:
         return path
     if path.is_dir():
         folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
+        # A finished model before checkpoints, and a file before its shards.
         for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
             candidate = folder / name
             if candidate.is_file():
@@ -182,6 +185,7 @@ def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     """Load a state dict strictly."""
     expected = model.state_dict()
+    # Compared here, because torch's message lists every key of a model.
     missing = set(expected) - set(state)
     unknown = set(state) - set(expected)
     if missing or unknown:
@@ -193,6 +197,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
         shape = expected[name].shape
         if value.shape != shape:
             classes = image_facts(model).classes
+            # Another number of classes is the usual mistake, and gets words of its own.
             head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
             what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
             raise ValueError(
@@ -205,6 +210,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
 def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return weights in the form of a timm model, converted by timm's filter if names or shapes differ."""
     shapes = {name: value.shape for name, value in model.state_dict().items()}
+    # timm's filter is a function of the model's module, by convention.
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is None or shapes == {name: value.shape for name, value in state.items()}:
         return dict(state)

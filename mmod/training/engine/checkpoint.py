@@ -71,6 +71,7 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
     if any(gathered(target.exists())):
         return target
     kept = next(iter(list_checkpoints(folder)), None)
+    # Only the first process renames the folder in the end; the others get its temporary name below.
     with replacing(target, kept=kept) if first else nullcontext(target) as partial:
         if first:
             # Without parents: a run folder that is gone is not created anew.
@@ -80,6 +81,7 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
         # All processes write into the folder that the first has created.
         partial = gathered(partial)[0]
         for name, state in checkpoint.tensors.items():
+            # Shards are written by all processes together, whole tensors by the first alone.
             if any(isinstance(value, DTensor) for value in state.values()):
                 with plain_errors():
                     writer = dcp.HuggingFaceStorageWriter(str(shards_of(partial / name)), save_distributed=True)
@@ -88,9 +90,11 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
                 write_tensors(partial / name, state)
         write_sums(partial, together=True)
     if first:
+        # What killed processes left: no later save would rename it.
         unfinished = [path for path in checkpoint_folders(folder) if "partial" in path.name]
         for path in (*_superseded(list_checkpoints(folder)), *unfinished):
             shutil.rmtree(path)
+    # No process may load, or save again, before the old ones are gone.
     wait_for_all()
     return target
 
@@ -99,6 +103,7 @@ def _superseded(newest_first: Sequence[Path]) -> list[Path]:
     """Return all checkpoints but the newest of each of the last steps: one may be saved before and after evaluation."""
     by_step: dict[str, Path] = {}
     for path in newest_first:
+        # The newest comes first, and `setdefault` keeps it.
         by_step.setdefault(path.name.partition("-epoch")[0], path)
     kept = list(by_step.values())[:_KEPT]
     return [path for path in newest_first if path not in kept]
@@ -132,6 +137,7 @@ def load_checkpoint(path: Path, *, averaged: bool = False, into: Checkpoint | No
     training = load_pickle(path / _TRAINING)
     if not isinstance(training, dict):
         raise DamagedFileError(f"{str(path / _TRAINING)!r} holds no state of a training run")
+    # Shards are read into the tensors of the running model: no process has room for whole ones.
     if into is not None:
         for name, state in into.tensors.items():
             with plain_errors(shards_of(path / name)):
@@ -151,6 +157,7 @@ def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple
     newest, *earlier = paths
     try:
         return newest, read(newest)
+    # Not passed over silently: the user decides whether an earlier state is good enough.
     except DamagedFileError as error:
         start = f"go on from {str(earlier[0])!r}" if earlier else "train from the start"
         raise DamagedFileError(

@@ -61,4 +61,5 @@ def _is_refusal(error: BaseException, folders: Sequence[Path]) -> bool:
         raised = re.findall(r'^  File "(.+)", line \d+, in ', str(cause), flags=re.MULTILINE)[-1]
     else:
         raised = traceback.extract_tb(error.__traceback__)[-1].filename
+    # The innermost frame decides: an error from inside torch or timm is no refusal of ours, and keeps its traceback.
     return any(folder in Path(raised).parents for folder in folders)

@@ -90,6 +90,7 @@ class ScheduleConfig(Checked, group="schedule"):
             bounds["warmup_lr"] = self.warmup_lr
         scaled = ""
         advice = ""
+        # The user never wrote the rate that is compared, so the message says where it comes from.
         if optim.lr_per is not None:
             scaled = f": optim.lr={optim.lr:g} is for optim.lr_per={optim.lr_per} samples a step, and a step has "
             scaled += f"{step_samples}"
@@ -118,9 +119,11 @@ class EmaConfig(Checked, group="ema"):
         """Raise a ValueError if the average after this many steps would consist largely of the first weights."""
         # The first step sets the average.
         updates = steps - 1
+        # With warm-up the decay starts small, so that the first weights are forgotten at once.
         start = self.decay**updates
         if self.use_warmup or updates < 1 or start <= _START_IN_AVERAGE:
             return
+        # Rounded down, so that the advised value passes this check.
         most = math.floor(_START_IN_AVERAGE ** (1 / updates) * 10**6) / 10**6
         raise ValueError(
             f"ema.decay={self.decay} averages over {1 / (1 - self.decay):,.0f} steps, and the run has {steps:,}: the "
@@ -440,5 +443,6 @@ class LoopConfig(RunConfig):
         """Return plain values with resolved methods, as the run folder keeps them."""
         parts = {name for name, fields in self.routing_parts().items() if fields is not None}
         routing = {name: config.to_dict() for name, config in self.routings.items() if name in parts}
+        # Behind the listed methods stand those that `routing` means, which has a key of its own.
         listed = [method.to_dict() for method in self.applied[: len(self.methods)]]
         return {**super().to_dict(), "routing": routing.get(self.part, routing or None), "methods": listed}

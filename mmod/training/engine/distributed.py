@@ -63,6 +63,7 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     from timm.utils.distributed import world_info_from_env
 
     chosen = choose_device(device)
+    # timm reads the variables of torchrun, Slurm and MPI alike.
     local, rank, world = world_info_from_env()
     joined = dist.is_initialized()
     if joined:
@@ -76,6 +77,7 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     if not joined and (world > 1 or grouped):
         limit = None if timeout is None else timedelta(seconds=timeout)
         backend = dist.get_default_backend_for_device(chosen)
+        # FSDP needs a group even for one process; a store in memory needs no address and no port.
         store = None if world > 1 else dist.HashStore()
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, store=store)
     try:
@@ -89,6 +91,7 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
             "says why. The same command goes on from the last checkpoint"
         ) from error
     finally:
+        # A group that the caller made is the caller's to end.
         if not joined and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -104,6 +107,7 @@ def sum_over_processes(values: Tensor) -> Tensor:
     """Return the elementwise sum over all processes, whose tensors have the same shape and dtype."""
     if not dist.is_initialized():
         return values
+    # A clone, because `all_reduce` writes in place and callers add to their sums later.
     total = values.clone()
     dist.all_reduce(total)
     return total
@@ -126,6 +130,7 @@ class StopRequest(Stop):
 
     def agreed(self) -> bool:
         """Return whether any process got a signal to stop; collective over processes."""
+        # A snapshot: a signal that arrives after this must not make one process leave alone.
         self._agreed = self.number
         if self._group is not None:
             number = torch.tensor(self.number)

@@ -79,6 +79,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     config = kind.config
     device = device_of(kind)
     world = int(os.environ.get("WORLD_SIZE", 1))
+    # The checks of a run in the same order, so that an estimate refuses what training would.
     check_start(kind, world)
     kind.find_data()
     torch.manual_seed(config.seed)
@@ -90,6 +91,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     epoch_steps = steps_of_epoch(config, stream)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]
 
+    # In training mode and with the teacher: both hold activations that an evaluation does not.
     task = kind.create_task(model, teacher, Process(0, 1, device)).to(device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
     one_pass = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], device)))
@@ -99,7 +101,9 @@ def estimate(kind: LoopKind) -> RunEstimate:
         ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as held,
     ):
         output = task(*one_pass.arguments)
+        # Activations grow in proportion to the batch, of which two samples were run.
         activations = held.live * config.data.batch_size // len(inputs[:_SAMPLES])
+    # Frees the graph before the model runs again to count FLOPs.
     del output
 
     sharded = config.distributed.sharded
@@ -116,6 +120,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
         trained=sum(value.numel() for value in trained),
         processes=world,
         weight_bytes=copies * weights // shares + (0 if teacher is None else bytes_of(teacher.parameters())),
+        # A gradient and the two moments of Adam.
         training_bytes=3 * bytes_of(trained) // shares,
         activation_bytes=activations,
         full_bytes=weights if sharded else 0,

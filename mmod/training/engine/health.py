@@ -78,6 +78,7 @@ class RouterHealth:
             if self._measured and routing.score_BN.requires_grad:
                 self._gradients[name] = torch.zeros((), device=routing.score_BN.device)
                 free_BN = free_tokens(routing, block.router.prefix)
+                # A hook, because the gradient of a score exists during the backward pass alone.
                 routing.score_BN.register_hook(partial(_count_gradients, self._gradients, name, free_BN))
 
     def take(self, step: int) -> list[Row]:
@@ -96,6 +97,7 @@ class RouterHealth:
         """Warn of a collapsed router: once per block and reason, after three logged steps in a row that show it."""
         config = self._blocks[block].router.config
         reason = _reason(config, figures)
+        # Another reason, or none, starts the count anew.
         for key in [key for key in self._since if key[0] == block and key[1] != reason]:
             # A complete list stays: it was reported.
             if len(self._since[key]) < _PATIENCE:
@@ -152,6 +154,7 @@ def figures_of(routing: Routing, router: Router) -> Figures:
     keep_BN = routing.keep_BN
     free_BN = free_tokens(routing, router.prefix)
     tokens = routing.evidence.tokens
+    # Of prompts only the tokens that compete count, of images all that exist.
     counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
     counted_BN = torch.ones_like(keep_BN) if counted_BN is None else counted_BN
     per_image = router.config.router.per_image
@@ -197,6 +200,7 @@ def _spread(score_BN: Tensor, free_BN: Tensor, *, per_image: bool) -> tuple[floa
     counted_BN = free_BN & score_BN.isfinite()
     score_BN = torch.where(counted_BN, score_BN, 0.0).double()
     if per_image:
+        # One score for an image, in each of its tokens; the last is no prefix token. Transposed, images compete.
         score_BN = score_BN[:, -1:].T
         counted_BN = counted_BN[:, -1:].T
     count_B = counted_BN.sum(1)
@@ -221,6 +225,7 @@ def _same_positions(keep_BN: Tensor, free_BN: Tensor) -> float | None:
     chance = float(kept_F.sum() / images_F.sum().clamp(min=1))
     if not pairs or chance == 1:
         return None
+    # As Cohen's kappa: agreement above chance, as a share of the most that is possible.
     return (float((kept_F * (kept_F - 1)).sum()) / pairs - chance) / (1 - chance)
 
 

@@ -155,12 +155,14 @@ def device_of(kind: Kind) -> torch.device:
 
 def load(kind: Kind) -> nn.Module:
     """Create the model that a run starts from, drawn as in training, on its device and in evaluation mode."""
+    # A new head is drawn here, with the draws that `fit` gives it.
     seed_draws(kind.config.seed, 0, 0)
     return kind.create().to(device_of(kind)).eval()
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:
     """Seed Python, NumPy and torch by seed, optimiser step (from 1; 0 before training) and process."""
+    # Hashed: sums such as `seed + step` would repeat the draws of neighbouring seeds.
     word = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
     random.seed(word)
     np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
@@ -174,6 +176,7 @@ def step_samples(config: LoopConfig, world: int) -> int:
 
 def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
     """Return the number of optimiser steps per epoch."""
+    # Rounded up, because the last group of an epoch may have fewer batches.
     steps = -(-train.steps_per_epoch // config.accumulate)
     return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
 

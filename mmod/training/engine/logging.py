@@ -39,6 +39,8 @@ class Meters:
     def update(self, values: Mapping[str, Tensor], count: int) -> None:
         """Add the means, scalars by name, of a batch of `count` samples."""
         for name, value in values.items():
+            # In float64 on the device: an epoch's sum loses digits in float32, and reading each value would wait for
+            # the GPU.
             value = value.detach().double()
             sums = torch.stack([value * count, torch.full_like(value, count)])
             self._sums[name] = self._sums[name] + sums if name in self._sums else sums
@@ -121,6 +123,7 @@ class Usage:
                 item = next(items)
             except StopIteration:
                 return
+            # Also at the end: waiting for the last batch is waiting.
             finally:
                 self._totals["waiting"] += time.perf_counter() - start
             yield item
@@ -141,6 +144,7 @@ class Usage:
     def state_dict(self) -> dict[str, float]:
         """Return the totals."""
         now = time.perf_counter(), _cpu_seconds()
+        # The mark moves with each reading, so that no second counts twice.
         for name, start, end in zip(("wall", "cpu"), self._mark, now):
             self._totals[name] += end - start
         self._mark = now
@@ -152,6 +156,7 @@ class Usage:
     def load_state_dict(self, totals: Mapping[str, float]) -> None:
         """Add the totals of an earlier start."""
         for name, value in totals.items():
+            # Of several starts the highest peak counts, and the sum of the times.
             self._totals[name] = max(self._totals[name], value) if name in _PEAKS else self._totals[name] + value
 
 
@@ -167,4 +172,5 @@ def _peak_rss() -> float:
     except ModuleNotFoundError:
         return 0.0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
     return float(peak if sys.platform == "darwin" else 1024 * peak)

@@ -100,8 +100,10 @@ class _Trainer:
         self.usage = Usage(process.device)
         self.step_samples = step_samples(config, process.world)
         if streams is None:
+            # Before the model is made, which may take minutes.
             check_start(kind, process.world)
             kind.find_data()
+        # As rank 0 in all processes, so that all draw the same new weights.
         seed_draws(config.seed, 0, 0)
         self.model, teacher = create_models(kind)
         train, test = streams or kind.create_streams(process, self.model)
@@ -136,6 +138,7 @@ class _Trainer:
         self.epoch = self.step = 0
         self.history: list[dict[str, float]] = []
         self.routers: list[dict[str, Any]] = []
+        # Last, because it loads into model, average, optimiser, meters and the streams' reports.
         self._resume()
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
         self.board = TensorBoard(logs, self.step)
@@ -155,6 +158,7 @@ class _Trainer:
                 self.parallel.average_statistics()
                 # An evaluation may fail, or outlast what a signal leaves.
                 self._save()
+                # Agreed by all: a process that left alone would leave the others waiting.
                 if self.stop.agreed():
                     self._leave()
                 evaluation, average = self._evaluate()
@@ -166,6 +170,7 @@ class _Trainer:
                         self.routers += evaluated(self.step, data, result.kept)
             row |= self.usage.figures()
             self.history.append(row)
+            # Before the save, which belongs to the next epoch.
             self.meters = Meters(self.process.device)
             self.epoch += 1
             self._save()
@@ -175,6 +180,7 @@ class _Trainer:
             if self.epoch < self.epochs and self.stop.agreed():
                 self._leave()
         if evaluation is None:
+            # Interrupted between its last epoch and its result, a run has nothing left to train.
             self.parallel.average_statistics()
             evaluation, average = self._evaluate()
         return self._finish(evaluation, average)
@@ -183,6 +189,7 @@ class _Trainer:
         config = self.config
         self.wrapped.train()
         first = self.step + 1
+        # A resumed epoch goes on behind the batches of its finished steps; the last group may be shorter.
         done = self.step - self.epoch * self.steps_per_epoch
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
@@ -238,15 +245,18 @@ class _Trainer:
 
     def _step(self, group: list[Batch], *, logged: bool) -> None:
         """Do one optimiser step on a list of batches; read the routers' health if `logged`."""
+        # By step and rank, so that a resumed run draws what an uninterrupted one would have drawn.
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
         passes: list[tuple[dict[str, Tensor], int]] = []
         for index, one_pass in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
+                # Gradients are exchanged once a step, in its last pass.
                 if index + 1 < len(group):
                     stack.enter_context(self.parallel.local(self.wrapped))
                 parts: dict[str, Tensor] = self.wrapped(*one_pass.arguments)
+                # Before the backward pass, in which the gradients of scores are counted.
                 if logged and index + 1 == len(group):
                     self.health.read()
                 self.scaler.scale(parts["loss"] * one_pass.weight).backward()
@@ -262,6 +272,7 @@ class _Trainer:
             self._refuse(group)
         for parts, samples in passes:
             self.meters.update(parts, samples)
+        # The scaler's order: finish the gradients, unscale, clip, step.
         self.parallel.before_update()
         if self.config.grad_clip is not None:
             self.scaler.unscale_(self.optimizer)
@@ -278,6 +289,7 @@ class _Trainer:
         """Save the state before a step whose loss is not finite, and raise."""
         step = self.step + 1
         usable = all_finite([*self.model.parameters(), *self.model.buffers()])
+        # The draws of the failed step, so that the repeated passes meet what it met.
         seed_draws(self.config.seed, step, self.process.rank)
         where = find_nonfinite(self.task, group, self.process.device)
         # Running statistics may hold what was not finite; the weights do not.
@@ -298,6 +310,7 @@ class _Trainer:
         if rows:
             figures["kept"] = float(np.mean([row["kept"] for row in rows]))
         bar.set_postfix({name: f"{value:.4g}" for name, value in figures.items()}, refresh=False)
+        # Smoothed by tqdm; none is known after the first step.
         speed = bar.format_dict["rate"]
         self.board.write({f"step/{name}": value for name, value in figures.items()}, self.step)
         self.board.write({"step/images_per_second": speed} if speed else {}, self.step)
@@ -307,6 +320,7 @@ class _Trainer:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def _evaluate(self) -> tuple[Any, Any | None]:
+        # Evaluations may draw as well, and a resumed run has to give the same figures.
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         results = []
         for model in (self.model, *([] if self.ema is None else [self.ema.module])):
@@ -320,6 +334,8 @@ class _Trainer:
         return self.folder / "checkpoints"
 
     def _save(self) -> None:
+        # The first process keeps the sums of all and the others start anew, so that any number of processes may
+        # resume.
         self.meters.gather(keep=self.process.is_first)
         faults = {name: [tuple(fault) for fault in report.faults] for name, report in self._reports().items()}
         optimizer, moments = self.parallel.optimizer_state(self.optimizer)
@@ -344,6 +360,7 @@ class _Trainer:
     def _resume(self) -> None:
         """Resume from the newest checkpoint, if there is one."""
         paths = list_checkpoints(self._checkpoints)
+        # A disk that is not shared, or late, shows other checkpoints to some processes.
         newest = gathered(next(iter(paths), None))
         if len(set(newest)) > 1:
             raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, newest))}")
@@ -359,6 +376,7 @@ class _Trainer:
         for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
             stream.report.faults.update(dict.fromkeys(Fault(*fault) for fault in training["faults"][name]))
         sums = training["meters"]
+        # The sums of all processes were saved as one, which the first takes up.
         self.meters.load_state_dict(sums if self.process.is_first else {name: [0.0, 0] for name in sums})
         self.history = training["history"]
         self.epoch = training["epoch"]
@@ -388,6 +406,7 @@ class _Trainer:
         if self.process.is_first:
             write_csv(self.folder / "metrics.csv", self.history)
             write_rows(self.folder, self.routers)
+            # From here on the run counts as finished, and nothing reads its checkpoints again.
             write_result(self.folder, result)
             remove_checkpoints(self._checkpoints)
         wait_for_all()

@@ -38,6 +38,7 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
         if "unexpected keyword argument" not in str(error):
             raise
         raise TypeError(f"optim.args does not fit {config.opt!r}: {error}") from error
+    # timm scales layers by groups: one scale for all means that it found no layers.
     scales = {group.get("lr_scale", 1.0) for group in optimizer.param_groups}
     if config.layer_decay not in (None, 1.0) and len(scales) == 1:
         raise ValueError(

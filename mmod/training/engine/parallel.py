@@ -39,6 +39,7 @@ class Replicas:
         self.process = process
         self.models = [model] if average is None else [model, average]
         if compiled:
+            # In place, so that the names of weights stay.
             model.compile()
 
     def wrap(self, task: Task) -> nn.Module:
@@ -58,6 +59,7 @@ class Replicas:
     def average_statistics(self) -> None:
         """Average the running statistics of batch norms over processes, so that all have the model that is saved."""
         if self.process.world > 1:
+            # Weights are equal after each step; running statistics are of each process's own batches.
             for model in self.models:
                 distribute_bn(model, self.process.world, reduce=True)
 
@@ -92,6 +94,7 @@ class Shards(Replicas):
         self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
     ) -> None:
         super().__init__(model, average, process, precision, compiled=False)
+        # Evaluations and exports need the host's plain modules, so a copy is made before sharding.
         self._full = copy.deepcopy(model)
         mesh = init_device_mesh(process.device.type, (process.world,))
         half = torch.bfloat16 if precision == "bf16" else None
@@ -99,6 +102,7 @@ class Shards(Replicas):
         for module in filter(None, (model, average)):
             # FSDP2 shards no scalars, such as CLIP's logit scale.
             ignored = {weight for weight in module.parameters() if not weight.ndim}
+            # Blocks first, the model last: FSDP2 gathers the weights of a block just before it runs.
             for block in chain.from_iterable(stack.blocks for stack in find_stacks(module).values()):
                 if compiled and module is model:
                     block.compile()
@@ -123,6 +127,7 @@ class Shards(Replicas):
 
     def before_update(self) -> None:
         """Average the gradients of scalars."""
+        # FSDP2 ignores them, and does not average their gradients either.
         for weight in self._scalars:
             if weight.grad is not None:
                 dist.all_reduce(weight.grad)
@@ -134,6 +139,7 @@ class Shards(Replicas):
         weights = self._full.to(self.process.device).state_dict()
         try:
             for name, value in model.state_dict().items():
+                # Collective: all processes walk the state dict in the same order.
                 weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             yield self._full
         finally:

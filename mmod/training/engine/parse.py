@@ -42,6 +42,7 @@ def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[st
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    # After all checks, so that the config that is printed can be run.
     if len(words) < len(arguments):
         print(yaml.safe_dump(dataclasses.asdict(typing.cast(Any, config)), sort_keys=False), end="")
         sys.exit(0)
@@ -56,6 +57,7 @@ def read_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str
     try:
         return from_plain(kind, with_options(merged(start or {}, fields or {}), split_options(words), kind))
     except ValueError as error:
+        # Without a file all required keys are missing, and the list of them hides the one mistake.
         if fields is None and "required: " in str(error):
             raise ValueError(f"{error}; name a CONFIG that has them before the options") from error
         raise

@@ -62,6 +62,7 @@ def check_outputs(classes: Classes | None, outputs: int | None, *, from_checkpoi
     if classes is None or not outputs:
         return
     count = 1 + max(classes.numbers.values())
+    # More outputs than classes are meant where the user listed the classes, and a slip elsewhere.
     if count == outputs or (count < outputs and classes.given):
         return
     head = " and model.head to fresh" if from_checkpoint else ""

@@ -94,6 +94,7 @@ def run_once(
             free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
             there = portable(existing)
             here = portable(record)
+            # Only the length differs: the user wants to train on, and is told how.
             if differences(there, here, free_keys) and not differences(there, here, free_keys | config.length_keys):
                 _refuse_length(config, flatten(existing), flatten(record))
             check_same(folder, there, here, kind="a run", free_keys=free_keys)
@@ -104,6 +105,7 @@ def run_once(
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
 
+    # Without the lock first: a finished run is read from a read-only folder too.
     result = finished()
     if result is not None:
         return result
@@ -130,6 +132,7 @@ def _refuse_length(config: RunConfig, there: Mapping[str, Any], here: Mapping[st
     if not all(isinstance(old, int) and isinstance(new, int) and 0 < old < new for old, new in pairs):
         raise FolderTakenError(f"{start} It is finished: choose another folder")
     more = {key: here[key] - there[key] for key in changed}
+    # The config is made and checked here, so that the command in the message works.
     try:
         continued = flatten(config.continued(folder, more).to_dict())
     except ValueError as error:

@@ -43,10 +43,12 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
             f"the model that the config names was changed by {changed}: name the dense model, or train it as it is, "
             "with `routing: null` and no methods"
         )
+    # What methods added is set aside, and loaded once the methods have made its modules.
     added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
     teacher = _create_teacher(kind, model)
     names = set(model.state_dict())
+    # Loading has applied those that replace dense weights already.
     for method in config.applied[len(methods_of(model)) :]:
         apply_(model, method)
     if added:
@@ -56,6 +58,7 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
                 f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(expected - set(added))} and has "
                 f"{some(set(added) - expected)} that the model does not know"
             )
+        # Once more, and whole: added weights are checked for names and shapes like all others.
         load_weights(model, {**model.state_dict(), **added}, checkpoint)
     if config.grad_checkpointing:
         _checkpoint_gradients(model)
@@ -80,6 +83,7 @@ def load_dense(
     Methods whose weights replace dense ones in the checkpoint are applied first.
     """
     replacing = [number for number, method in enumerate(methods) if method.replaced_in(state)]
+    # A method that replaces dense weights comes before loading: the checkpoint's names have no place without it.
     for method in methods[: max(replacing, default=-1) + 1]:
         apply_(model, method)
     names = set(model.state_dict())
@@ -101,6 +105,7 @@ def _create_teacher(kind: LoopKind, model: nn.Module) -> nn.Module | None:
     config = kind.config
     name = config.teacher()
     if name == "dense" and methods_of(model):
+        # The teacher "auto" is left out where the start is not dense; one that was asked for by name is refused.
         if config.distill.teacher == "dense":
             raise ValueError(
                 f"checkpoint {config.model.checkpoint!r} holds no dense model that distill.teacher='dense' could be"
@@ -115,6 +120,7 @@ def _create_teacher(kind: LoopKind, model: nn.Module) -> nn.Module | None:
 def _checkpoint_gradients(model: Any) -> None:
     """Make a model recompute activations in the backward pass."""
     if hasattr(model, "gradient_checkpointing_enable"):
+        # The reentrant form loses the gradients of a block none of whose inputs needs one.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.set_grad_checkpointing(True)

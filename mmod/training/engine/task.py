@@ -38,11 +38,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def divergence(logits: Tensor, taught: Tensor) -> Tensor:
     """Return KL(teacher || student), mean over rows of logits (..., C)."""
     student, target = (F.log_softmax(values.float().flatten(0, -2), dim=-1) for values in (logits, taught))
+    # "batchmean" divides by rows; "mean" would divide by classes as well.
     return F.kl_div(student, target, reduction="batchmean", log_target=True)
 
 
 def total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the terms of a loss with their sum as "loss"."""
+    # In fp32, because a sum in half precision rounds small terms away.
     return {"loss": torch.stack([part.float() for part in parts.values()]).sum(), **parts}
 
 
@@ -100,6 +102,7 @@ class Task(nn.Module):
         samples = sum(len(targets) for _, targets in group)
         for batch in group:
             count = len(batch[1])
+            # By samples: a short last batch weighs less, as it does within one large batch.
             yield MicroBatch(to_device(batch, device), count / samples, count)
 
     def after_step(self) -> None:
@@ -146,6 +149,7 @@ def _first_nonfinite(task: Task, arguments: tuple[Any, ...]) -> tuple[str, Tenso
     finally:
         for handle in handles:
             handle.remove()
+    # Weights and inputs first: either makes all outputs infinite, which are not to blame then.
     for name, weight in task.model.named_parameters():
         if not all_finite([weight]):
             return f"the weight {name}", loss
