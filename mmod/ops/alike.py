@@ -45,9 +45,11 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     x_BND = x_BND.float()
     if channels is None or dim <= channels:
         return x_BND
+    # Random signs before adding up: sums of plain neighbours would cancel or double what channels have in common.
     signed_BND = x_BND * _signs(dim).to(x_BND.device)
     if dim % channels:
         signed_BND = F.pad(signed_BND, (0, -dim % channels))
+    # Channels with the same remainder are added, for which the reshape is a view.
     return signed_BND.reshape(*x_BND.shape[:-1], -1, channels).sum(dim=-2)
 
 
@@ -56,6 +58,7 @@ def spread_evenly(tokens: int, device: torch.device) -> Tensor:
     position_N1 = torch.arange(tokens, device=device).unsqueeze(1)
     power_W = 2 ** torch.arange(20, device=device)
     # The bits of a position in reverse order, as integers, so that sums are exact.
+    # Less than 1 by the reversed bits: position 0 comes first, with the number 1.
     return 1 - (position_N1 // power_W % 2 * power_W.flip(0)).sum(dim=1) * 2.0**-20
 
 
@@ -139,6 +142,7 @@ def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) 
         hidden = order_BN[image, None] <= order_BN[image, row, None]
         if valid_BN is not None:
             hidden = hidden | ~valid_BN[image, None]
+        # -1 is the smallest cosine: a row without an earlier one is as far from others as can be.
         best.append(alike.masked_fill(hidden, -1.0).amax(dim=-1).flatten())
     return F.pad(1 - torch.cat(best).view(images, tokens), (prefix, 0), value=2.0)
 
@@ -168,6 +172,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
             alike = torch.bmm(rows, before.transpose(1, 2))
             # All columns before the tile's own are of earlier rows.
             among_themselves = alike[..., start:] if start else alike
+            # In place: `alike` is a new tensor, and its diagonal tile a view of it.
             among_themselves.add_(_hide_later(stop - start))
             torch.amax(alike, dim=-1, out=part_BN[:, 1 + start : 1 + stop])
     return 1 - best_BN.clamp_(min=-1).index_select(1, position_N)
@@ -196,6 +201,7 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     """Only rows that are not kept are compared with the kept ones."""
     images, tokens, _ = unit_BNE.shape
     slots = row_BK.shape[1]
+    # Slots by row; rows that nobody holds keep -1 until the end.
     slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
     # All images keep equally many rows, so the remaining ones fill a rectangle.
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
@@ -234,6 +240,7 @@ def _nearest_by_kernel(
     unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
 ) -> Tensor:
     slot_BN = _nearest_op(unit_BNE, row_BK, prefix, valid_BK)
+    # After the kernel, which knows nothing of real rows: padding joins no slot.
     return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
 
 

@@ -149,6 +149,7 @@ def torch_op(
     """
 
     def trace(*args: Any) -> Any:
+        # FLOPs may be counted in a trace, before any operation has run.
         if flops is not None:
             register_flops()
         return fake(*args)
@@ -308,6 +309,7 @@ def _machine_refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -
         return problem
     if kernel.dtypes is not None and dtype not in kernel.dtypes:
         return f"it takes {', '.join(str(t) for t in kernel.dtypes)}, not {dtype}"
+    # Kernels for a CPU are interpreted, for tests.
     if device.type == "cpu" and kernel.backend is Backend.TRITON and kernel.devices is None:
         if not _interprets(kernel.backend.value):
             return "it takes CUDA tensors, and those of a CPU only if TRITON_INTERPRET=1 was set from the start"
@@ -422,6 +424,7 @@ def _problem(backend: str) -> str | None:
     try:
         importlib.import_module(backend)
         importlib.import_module(_PACKAGES[backend])
+    # A broken installation raises anything, such as an OSError for a library that does not load.
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == backend:
             return f"{backend} is not installed"
@@ -438,6 +441,7 @@ def _interprets(backend: str) -> bool:
 
 @_constant
 def _too_old(index: int | None) -> bool:
+    # ROCm numbers its devices in another way.
     if torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(index) < (8, 0)

@@ -57,6 +57,7 @@ class capture_importance(AttentionIntercept):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and capture importance."""
+        # One row is all that is read, and costs less than the map that others need.
         if self.average in ("class_token", "last_token"):
             q, k, v = cast_alike(call.query, call.key, call.value)
             query = q
@@ -96,12 +97,14 @@ class capture_importance(AttentionIntercept):
         tokens_N = torch.arange(rows.shape[-2], device=rows.device)
         if self.valid_BN is None:
             return tokens_N[-1:].expand(len(rows))
+        # Positions that are not real count as 0, and the largest of the others is the last real one.
         return (tokens_N * self.valid_BN).amax(dim=1)
 
     def _last_query(self, q_BHNE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the query of each sample's last real token, and its mask over keys (B, 1 or H, 1, N)."""
         tokens = q_BHNE.shape[2]
         position_B = self._last_position(q_BHNE)
+        # A causal model's last real token sees itself and all before it.
         visible_BN = torch.arange(tokens, device=q_BHNE.device) <= position_B.unsqueeze(1)
         if self.valid_BN is not None:
             visible_BN = visible_BN & self.valid_BN
@@ -164,6 +167,7 @@ class capture_inputs(AttentionIntercept):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and keep what attention reads."""
         self._last = call
+        # Grouped keys are repeated, since callers compare them head by head.
         self.key = call.key
         if call.key.shape[1] != call.query.shape[1]:
             self.key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
@@ -176,6 +180,7 @@ class capture_inputs(AttentionIntercept):
     def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep the keys of a product (B, H, N, N) of queries (B, H, N, E) and keys, transposed except in `einsum`."""
         result = func(*args, **kwargs)
+        # The equation of `einsum` is a string, and is left out.
         query, *others = [value for value in args if isinstance(value, Tensor)]
         if result.ndim == 4 and others and query.shape[2] == result.shape[2] == result.shape[3]:
             self.key = others[0] if func is torch.einsum else others[0].transpose(-2, -1)
@@ -220,14 +225,17 @@ class add_key_bias(AttentionIntercept):
         """Attend with the bias."""
         self.calls += 1
         mask = call.attn_mask
+        # Fused attention takes a bias in the dtype of the queries alone.
         bias = self.bias.to(call.query.dtype)
         if mask is None:
             return call._replace(attn_mask=bias).run()
         if mask.dtype == torch.bool:
+            # Half the lowest number, so that adding the bias to it does not overflow to minus infinity.
             mask = mask_bias(mask, torch.finfo(bias.dtype).min / 2, bias.dtype)
         return call._replace(attn_mask=mask + bias).run()
 
     def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # A softmax over other lengths, such as one over experts, is not the attention over these keys.
         if score.ndim != 4 or score.shape[-1] != self.bias.shape[-1]:
             result: Tensor = func(score, *args, **kwargs)
             return result

@@ -25,6 +25,7 @@ def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
         dtype = torch.get_autocast_dtype(q.device.type)
         # Autocast leaves float64 alone, and so does this.
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    # Here, because fused attention would name an operation that the user has not called.
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"queries, keys and values must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
     return q, k, v

@@ -81,6 +81,7 @@ def keys_and_values(
     try:
         with capture:
             forward()
+    # The host's forward ends by an exception as soon as its keys are known: no hook stands at this place.
     except _Captured:
         pass
     if not capture.captured:
@@ -159,6 +160,7 @@ class _KeysAndValues(PartialProjections):
         dynamo = torch.compiler.is_dynamo_compiling()
         if len(self.captured) == self.calls and (dynamo or not exporting()):
             raise _Captured
+        # Any tensor of the right shape: the host's further steps are dead code here.
         return call.value
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -86,6 +86,7 @@ def find_duplicates(pixels_BRCHE: Tensor, tolerance: float, cell: int | None, le
     if down * height != rows or across * width != columns:
         # Patches beyond the lower and right edges are nobody's left or upper neighbour.
         pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, across * width - columns, 0, down * height - rows))
+    # Rows and columns of cells first, then those inside a cell: one sequence of patches for each cell.
     cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).transpose(2, 3)
     pixels_SPF = cells.reshape(pictures * down * across, height * width, -1)
     device = pixels_SPF.device
@@ -93,6 +94,7 @@ def find_duplicates(pixels_BRCHE: Tensor, tolerance: float, cell: int | None, le
     begin_S1 = torch.arange(pixels_SPF.shape[0], device=device).unsqueeze(1) * (height * width)
     stands_SP = torch.arange(height * width, device=device).repeat(pixels_SPF.shape[0], 1)
     difference_SP = torch.full(stands_SP.shape, FIRST, device=device)
+    # By diagonals, since a patch may stand for what its left and upper neighbours stand for, which must be known.
     for diagonal in range(1, height + width - 1):
         row_D = torch.arange(max(0, diagonal - width + 1), min(height, diagonal + 1), device=device)
         column_D = diagonal - row_D
@@ -104,12 +106,15 @@ def find_duplicates(pixels_BRCHE: Tensor, tolerance: float, cell: int | None, le
             other_SD = stands_SP[:, (patch_D - up * width - left).clamp(min=0)]
             other_SDF = pixels_SPF.flatten(0, 1).index_select(0, (begin_S1 + other_SD).flatten()).view_as(pixels_SDF)
             apart_SDH = (pixels_SDF - other_SDF.float()).abs().unflatten(2, (channels, -1)).amax(dim=-1)
+            # A patch with NaN is like no other.
             apart_SD = (apart_SDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)
             # The first row and column of a cell have fewer neighbours.
             apart_SD = apart_SD.masked_fill((row_D < up) | (column_D < left), inf)
+            # Strictly less: of equal neighbours the left one wins, then the upper.
             joined_SD = torch.where(apart_SD < least_SD, other_SD, joined_SD)
             least_SD = torch.minimum(least_SD, apart_SD)
         stands_SP = stands_SP.index_copy(1, patch_D, torch.where(least_SD <= limit, joined_SD, patch_D))
+        # Below FIRST, which marks the first patch of a cell alone.
         difference_SP = difference_SP.index_copy(1, patch_D, least_SD.clamp(max=FIRST - 1))
     # From places in a cell to those in the grid.
     stands = stands_SP.view(pictures, down, across, height * width)

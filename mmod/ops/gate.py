@@ -49,4 +49,5 @@ def step_gate(level: Tensor, threshold: float) -> Tensor:
         >>> step_gate(torch.tensor([0.4, 0.6]), 0.5)
         tensor([0., 1.])
     """
+    # The difference is zero, and carries the gradient.
     return (level >= threshold).to(level.dtype) + (level - level.detach())

@@ -32,6 +32,7 @@ _random_scores = kernel_op(
 
 def mix(value: Tensor) -> Tensor:
     """Scatter the low 32 bits of an int64 tensor; multiplications stay below 2**63."""
+    # Masked before each product: int64 holds 32 bits times the multiplier, and no more.
     value = value & 0xFFFFFFFF
     value = ((value >> 16) ^ value) * MIX & 0xFFFFFFFF
     value = ((value >> 16) ^ value) * MIX & 0xFFFFFFFF
@@ -78,10 +79,12 @@ def random_scores(x_BND: Tensor, salt: Tensor, valid_BN: Tensor | None = None) -
         square_B1 = x_BND.square().sum(dim=(1, 2)).unsqueeze(1) / (count_B1 * channels)
         # The standard deviation of a mean over the tokens; the bound keeps the logarithm of zeros finite.
         deviation_B1 = (square_B1 / count_B1).clamp(min=1e-30).sqrt()
+        # A power of two, at most a quarter of the deviation: rounding to it forgives the noise of other batches.
         step_B1 = torch.exp2(torch.floor(torch.log2(deviation_B1)) - 2)
         coarse_BD = (mean_BD / step_B1).round().to(torch.int64)
         multiplier_D = torch.tensor(MULTIPLIERS[:channels], device=x_BND.device)
         # Steps fit in 31 bits, so that no product overflows.
+        # The salt is added behind the sum, so that seeds and blocks differ for the same image.
         key_B1 = mix(((coarse_BD & 0x7FFFFFFF) * multiplier_D & 0xFFFFFFFF).sum(dim=1, keepdim=True) + salt)
         bits_BN = mix(key_B1 + torch.arange(tokens, device=x_BND.device))
         # 24 bits are all that fp32 holds exactly.

@@ -65,6 +65,7 @@ def attention_importance(
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
         views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
+        # One operation in a graph, in place of a loop over tiles.
         if torch.compiler.is_compiling() and not exporting():
             # An operation takes tensors and no tuples of them.
             counts = (None, None) if views is None else views
@@ -72,6 +73,7 @@ def attention_importance(
         else:
             attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
             if exporting() or transforming():
+                # One tile for all: an export and a transform could not cut by lengths that they do not know.
                 total_BN = attention.received((slice(None), slice(None), slice(None)))
             else:
                 total_BN = attention.received_by_tiles(chunk_elements)
@@ -145,6 +147,7 @@ def class_token_attention(
 ) -> Tensor:
     """Return `class_token_importance` with its gradient."""
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
+    # The query is scaled rather than the scores, which are many more.
     score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
     # A softmax in half precision would round small shares to equal ones, and ties go by position.
     score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
@@ -165,6 +168,7 @@ def importance_of_map(attention: Tensor, valid_BN: Tensor | None = None, views: 
     attention = attention.detach()
     attention = attention.to(_accumulator(attention))
     if valid_BN is not None:
+        # Rows of padding look at others too, but nobody counts what they say.
         attention = torch.where(valid_BN[:, None, :, None], attention, 0.0)
     return _mean(_column_sums(attention, views), attention.shape[1], attention.shape[2], valid_BN)
 
@@ -227,6 +231,7 @@ class _Map(NamedTuple):
         total_BN = torch.zeros(images, tokens, dtype=_accumulator(self.q_BHNE), device=self.q_BHNE.device)
         for tile in cut_map(images, heads, tokens, tokens, chunk_elements, self.is_causal):
             received = self.received(tile)
+            # A causal tile returns sums of the keys that it sees alone.
             total_BN[tile[0], : received.shape[1]] += received
         return total_BN
 
@@ -298,6 +303,7 @@ def _with_kernels(
     from mmod.ops.triton.importance import attend_batch, attend_fused
 
     _, heads, tokens, _ = q_BHNE.shape
+    # A mask of keys is the same for all heads and queries, see `_facts`.
     visible_BN = None if mask is None else mask[:, 0, 0].expand(q_BHNE.shape[0], -1)
     if fused:
         out, lse_BHN = attend_fused(q_BHNE, k_BHNE, v_BHNE, is_causal, scale)

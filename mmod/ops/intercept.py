@@ -91,6 +91,7 @@ class AttentionIntercept(TorchFunctionMode):
         if replacement is not None:
             return replacement(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
+        # Four axes: a map by head. A softmax of logits has fewer.
         if func in SOFTMAX and result.ndim == 4:
             self.observe(args[0], result)
         return result
@@ -104,6 +105,7 @@ class AttentionIntercept(TorchFunctionMode):
         """Return the replacement of a function, or None to call the function itself."""
         if func is SDPA:
             return self._attend
+        # A mode is off while it handles a call: what this function calls inside would not be seen.
         if func is F.multi_head_attention_forward:
             return partial(multihead_attention, self._call)
         return None

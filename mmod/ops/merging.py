@@ -53,6 +53,7 @@ def _aligned(bias_BK: Tensor) -> Tensor:
     slots = bias_BK.shape[1]
     if not bias_BK.is_cuda:
         return bias_BK.view(bias_BK.shape[0], 1, 1, slots)
+    # Padded and cut again: the rows are aligned in memory, and the shape is K.
     return torch.nn.functional.pad(bias_BK, (0, -slots % 8)).view(bias_BK.shape[0], 1, 1, -1)[..., :slots]
 
 
@@ -151,6 +152,7 @@ def size_groups(
         (tensor([[2., 1.]]), tensor([[[[0.6931, 0.0000]]]]))
     """
     size_BK = group_sizes(slot_BN, slots, all_join=all_join)
+    # The logarithm of a size added to a key's score makes it count as so many equal keys.
     bias_BK = size_BK.log() if all_join else size_BK.clamp(min=1).log()
     return size_BK, _aligned(bias_BK.to(dtype))
 
@@ -187,6 +189,7 @@ def mean_rows(
     rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
     if not all_join:
         rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
+        # An empty group has a sum of zeros, which no size may divide by 0.
         size_BK = size_BK.clamp(min=1)
     # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
     index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])

@@ -84,4 +84,5 @@ def _additive(mask: Tensor | None, images: int, heads: int, dtype: torch.dtype) 
         return None
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
+    # Three axes hold batch and heads in one, as torch documents it.
     return mask if mask.ndim == 2 else mask.unflatten(0, (images, heads))

@@ -62,6 +62,7 @@ def pack_rows(index_BK: Tensor, valid_BK: Tensor, total: int, tokens: int) -> Pa
     # `nonzero` would wait for the device to know how many there are.
     slot_T = torch.nonzero_static(valid_BK.flatten(), size=total).squeeze(1)
     first_B1 = torch.arange(index_BK.shape[0], device=index_BK.device).unsqueeze(1) * tokens
+    # Lengths to boundaries: a leading 0, then the running sum.
     cu_seqlens = F.pad(valid_BK.sum(dim=1).cumsum(0, dtype=torch.int32), (1, 0))
     return Packing((index_BK + first_B1).flatten()[slot_T], slot_T, cu_seqlens, index_BK.shape[1])
 
@@ -126,6 +127,7 @@ class attend_within(AttentionIntercept):
         return self._draw if func is Tensor.bernoulli_ else super().replace(func)
 
     def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # Only the draw of a whole sample has this shape; dropout draws by element.
         if shares.shape != (1, 1, 1):
             return shares.bernoulli_(*args, **kwargs)
         # One number per image, which each of its rows gets.
@@ -153,6 +155,7 @@ class attend_within(AttentionIntercept):
 
 def image_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the image of each row of a packed sequence (T)."""
+    # `right=True`: a boundary is the first row of the next image.
     return torch.bucketize(torch.arange(rows.shape[0], device=rows.device), cu_seqlens[1:], right=True)
 
 
@@ -175,6 +178,7 @@ def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tens
 
 def _products(q_THE: Tensor, start: Tensor, longest: int) -> int:
     """Return the FLOPs of one product of all pairs: exact where the lengths are known, else an upper bound."""
+    # Subclasses, such as fake tensors, have no values to read.
     known = type(start) is Tensor and start.device.type != "meta"
     pairs = int(start.diff().square().sum()) if known else int(q_THE.shape[0] * longest)
     return 2 * pairs * q_THE.shape[1] * q_THE.shape[2]
@@ -212,6 +216,7 @@ def _by_xformers(
     # Imported where it is chosen: the package is optional.
     from xformers.ops import fmha
 
+    # xformers takes no empty sequence.
     mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
     group = q_THE.shape[1] // k_THE.shape[1]
     if group > 1:
@@ -240,6 +245,7 @@ def _by_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     # Only arguments that all supported torch versions share.
+    # -1 is no limit: all rows before, and after only where it is not causal.
     window = (-1, 0) if is_causal else (-1, -1)
     lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return cast(Tensor, varlen_attn(q_THE, k_THE, v_THE, *lengths, scale=scale, window_size=window))
@@ -281,6 +287,7 @@ def _padded(
     """Pad every image to `max_seqlen` rows and mask the padding: all shapes follow from the arguments."""
     images = cu_seqlens.shape[0] - 1
     image_T = image_of_rows(q_THE, cu_seqlens)
+    # Position within the image plus the image's first slot.
     slot_T = torch.arange(q_THE.shape[0], device=q_THE.device) - cu_seqlens[image_T] + image_T * max_seqlen
 
     def pad(x_THE: Tensor) -> Tensor:

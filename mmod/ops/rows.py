@@ -30,6 +30,7 @@ def inverse_rows(index_BK: Tensor, tokens: int) -> Tensor:
         [[-1, 0, -1, 1]]
     """
     slot_BK = torch.arange(index_BK.shape[1], dtype=torch.int32, device=index_BK.device).expand(index_BK.shape)
+    # int32 is all that kernels need, and half of what is saved for the backward pass.
     none_BN = torch.full((index_BK.shape[0], tokens), -1, dtype=torch.int32, device=index_BK.device)
     return none_BN.scatter(1, index_BK.long(), slot_BK)
 
@@ -53,6 +54,7 @@ def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
     if gate_BK is None:
         return y_BKD
     gate_BK1 = gate_BK.unsqueeze(-1)
+    # `lerp` is exact at gate 0 and at gate 1.
     return torch.lerp(z_BKD, y_BKD, gate_BK1 if gate_BK1.dtype == z_BKD.dtype else gate_BK1.to(z_BKD.dtype))
 
 
@@ -75,6 +77,7 @@ def batch_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor | None:
     # batch 32, scatter 87 -> 26 us and 2.9 -> 1.0 ms.
     if not x_BND.is_cpu or torch.compiler.is_compiling():
         return None
+    # A view over the batch needs rows side by side.
     if torch._C._get_tracing_state() is not None or not x_BND.is_contiguous():
         return None
     if index_BK.shape[0] == 1 and index_BK.dtype == torch.int64:
@@ -317,6 +320,7 @@ def _merge_by_kernel(
     valid_BK: Tensor | None = None,
     inverse_BN: Tensor | None = None,
 ) -> Tensor:
+    # Without a gate z is not read, so it is not kept for the backward pass either.
     z = None if gate_BK is None else z_BKD
     return _merge_rows(x_BND, index_BK, z, y_BKD, gate_BK, valid_BK, inverse_BN)
 
@@ -354,5 +358,6 @@ def merge_rows(
     """
     new_BKD = y_BKD.to(x_BND.dtype) if gate_BK is None else lerp_rows(z_BKD, y_BKD, gate_BK)
     if valid_BK is not None:
+        # An empty slot points at some row of the image, which must get back what it has.
         new_BKD = torch.where(valid_BK.unsqueeze(-1), new_BKD, take_rows(x_BND, index_BK))
     return put_rows(x_BND, index_BK, new_BKD)

@@ -47,6 +47,7 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         >>> kept_count(197, Fraction(1, 2), prefix=1)
         98
     """
+    # In integers: 0.29 of 100 tokens is 28 in floating point.
     kept = tokens * capacity.numerator // capacity.denominator
     minimum = prefix or 1
     # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, a comparison would make it static.
@@ -167,6 +168,7 @@ def select_topk(
     else:
         index_BK = torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
     if valid_BN is None:
+        # Ascending, so that kept tokens keep their order and neighbours stay neighbours in memory.
         index_BK = torch.sort(index_BK, dim=1).values
     else:
         # The budget is a share of the real tokens, so that padding changes no decision.
@@ -221,6 +223,7 @@ def select_threshold(
     else:
         count_B = ((level_BN >= threshold) | protect_BN).sum(dim=1)
     most_B = torch.full_like(count_B, tokens) if valid_BN is None else valid_BN.sum(dim=1)
+    # The prefix always runs, whatever `max_tokens` says.
     ceiling = None if max_tokens is None else max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
     total = None

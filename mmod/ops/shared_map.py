@@ -50,6 +50,7 @@ def _attend_by_tiles(
             continue
         total_1N = q.new_zeros(1, tokens)
         for _, head, queries in cut_map(1, heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal):
+            # Later keys are left out of the product, not only hidden.
             keys = slice(queries.stop if is_causal else None)
             lse_HQ = None if lse_HN is None else lse_HN[head, queries]
             weight_Q = None if weight_N is None else weight_N[queries]
@@ -96,6 +97,7 @@ def _attend_tile(
         Rows whose sum is the attention that keys receive.
     """
     attention = q_HQE.new_empty(*q_HQE.shape[:2], k_HEN.shape[2])
+    # `beta=0` ignores what `attention` holds: scaled product and memory in one call.
     torch.baddbmm(attention, q_HQE, k_HEN, beta=0, alpha=scale, out=attention)
     if is_causal:
         hide_later(attention)
@@ -121,6 +123,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+    # The kernel of torch's own attention, which needs the output and the log-sum-exps alone.
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     return (*backward(grad_out, *ctx.saved_tensors, 0.0, ctx.is_causal, scale=ctx.scale), None, None, None, None)
 
@@ -161,6 +164,7 @@ class _SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Recorded here only for a second derivative, which torch's kernel does not have.
         if torch.is_grad_enabled():
             q, k, v = ctx.saved_tensors[:3]
             return (*_second_order(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None, None)

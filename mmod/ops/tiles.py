@@ -29,6 +29,7 @@ def tile_size(heads: int, queries: int, keys: int, elements: int, is_causal: boo
     """
     rows = min(queries, CAUSAL_QUERIES) if is_causal else queries
     sizes = (heads * rows * keys, rows * keys, keys)
+    # As many of each as fit; images only if one fits whole, since a tile is a slice of each axis.
     together = [max(1, elements // max(1, size)) for size in sizes]
     return together[0], min(heads, together[1]), max(1, min(rows, together[2]))
 

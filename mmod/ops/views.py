@@ -45,6 +45,7 @@ def count_views(
     counted = torch.ones(1, 1, tokens, dtype=torch.bool, device=device) if valid_BN is None else valid_BN[:, None]
     if pairs is not None:
         visible_pairs = is_visible(pairs)[(None,) * (4 - pairs.ndim)]
+        # A key that nobody sees is divided by 1, and receives nothing.
         viewers = (visible_pairs & counted.unsqueeze(-1)).sum(dim=-2)
         return Views(visible_pairs.sum(dim=-1), viewers.clamp(min=1))
     # Causal: a query sees the keys up to its own, and a key is seen by its own query and all later ones.
@@ -61,6 +62,7 @@ def is_visible(mask: Tensor) -> Tensor:
     Args:
         mask: True where a pair may attend, or a bias to add; half of the dtype's lowest value and less masks.
     """
+    # Half the lowest number, because hosts add several masks, or the lowest of another dtype.
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 

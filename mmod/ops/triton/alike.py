@@ -40,6 +40,7 @@ def unit_kernel(  # type: ignore[no-untyped-def]
         channel = (start + sum_index).to(tl.int64)
         mask = (row < rows)[:, None] & ((sum_index < sums) & (channel < channels))[None, :]
         value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
+        # The signs of `mmod.ops.alike._signs`, computed in place.
         if SIGNED:
             value = value * (1.0 - 2.0 * ((((channel + 1) * 2654435761) >> 19) & 1).to(tl.float32))[None, :]
         total += value
@@ -57,6 +58,7 @@ def _spread(position):  # type: ignore[no-untyped-def]
     bits = ((bits >> 4) & 0x0F0F0F0F) | ((bits & 0x0F0F0F0F) << 4)
     bits = ((bits >> 8) & 0x00FF00FF) | ((bits & 0x00FF00FF) << 8)
     bits = (bits >> 16) | (bits << 16)
+    # 20 of 32 bits, as in `spread_evenly`.
     return (bits >> 12).to(tl.int32)
 
 
@@ -96,6 +98,7 @@ def redundancy_kernel(  # type: ignore[no-untyped-def]
     base = image * tokens
     inside_m = row < tokens
     rank_m = row - prefix
+    # Ranks count valid rows alone, so that padding does not move the order.
     if HAS_VALID:
         rank_m = tl.load(position + base + row, mask=inside_m, other=0)
     rank_m = _spread(tl.maximum(rank_m, 0))
@@ -169,7 +172,9 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
         alike = tl.where(alike != alike, -3.0e38, alike)
         alike = tl.where((inside_n & (slot >= prefix))[None, :], alike, -float("inf"))
         best = tl.max(alike, 1)
+        # The lowest slot among equal ones, as torch's `max` on a CPU returns it.
         first = tl.min(tl.where(alike == best[:, None], slot[None, :], slots), 1)
+        # Strictly better than earlier columns, which have lower slots.
         nearest = tl.where(best > top, first, nearest)
         top = tl.maximum(top, best)
     tl.store(out + base + row, tl.where(held >= 0, held, nearest).to(tl.int64), mask=inside_m)
@@ -201,6 +206,7 @@ def redundancy(out: Tensor, unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor 
     """Compute `mmod.ops.redundancy_scores`."""
     unit_BNE = unit_BNE.contiguous()
     images, tokens, channels = unit_BNE.shape
+    # The kernel reads no mask that is absent, but its arguments must be tensors.
     position = out
     valid = out
     if valid_BN is not None:

@@ -77,6 +77,7 @@ def attend_rows_backward(
     """Compute the gradients of `attend_rows`."""
     q_THE, k_THE, v_THE = map(side_by_side, (q_THE, k_THE, v_THE))
     grad_out = grad_out.contiguous()
+    # Written by the first kernel and read by the second.
     delta = torch.empty_like(lse)
     heads, width = q_THE.shape[1:]
     shared = k_THE.shape[1]
@@ -88,6 +89,7 @@ def attend_rows_backward(
     blocks_q = triton.cdiv(longest, tile.queries)
     blocks_k = triton.cdiv(longest, tile.keys)
     programs_q = blocks_q * heads * sequences if queries else 0
+    # As many programs as key heads: one adds up what all queries of a group send, without atomics.
     programs_k = blocks_k * shared * sequences if k_THE.shape[0] else 0
     launch(
         query_gradient_kernel,

@@ -21,6 +21,7 @@ def load_rows(base, row, stride, inside, width: tl.constexpr, BLOCK_E: tl.conste
     """Load rows of one head; rows outside are zero."""
     channel = tl.arange(0, BLOCK_E)
     mask = inside[:, None]
+    # Known when the kernel is compiled: powers of two need no mask of channels.
     if width < BLOCK_E:
         mask = mask & (channel < width)[None, :]
     return tl.load(base + row[:, None] * stride + channel[None, :], mask=mask, other=0.0)
@@ -132,11 +133,14 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     head, offset_m, first, length = _locate(start, blocks, heads, BLOCK_M)
     inside_m = offset_m < length
     row_m = first + offset_m
+    # A program past the end of its sequence loops over nothing.
     end = tl.where(tl.program_id(0) % blocks * BLOCK_M < length, length, 0)
     if CAUSAL:
         end = tl.minimum(end, (tl.program_id(0) % blocks + 1) * BLOCK_M)
+    # Blocks of keys that all queries see whole need no mask.
     full_end = end // BLOCK_N * BLOCK_N
     if CAUSAL or valid is not None:
+        # Times zero rather than 0: the loop's bound keeps its type.
         full_end = end * 0
     x_q = load_rows(q + head * q_head, row_m, q_row, inside_m, width, BLOCK_E)
     k += head // group * k_head
@@ -159,6 +163,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             first,
             length,
             begin,
+            # In base 2, because `exp2` is one instruction of a GPU.
             scale * LOG2_E,
             width,
             BLOCK_N,
@@ -292,6 +297,7 @@ def key_gradient_kernel(  # type: ignore[no-untyped-def]
     end = tl.where(tl.program_id(0) % blocks * BLOCK_N < length, length, 0)
     begin_m = 0
     if CAUSAL:
+        # Earlier queries see none of these keys.
         begin_m = tl.program_id(0) % blocks * BLOCK_N // BLOCK_M * BLOCK_M
     x_k = load_rows(k + shared * k_head, row_n, k_row, inside_n, width, BLOCK_E)
     x_v = load_rows(v + shared * v_head, row_n, v_row, inside_n, width, BLOCK_E)

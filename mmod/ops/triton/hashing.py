@@ -62,6 +62,7 @@ def random_kernel(  # type: ignore[no-untyped-def]
     number = tl.maximum(tl.sum(count, 0), 1.0)
     variance = tl.sum(square, 0) / (number * channels) / number
     deviation = tl.sqrt(tl.maximum(variance, 1e-30))
+    # The exponent's bits alone are the power of two below, without a logarithm whose last bit may differ.
     step = (deviation.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) / 4
     ratio = total / number / step
     # To even where a number lies half way, as torch rounds.
@@ -69,6 +70,7 @@ def random_kernel(  # type: ignore[no-untyped-def]
     odd = low - 2 * tl.floor(low / 2)
     up = (ratio - low > 0.5) | ((ratio - low == 0.5) & (odd == 1.0))
     coarse = tl.where(up, low + 1, low).to(tl.int64) & 0x7FFFFFFF
+    # Chosen by comparisons: a kernel has no table to index.
     factor = tl.where(channel == 0, _M0, tl.where(channel == 1, _M1, tl.where(channel == 2, _M2, _M3)))
     other = tl.where(channel == 4, _M4, tl.where(channel == 5, _M5, tl.where(channel == 6, _M6, _M7)))
     factor = tl.where(channel < 4, factor, other).to(tl.int64) & 0xFFFFFFFF

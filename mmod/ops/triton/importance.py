@@ -161,5 +161,6 @@ def attend_batch(
     start = torch.arange(images + 1, dtype=torch.int32, device=q_BHNE.device) * tokens
     valid = None if visible_BN is None else visible_BN.flatten()
     out, lse = attend_rows(*rows, start, tokens, valid, is_causal, scale)
+    # Our kernel's log-sum-exps are in base 2, torch's in base e.
     lse_BHN = lse.unflatten(1, (images, tokens)).transpose(0, 1) * math.log(2)
     return out.unflatten(0, (images, tokens)).transpose(1, 2), lse_BHN

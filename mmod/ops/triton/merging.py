@@ -31,6 +31,7 @@ def size_kernel(  # type: ignore[no-untyped-def]
         count += tl.sum((joined[None, :] == group[:, None]).to(tl.int32), 1)
     number = count.to(tl.float32)
     tl.store(size + image * slots + group, number, mask=group < slots)
+    # The bias is wider than the slots, up to a multiple of eight; what is beyond counts nothing and has log 1.
     value = tl.log(tl.maximum(number, 1.0)).to(bias.dtype.element_ty)
     tl.store(bias + image * width + group, value, mask=group < width)
 
@@ -70,6 +71,7 @@ def mean_kernel(  # type: ignore[no-untyped-def]
         # A row of no group may hold anything, and 0 * inf is NaN.
         mask = (inside & (joined >= 0))[:, None] & (channel < channels)[None, :]
         value = load_float(x + image * x_image + token[:, None] * x_token + channel[None, :] * x_channel, mask)
+        # In full precision: the product only adds rows up, and TF32 would round them.
         total += tl.dot(share, value, input_precision="ieee")
     if HAS_SIZE:
         number = load_float(size + image * slots + group, group < slots)

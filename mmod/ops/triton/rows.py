@@ -203,6 +203,7 @@ def gather_norm_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + offset, value.to(out.dtype.element_ty), mask=mask)
     if CENTRED:
         centre = tl.sum(value, axis=1) / channels
+        # Channels past the end would add the square of the mean.
         value = tl.where(mask, value - centre[:, None], 0.0)
         tl.store(mean + row, centre, mask=inside)
     deviation = 1 / tl.sqrt(tl.sum(value * value, axis=1) / channels + eps)
@@ -259,6 +260,7 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
         total_weight += tl.sum(outer * value, axis=0)
         total_bias += tl.sum(outer, axis=0)
         inner = outer * factor
+        # The gradient of a norm: the part along the normalised row is taken out, and with a mean its mean.
         change = inner - value * (tl.sum(inner * value, axis=1) / channels)[:, None]
         if CENTRED:
             change = change - (tl.sum(inner, axis=1) / channels)[:, None]
@@ -313,6 +315,7 @@ def merge_rows(
 ) -> None:
     """Write lerp(z, y, gate) at the rows that valid slots name, and x at all others; zeros for an absent x or y."""
     images, tokens, channels = out.shape
+    # The kernel walks over all rows, so it needs the slot of each row rather than the row of each slot.
     inverse = inverse_rows(index, tokens) if inverse is None else inverse.contiguous()
     # The kernel reads no tensor that is absent, but its argument must be one.
     x_ = out if x is None else x
@@ -446,6 +449,7 @@ def gather_norm_grad(
     span = triton.next_power_of_2(channels)
     parts = triton.cdiv(rows, NORM_CHUNK)
     # Each program sums up its rows.
+    # Rows that nobody selected have no gradient.
     grad_x = grads[0].zero_()
     partial_sums = [total.new_empty(parts, channels) for total in grads[1:]]
     launch(
@@ -471,6 +475,7 @@ def gather_norm_grad(
         CHANNELS=span,
         num_warps=_warps(span),
     )
+    # In two steps, since atomic additions would make the sum depend on the order of programs.
     for total, partial_sum in zip(grads[1:], partial_sums):
         torch.sum(partial_sum, dim=0, out=total)
 

@@ -35,6 +35,7 @@ def _first(key, count):  # type: ignore[no-untyped-def]
     key = key.to(tl.int64) + 2147483648
     level = tl.full((), 0, tl.int64)
     step = tl.full((), 2147483648, tl.int64)
+    # Bit by bit from the highest: the largest level with fewer than `count` keys below it is the last key taken.
     for _ in range(32):
         below = tl.sum((key < level + step).to(tl.int32), axis=0)
         level = tl.where(below < count, level + step, level)
@@ -42,6 +43,7 @@ def _first(key, count):  # type: ignore[no-untyped-def]
     less = key < level
     equal = key == level
     missing = count - tl.sum(less.to(tl.int32), axis=0)
+    # Of keys equal to the last one, the first so many.
     return less | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing))
 
 
@@ -79,6 +81,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     value = load_float(score + image * score_image + token * score_token, inside)
     # Minus zero equals zero, but has other bits.
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    # Bits of a float sort like an integer if negative ones are flipped; the complement puts the highest first.
     key = ~(bits ^ ((bits >> 31) & 0x7FFFFFFF))
     key = tl.where(value != value, _NAN, key)
     real = inside
@@ -98,6 +101,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
         wanted = tl.minimum(tl.maximum(wanted, least), number)
         kept = _first(key, wanted)
         dropped = chosen & ~kept
+        # Valid slots ascend first, then the empty ones, as `ascending_valid` orders them.
         slot = (
             tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), wanted + tl.cumsum(dropped.to(tl.int32), axis=0)) - 1
         )
