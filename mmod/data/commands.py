@@ -60,6 +60,7 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
         parser.add_argument("--json", action="store_true", help="write SPLIT.json and images/ instead of shards")
     add_fields(parser, kind)
     options, words = parser.parse_known_args(arguments)
+    # Neither or both: a build and a picture are two requests.
     if (options.root is None) == (options.montage is None):
         parser.error("give either the folder of a build or --montage FILE")
     try:

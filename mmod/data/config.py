@@ -145,6 +145,7 @@ class DataConfig(StreamConfig, SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # What stands behind the colon is a difficulty, a pattern or a side, which only some sources have.
         reader = self.source.partition(":")[0]
         if reader == "maps":
             self._check_maps()
@@ -178,6 +179,7 @@ class DataConfig(StreamConfig, SourceConfig):
             return
         if reader not in ("crowds", "maps", "shards"):
             raise ValueError(f"label_patch={side} needs label maps, which source {self.source!r} lacks")
+        # Moved pixels would no longer stand under their labels.
         if self.augment is not None:
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 

@@ -63,6 +63,7 @@ class CorruptReport:
     """
 
     on_corrupt: OnCorrupt = "raise"
+    # A dict for its order; keys are counted once, however often a sample is read.
     faults: dict[Fault, None] = field(default_factory=dict)
     limit: int | None = None
     retried: Any = 0
@@ -113,6 +114,7 @@ def original_errors() -> Iterator[None]:
 def _rebuilt(default: type[Exception], module: str, name: str, message: str) -> Exception:
     """Rebuild an error of another process."""
     original: Any = getattr(sys.modules.get(module, builtins), name, default)
+    # Bases in order: an error whose class takes other arguments becomes the nearest that takes a message.
     for base in original.__mro__:
         try:
             error: Exception = base(message)

@@ -112,6 +112,7 @@ def match_classes(own: Classes, found: Collection[str], model: ModelClasses | No
         joined: dict[int, int] = {}
         for name in rank_names(found):
             number = model.numbers[name]
+            # Two of the model's classes under one number of the set would be confused in silence.
             if joined.setdefault(own.numbers.get(name, number), number) != number:
                 raise ValueError(
                     f"{source}: the number {own.numbers[name]} stands for several classes of the model, one of which "
@@ -196,6 +197,7 @@ def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
     """
     if isinstance(value, str) and names is not None and value in names:
         return names[value]
+    # Booleans and NumPy's numbers are numbers as well; 3.0 is a class and 3.5 is none.
     number = float(value) if isinstance(value, numbers.Real) else -1.0
     if number >= 0 and number.is_integer():
         return int(number)

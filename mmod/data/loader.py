@@ -96,6 +96,7 @@ def image_stream(
         model = ModelClasses(read_classes(config.classes), config.classes)
     source: ImageSource
     classes: Classes | None
+    # Lanes are dealt out by the source itself, which needs seed and number of processes.
     if is_streamed(config.source):
         own = config.source.replace("{split}", split)
         train = config.source.replace("{split}", config.train_split)
@@ -106,6 +107,7 @@ def image_stream(
         classes = complete.classes if isinstance(complete, (FolderSource, TimmSource)) else None
         if rank == 0 and isinstance(complete, (FolderSource, MapSource)) and complete.left_out:
             warnings.warn(complete.left_out, stacklevel=2)
+        # Spread over the classes: the first samples of a folder are often of one class.
         source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
     if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
@@ -114,6 +116,7 @@ def image_stream(
     reader: ImageReader | MemoryReader
     if in_memory is None:
         in_memory = _is_embedded(config) and config.augment is None
+    # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
     if in_memory:
         unscaled = ImageReader(source, mode, _transform(config, training, normalise=False))
         samples = unscaled.read(np.arange(len(source)), None)
@@ -311,10 +314,12 @@ def read_corpus(source: str, split: str) -> np.ndarray:
         raise ValueError(f"data.source={source!r} matches no file")
     # Of twenty files one is in "val" and one in "test", by a checksum.
     splits = ("val", "test", *["train"] * 18)
+    # By content, not by name or order: a file stays in its split when others are added.
     in_split = [content for content in files if splits[zlib.crc32(content) % len(splits)] == split]
     if not in_split:
         raise ValueError(f"of {len(files)} files of data.source={source!r} none is in the split {split!r}")
     text = np.frombuffer(b"".join(content + bytes([END]) for content in in_split), dtype=np.uint8)
+    # Cached and shared, so that nobody may write into it.
     text.setflags(write=False)
     return text
 
@@ -328,6 +333,7 @@ class TextReader:
         # Minus one: the last window needs a next byte, too.
         windows = (len(text) - 1) // length
         used = windows if limit is None else min(limit, windows)
+        # Integer positions spread over all windows; the first is kept, whatever the limit.
         self.starts = np.arange(used, dtype=np.int64) * windows // max(used, 1) * length
 
     def __len__(self) -> int:
@@ -335,6 +341,7 @@ class TextReader:
 
     def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
         """Read one batch; see `mmod.data.stream.BatchReader.read`."""
+        # One byte more than the length, since targets are the inputs shifted by one.
         index_BL = self.starts[indices][:, None] + np.arange(self.length + 1)
         window = torch.from_numpy(self.text[index_BL].astype(np.int64))
         return Batch(window[:, :-1], window[:, 1:], [])

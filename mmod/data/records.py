@@ -121,6 +121,7 @@ def _check_message(index: int, said: Any) -> Message:
     if isinstance(said, Mapping):
         is_llava = "from" in said
         name, content = (said.get("from"), said.get("value")) if is_llava else (said.get("role"), said.get("content"))
+    # Newer formats split a message into parts; joined, they are the text of older ones.
     text = "".join(_part_text(index, part) for part in content) if isinstance(content, list) else content
     if not isinstance(said, Mapping) or not isinstance(text, str):
         raise ValueError(f"message {index} is not of the form {{from, value}} or {{role, content}}")
@@ -197,6 +198,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
         named[key] = names
     inside = [_part_name(part) for part in chain.from_iterable(map(_image_parts, _turns(record)))]
     paths = [name for name in inside if name is not None]
+    # Named in messages or by the record, and then all of them.
     if paths and (named or len(paths) < len(inside)):
         raise ValueError("some images are named in their messages and others are not")
     return paths or next(iter(named.values()), [])
@@ -230,6 +232,7 @@ def read_records(path: Path) -> list[Any]:
     content = decode_text(path.read_bytes(), str(path))
     try:
         records = parse_json(content, str(path))
+    # Only now by record: one broken record must not cost the whole file, and parsing twice costs time.
     except DuplicateKeyError:
         records = parse_json(content, str(path), unique_keys=False)
         if isinstance(records, list):
@@ -244,6 +247,7 @@ def _split(text: str) -> Iterator[str]:
     decoder = json.JSONDecoder()
     gap = re.compile(r"[\s,]*")
     end = text.index("[") + 1
+    # `raw_decode` returns where a value ends, behind which the next begins.
     while text[start := gap.match(text, end).end()] != "]":  # type: ignore[union-attr]
         end = decoder.raw_decode(text, start)[1]
         yield text[start:end]

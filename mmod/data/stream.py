@@ -60,6 +60,7 @@ class ImageReader:
         faults: list[Fault] = []
         images = []
         labels = []
+        # Augmentation seeds the global generators, from which the training loop draws as well.
         with kept_random_state():
             for index in indices.tolist():
                 sample = self._read_one(index, faults)
@@ -77,6 +78,7 @@ class ImageReader:
         return Batch(default_collate(images), self.collate(labels), faults)
 
     def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, Any] | None:
+        # The next samples in order stand in for an unreadable one.
         for attempt in range(len(self) if self.replace else 1):
             try:
                 # Within the epoch, for sources that have other indices in each.
@@ -93,6 +95,7 @@ class MemoryReader:
     def __init__(self, samples: Batch, mean: Tensor, std: Tensor) -> None:
         self.images = samples.images
         self.labels = samples.labels
+        # One multiplication and one addition, in place of dividing, subtracting and dividing again.
         self.scale = (1 / (255 * std))[:, None, None]
         self.shift = (-mean / std)[:, None, None]
 
@@ -135,6 +138,7 @@ class BatchStream:
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank} must lie in [0, world={self.world})")
         needed = "one" if seed is None else f"one batch of batch_size={self.batch_size}"
+        # Every process must have a batch; a process without one would leave the others waiting.
         if len(reader) < self.world * (1 if seed is None else self.batch_size):
             raise ValueError(f"{name} has {len(reader)} samples, fewer than {needed} on each of {self.world} processes")
         self.reader = reader
@@ -183,6 +187,7 @@ class BatchStream:
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Return the sample indices of this process's batches."""
         if self.seed is None:
+            # Every `world`-th sample, so that processes differ by one sample at most.
             mine = np.arange(self.rank, self.num_samples, self.world)
             return [mine[first : first + self.batch_size] for first in range(0, len(mine), self.batch_size)]
         if self.lanes:
@@ -190,9 +195,11 @@ class BatchStream:
             length = self.num_samples // self.lanes
             firsts = np.arange(length // self.batch_size)[:, None] * self.batch_size + np.arange(self.lanes) * length
             batches = epoch * self.num_samples + firsts.reshape(-1, 1) + np.arange(self.batch_size)
+            # What does not fill a batch in every process is left out, alike in all of them.
             full = batches[: len(batches) // self.world * self.world]
             return list(full.reshape(-1, self.world, self.batch_size)[:, self.rank])
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        # The permutation is the same in all processes, which take turns by batch.
         steps = self.num_samples // (self.batch_size * self.world)
         full = order[: steps * self.world * self.batch_size]
         return list(full.reshape(steps, self.world, self.batch_size)[:, self.rank])
@@ -202,6 +209,7 @@ class BatchStream:
         return iter(
             DataLoader(
                 _Batches(self.reader, seeds),
+                # The sampler yields whole batches of indices, so that a worker reads a batch at once.
                 batch_size=None,
                 sampler=order,
                 num_workers=min(self.workers, len(order)),

@@ -77,6 +77,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
         progress=progress,
     )
     invalid = {row[0] for row in dropped}
+    # By their number, because records need not have an id of their own.
     valid = [record for number, record in enumerate(records) if number not in invalid]
     images = Counter(len(image_names(record)) for record in valid)
     report = publish(

@@ -111,6 +111,7 @@ def pack_shards(
     ):
         for first in range(0, total, config.shard_size):
             number = f"{first // config.shard_size:05d}"
+            # An iterator over the same enumeration, so that a shard that exists is skipped by reading past its items.
             entries = islice(numbered, min(config.shard_size, total - first))
             if (folder / f"{number}{_STATS}").exists():
                 bar.update(sum(1 for _ in entries))
@@ -120,6 +121,7 @@ def pack_shards(
             with open_shard(folder / f".{number}.tar") if shards else nullcontext() as writer:
                 # In windows, because `pool.map` would read all items into memory before the first is written.
                 while window := list(islice(entries, 16 * config.threads)):
+                    # `map` keeps the order, whichever thread is done first.
                     for (index, item), outcome in zip(window, pool.map(attempt, window)):
                         if isinstance(outcome, UnusableError):
                             dropped.append([index, label(item), outcome.reason, outcome.details])

@@ -137,6 +137,7 @@ def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int
     if opened.format in _PORTABLE and not is_deep(opened) and target == short:
         return file_extension(opened), data, original, original
     if target < short:
+        # The longer side in proportion, but never below the target, to which rounding may bring it.
         width, height = (max(target, round(side * target / short)) for side in original)
         image = image.resize((width, height), Image.Resampling.LANCZOS)
     file = io.BytesIO()
@@ -149,6 +150,7 @@ def count_rows(config: PairsConversion) -> int:
     check_regular(config.source)
     if config._suffix == ".parquet":
         return int(_open_parquet(config).metadata.num_rows)
+    # Counted by reading: a caption may hold line ends.
     return sum(1 for _ in read_rows(config))
 
 
@@ -178,6 +180,7 @@ def _read_csv(config: PairsConversion) -> Iterator[TableRow]:
 def _read_parquet(config: PairsConversion) -> Iterator[TableRow]:
     columns = [config.image_column, config.caption_column]
     for batch in _open_parquet(config).iter_batches(batch_size=256, columns=columns):
+        # A batch is a list of columns; mapping over them gives rows.
         yield from map(TableRow, *(batch.column(name).to_pylist() for name in columns))
 
 
@@ -205,12 +208,14 @@ def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
     for index, image in enumerate(images):
         if not isinstance(image, dict) or not isinstance(image.get("id"), (int, str)) or "file_name" not in image:
             raise ValueError(f"{config.source!r}: image {index} is not of the form {{id, file_name}}")
+        # The same image may be listed twice; two files under one id are a mistake.
         if names.setdefault(image["id"], image["file_name"]) != image["file_name"]:
             raise ValueError(f"{config.source!r}: two images have the id {image['id']!r}")
     for index, annotation in enumerate(annotations):
         if not isinstance(annotation, dict) or not isinstance(annotation.get("image_id"), (int, str)):
             yield TableRow(None, None, f"annotation {index} is not of the form {{image_id, caption}}")
         else:
+            # An image that is not listed becomes None, and is refused as a row without an image.
             yield TableRow(names.get(annotation["image_id"]), annotation.get("caption"))
 
 

@@ -72,6 +72,7 @@ class ChatCollator:
         """Return the token that must be added to answers, as the template does not end them; empty if it does."""
         answer = "answer"
         turns = [Message("user", "question"), Message("assistant", answer)]
+        # A conversation is rendered to see what the template writes behind an answer.
         behind = self._apply_template(turns).rpartition(answer)[2]
         tokenizer = self.processor.tokenizer
         ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
@@ -124,6 +125,7 @@ class ChatCollator:
         for index, message in enumerate(chat.messages):
             if message.role != "assistant":
                 continue
+            # Rendered up to each answer and behind it: the difference is what the model has to say.
             before = self.render(chat.messages[:index], ask=True)
             after = text if index + 1 == len(chat.messages) else self.render(chat.messages[: index + 1])
             if not (text.startswith(after) and after.startswith(before)):
@@ -146,6 +148,7 @@ class ChatCollator:
     def _adds_special(self, text: str) -> bool:
         """Return whether the tokenizer must add its first token, because the template does not."""
         first = self.processor.tokenizer.bos_token
+        # Templates of some models write the first token, and tokenizers would add it once more.
         return first is None or not text.startswith(first)
 
     def _is_answer(self, text: str, chat: ChatSample, answers: list[tuple[int, int]], ids_N: Tensor) -> Tensor:
@@ -163,6 +166,7 @@ class ChatCollator:
                 "located"
             )
         is_answer_N = torch.zeros_like(ids_N, dtype=torch.bool)
+        # Image tokens are skipped on both sides: a processor writes many for one placeholder.
         is_answer_N[torch.from_numpy(position_T)] = in_answer[tokens != image]
         return is_answer_N
 
@@ -198,6 +202,7 @@ class ChatCollator:
     def _cut(self, batch: dict[str, Tensor], chats: Sequence[ChatSample]) -> dict[str, Tensor]:
         length = batch["input_ids"].shape[1]
         if self.max_length is not None and length > self.max_length:
+            # What would be cut off; an image without its last tokens would not fit its features.
             over = batch["input_ids"][:, self.max_length :] == self.processor.image_token_id
             if over.any():
                 key = chats[int(over.any(1).nonzero()[0])].key
@@ -261,6 +266,7 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
     first, last = np.asarray(offsets, np.int64).reshape(-1, 2).T
     inside = np.zeros(len(first), bool)
     for start, end in spans:
+        # Tokens of no characters, which the tokenizer adds, belong to no answer.
         inside |= (start <= first) & (last <= end) & (first < last)
     return inside
 
@@ -341,20 +347,26 @@ class LengthSampler(Sampler[int]):
         order = rng.permutation(len(self.lengths))
         for start in range(0, len(order), self.batch * _WINDOW):
             window = order[start : start + self.batch * _WINDOW]
+            # Sorted inside a window of the shuffled order: similar lengths in a batch, and another neighbourhood in
+            # each epoch.
             window = window[np.argsort(self._lengths[window], kind="stable")]
             full = len(window) // self.batch * self.batch
+            # The order of the batches is shuffled again, so that short ones do not come first.
             for number in rng.permutation(full // self.batch):
                 yield from window[number * self.batch : (number + 1) * self.batch].tolist()
+            # The incomplete batch of a window comes behind its others.
             yield from window[full:].tolist()
 
 
 def _spread(order: list[int], seeing: np.ndarray, share: int) -> list[int]:
     """Swap the fewest samples such that every batch has one with an image."""
     batches = [order[start : start + share] for start in range(0, len(order), share)]
+    # Batches that have one image to spare.
     donors = [batch for batch in batches if seeing[batch].sum() > 1]
     for batch in batches:
         if seeing[batch].any():
             continue
+        # The last ones first, so that the beginning of the order stays as it was.
         donor = donors[-1]
         last = int(np.flatnonzero(seeing[donor])[-1])
         batch[-1], donor[last] = donor[last], batch[-1]

@@ -166,12 +166,14 @@ class ReplacingChats(ChatDataset):
     """
 
     def __init__(self, talks: ChatDataset) -> None:
+        # The same arrays, without reading or checking anything again.
         vars(self).update(vars(talks))
 
     def __getitem__(self, index: int) -> ChatSample:
         """Read one conversation, or the one that replaces it."""
         faults: list[Fault] = []
         for candidate in (index, *((index + step) % len(self) for step in range(1, len(self)))):
+            # A conversation without an image was readable from the start, but would leave a batch without one.
             if faults and not self.images[candidate]:
                 continue
             try:
@@ -260,6 +262,7 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
     images = {name: entries for name, entries in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
     if any(len(entries) != 1 for entries in images.values()):
         raise ValueError("two images have the same name")
+    # By number: "10.png" comes behind "2.png".
     ordered = sorted(images, key=lambda name: int(name.split(".")[0]) if name.split(".")[0].isdecimal() else 0)
     messages = check_record(record, len(images))
     stored = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]

@@ -77,6 +77,7 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
                 paths.append(os.path.join(parent, name))
             else:
                 others[ending or "none"] += 1
+    # Only the walked folder itself has this entry without images.
     if not images[""]:
         del images[""]
     begin = " or ".join(NO_CLASS)
@@ -96,6 +97,7 @@ def _refuse(error: OSError) -> None:
 
 def _is_loop(parent: str, name: str) -> bool:
     path = os.path.join(parent, name)
+    # A link to one of its own parents, in which the walk would never end.
     return os.path.islink(path) and Path(os.path.realpath(parent)).is_relative_to(os.path.realpath(path))
 
 
@@ -226,6 +228,7 @@ def _own_classes(
         return Classes(class_map, len(images), given=True, origin=origin)
     train = _find_folder(root, train_split)
     if train in (None, folder) or (model is not None and images.keys() <= model.numbers.keys()):
+        # The folder is the training set, or all its names are the model's: nothing has to be compared.
         return Classes(rank_names(images), len(images), origin=origin)
     names = _open_classes(str(train), None, model)[0].keys()
     differing = [*rank_names(images.keys() - names)]
@@ -252,6 +255,7 @@ def _find_folder(root: str, split: str) -> str | None:
     """Return the folder of a split, by its name or a common synonym; `root` for an empty name."""
     if not split:
         return root
+    # "valid" and "val" are one split, since authors name it as they like.
     names = next((synonyms for synonyms in _SYNONYMS if split in synonyms), ())
     folders = [os.path.join(root, name) for name in (split, *names)]
     return next((folder for folder in folders if os.path.isdir(folder)), None)
@@ -287,6 +291,7 @@ class MapSource:
         paths = [Path(path) for path in sorted(chain.from_iterable(found.values()))]
         if not paths:
             raise ValueError(f"{images} holds no image; {self.left_out}".removesuffix("; "))
+        # Label maps are PNG whatever the image is: other formats would blur the numbers.
         self._paths = [(path, labels / path.relative_to(images).with_suffix(".png")) for path in paths]
         missing = [str(path.relative_to(labels)) for _, path in self._paths if not path.is_file()]
         if missing:
@@ -317,5 +322,6 @@ class MapSource:
 
     def _square(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
         short = min(image.size)
+        # The middle square of image and map alike.
         left, top = (image.width - short) // 2, (image.height - short) // 2
         return image.resize((self.side, self.side), resampling, (left, top, left + short, top + short))

@@ -70,9 +70,11 @@ def _named_errors(source: str) -> Iterator[None]:
 
 def count_samples(dataset: Any, source: str, column: str) -> int:
     """Return the number of samples that the dataset states, or count one column."""
+    # A count that the dataset states costs nothing; without it all rows are read once.
     splits = dataset.info.splits or {}
     if dataset.split in splits and splits[dataset.split].num_examples:
         return int(splits[dataset.split].num_examples)
+    # Of Parquet one column can be read alone.
     if source.startswith(f"{PREFIX}parquet:"):
         dataset = open_dataset(source, (), columns=[column])
     with _named_errors(source):
@@ -204,6 +206,7 @@ class StreamedSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         epoch, position = divmod(index, self._count)
+        # Each lane has as many samples as fit into it evenly; what is left over is read by none.
         lane, position = divmod(position, self._count // self.lanes) if self.lanes else (0, position)
         image, target = self._raw(epoch, lane % max(self.lanes, 1), position)
         try:
@@ -222,13 +225,16 @@ class StreamedSource:
         except ValueError as error:
             raise ValueError(f"the column {self._columns[1]!r}: {error}") from error
 
+    # Open iterators hold files and threads, which no worker process can take over.
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": {}}
 
     def _raw(self, epoch: int, lane: int, position: int) -> tuple[Any, Any]:
         """Return a sample without decoding it; a lane that is further already is opened again."""
         following, samples = self._open.get((epoch, lane), (position + 1, iter(())))
+        # Asked for a sample before its position: iterators only move forward.
         if following > position:
+            # Iterators of other epochs are closed with it.
             self._open = {key: state for key, state in self._open.items() if key[0] == epoch}
             following = 0
             samples = self._samples(epoch, lane)
@@ -241,6 +247,7 @@ class StreamedSource:
         if self.lanes:
             # The lanes of a process are other files in each epoch.
             rng = np.random.default_rng([self._seed or 0, epoch])
+            # A permutation by epoch decides which part of the files a lane reads.
             number = int(rng.permutation(self.lanes)[lane])
             dataset = dataset.shard(self.lanes, number)
             # One file at a time: to mix several, `datasets` reads them in threads and waits five seconds for their end.
@@ -248,6 +255,7 @@ class StreamedSource:
                 seed=int(rng.integers(1 << 31)) + number, buffer_size=_BUFFER, max_buffer_input_shards=1
             )
         with _named_errors(self._source):
+            # A lane that is shorter than its share begins again.
             while True:
                 is_empty = True
                 # Not `iter(dataset)`, which would deal the files out to the workers of the loader once more.

@@ -124,6 +124,7 @@ class ImageFiles:
 
     def __init__(self, folder: str | Path, follow_links: bool = False) -> None:
         self.folder = str(folder)
+        # Links that lead outside are refused by their real path, unless the user follows them.
         self._resolve = os.path.abspath if follow_links else os.path.realpath
         self._root = self._resolve(self.folder)
         self._listed: dict[str, frozenset[str]] = {}
@@ -132,6 +133,7 @@ class ImageFiles:
         """Return the path of an image in the folder; an `UnusableError` unless it is a regular file there."""
         path = os.path.join(self.folder, name)
         parent, base = os.path.split(path)
+        # One listing of a folder in place of a request to the file system for each image.
         if parent not in self._listed:
             self._listed[parent] = self._list(parent)
         if base not in self._listed[parent]:
@@ -216,12 +218,14 @@ class Subset:
 def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
     """Draw `count` ascending indices, as evenly over the classes as their sizes allow."""
     classes = np.asarray(labels)
+    # Shuffled, then sorted stably by class: random within each class.
     order = np.random.default_rng(seed).permutation(len(classes))
     order = order[np.argsort(classes[order], kind="stable")]
     # Rank of each sample within its class. Sorted by rank, the first samples of all classes precede all second ones.
     first = np.searchsorted(classes[order], classes[order])
     rank = np.empty(len(classes), np.int64)
     rank[order] = np.arange(len(classes)) - first
+    # Of equal rank the order is random, so that no class comes first when the count runs out.
     turns = np.lexsort((np.random.default_rng([seed, 1]).permutation(len(classes)), rank))
     return np.sort(turns[:count])
 
@@ -232,10 +236,12 @@ def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
     Pixels of value `UNLABELLED` are not counted; a patch of such pixels only is `IGNORED`. A ValueError if all are.
     """
     steps = len(labels_HH) // side
+    # To (rows, pixels of a patch): split both axes, and bring the two patch axes together.
     patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
     labelled = patches != UNLABELLED
     known = labelled.any(1)
     if not known.any():
         raise ValueError(f"the label map has no pixel with a class: all are {UNLABELLED}")
     counts = [(patches == label).sum(1) for label in range(int(patches[labelled].max()) + 1)]
+    # `argmax` takes the first maximum, which is the lowest class.
     return [int(label) for label in np.where(known, np.argmax(counts, axis=0), IGNORED)]

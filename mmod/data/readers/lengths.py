@@ -77,6 +77,7 @@ def open_checked(
 
 def _foreign_tokens(chats: ChatDataset, processor: Any) -> dict[int, str]:
     """Return the faults of texts that hold a token of the processor: for images, videos and the like."""
+    # Placeholders in a text would be read as images by the processor.
     values = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
     special = sorted(value for value in values if value.strip() and value != IMAGE)
     faults = {}
@@ -178,6 +179,7 @@ def _ask(
     """Return the tokens that the processor makes of a blank image of each size; and why it refuses other sizes."""
     whole = replace(collator, max_length=None, packed=False)
     image = collator.processor.image_token_id
+    # A conversation with one image and hardly any text, so that what the image adds is the difference.
     plain = whole.tokens_without_images(ChatSample("", _QUESTION, ()))
     tokens: dict[Size, ImageLength] = {}
     refused: dict[Size, str] = {}
@@ -210,6 +212,7 @@ def _reason(text: PlainTokens, images: Sequence[ImageLength], limit: int | None)
     added = np.cumsum([0, *(image.length - 1 for image in images)])
     if images and (end := int(text.images[-1] + added[-2]) + images[-1].end) > limit:
         return f"max_length={limit} cuts off an image: the last one ends after {end} tokens"
+    # Images in front of the answer move its start.
     start = text.answer + int(added[np.searchsorted(text.images, text.answer)])
     if start >= limit:
         return f"max_length={limit} leaves no answer: the first one starts after {start} tokens"

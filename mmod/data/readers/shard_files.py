@@ -66,6 +66,7 @@ class ShardFiles:
         """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it."""
         copy = self._copies[number]
         if copy is not None and self.path(number) is None:
+            # Asked again under the lock: another process may have copied it in the meantime.
             with locked(copy, wait=wait):
                 if not copy.exists():
                     self._files.copy(self.urls[number], copy)
@@ -84,6 +85,7 @@ class ShardFiles:
         if path is not None:
             with open(path, "rb") as file:
                 return [read_at(file, offset, size) for offset, size in spans]
+        # One request for both members of a sample, which usually lie side by side.
         first, last = min(offset for offset, _ in spans), max(sum(span) for span in spans)
         url = self.urls[number]
         if last - first > sum(size for _, size in spans) + _GAP:
@@ -99,6 +101,7 @@ class ShardFiles:
         paths = [self._index_path(number, suffix) for number in numbers]
         missing = sum(not path.exists() for path in paths)
         is_remote = any(copy is not None for copy in self._copies)
+        # Processes, because parsing headers takes the interpreter's time; threads would wait for each other.
         processes = 0 if is_remote else min((os.cpu_count() or 1), missing // _SHARDS_PER_PROCESS)
         with contextlib.ExitStack() as stack:
             if missing and not is_remote:
@@ -137,6 +140,7 @@ class ShardFiles:
             return index
         # Copying takes long, so each remote shard has a lock.
         with _locked(path) if copy is not None else contextlib.nullcontext():
+            # Asked again under the lock.
             index = _read_index(path, url, size, tag)
             if index is None and self.path(number) is None and not url.startswith("pipe:"):
                 # A published index lies beside the shard, and has no later version of the shard's time.
@@ -161,6 +165,7 @@ class ShardFiles:
             url = self.urls[number]
             return (None, None) if url.startswith("pipe:") else self._files.describe(url)
         stat = os.stat(path)
+        # A copy has the time of its download, which says nothing of its version.
         return stat.st_size, None if self._copies[number] is not None else f"{stat.st_mtime_ns}-{stat.st_ino}"
 
     def _index_path(self, number: int, suffix: str) -> Path:
@@ -188,6 +193,7 @@ class ShardFiles:
 
 def _copy_path(url: str, folder: str) -> Path:
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("/")[-1])[-80:].removesuffix(".tar")
+    # A hash behind the readable name: URLs may end in the same file name.
     return Path(folder, f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.tar")
 
 
@@ -217,6 +223,7 @@ def _parse_index(data: bytes, url: str, size: int | None, tag: str | None) -> In
     if not isinstance(header, dict) or size is None or header.get("version") != _VERSION or header.get("size") != size:
         return None
     faults = header.get("faults")
+    # 32 bytes for each sample: four numbers of 64 bits.
     if (tag is not None and header.get("tag") != tag) or header.get("samples") != len(body) / 32:
         return None
     if not isinstance(faults, list) or any(not isinstance(fault, list) or len(fault) != 2 for fault in faults):

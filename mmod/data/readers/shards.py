@@ -54,6 +54,7 @@ class LabelMember(NamedTuple):
 def parse_class(data: bytes) -> int:
     """Parse a class number."""
     text = decode_text(data, "the .cls member").strip()
+    # `isdecimal` alone would take digits of other scripts.
     if not (text.isascii() and text.isdecimal()) or len(text) > _DIGITS:
         raise ValueError(f"the .cls member holds {text[:40]!r}, not a class number")
     return int(text)
@@ -109,6 +110,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
         for match in matches:
             check_regular(match)
         shards += matches
+    # A shard that is listed twice would be trained on twice as often.
     repeated = sorted(shard for shard, times in Counter(shards).items() if times > 1)
     if not shards or repeated:
         raise ValueError(f"the pattern {pattern!r} names {repeated[0] + ' twice' if repeated else 'no shard'}")
@@ -164,6 +166,7 @@ class ShardSource:
     def labels(self) -> list[int]:
         """Return the class of each sample without decoding images; -1 for several classes or an unreadable one."""
         classes = []
+        # Rows of a shard are neighbours, so that each shard is opened once.
         for shard, rows in groupby(self._rows.tolist(), key=itemgetter(0)):
             with self._files.open(shard) as file:
                 classes += [self._label(file, offset, size) for *_, offset, size in rows]
@@ -236,6 +239,7 @@ def _group(file: BinaryIO, path: str, ends: list[Fault]) -> Iterator[tuple[str, 
         prefix, extension = base_plus_ext(member.name)
         if prefix is None:
             continue
+        # Members of a sample are neighbours in a webdataset shard.
         if prefix != key and members:
             yield key, members
             members = {}
@@ -249,6 +253,7 @@ def _read_members(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo | Fault
     """Yield the complete regular members of a tar file, then the fault that ended it early, if any."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
+    # The first bytes of gzip, bzip2, xz and zstandard.
     if file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
         raise ValueError(f"{path} is compressed and cannot be read in random order: decompress it")
     file.seek(0)
@@ -261,6 +266,7 @@ def _read_members(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo | Fault
                 # A sparse member of a few bytes can expand to any number of zeros.
                 if not member.isreg() or member.issparse() or member.size > MAX_BYTES:
                     continue
+                # Checked against the file's size: `tarfile` would return what is there as if it were whole.
                 if member.offset_data + member.size > size:
                     yield Fault(path, member.name, f"the shard ends at byte {size}, within this member")
                     return

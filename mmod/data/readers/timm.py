@@ -40,6 +40,7 @@ class TimmSource:
     ):
         check_name(name)
         options = dict(options or {})
+        # By the rules for class folders, which read more formats than timm.
         if options.get("class_map") is not None:
             options["class_map"] = read_class_map(options["class_map"], root or "")
         self._dataset = _open(name, root, split, options)
@@ -101,6 +102,7 @@ class TimmSource:
 
     def _check_labels(self, reader: Any) -> None:
         """Refuse a column of labels of another kind."""
+        # Some rows may have no label; the first that has one shows the kind.
         label = next((label for label in reader.iter_targets() if label is not None), 0)
         if isinstance(label, (str, list, tuple, dict)):
             raise ValueError(

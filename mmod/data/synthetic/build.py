@@ -83,6 +83,7 @@ class SyntheticSet(Generic[Config]):
                 if self.sizes:
                     sizes = {name: shard["samples"] for name, shard in manifest["shards"].items()}
                     (partial / SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
+        # Read back, so that a new build and a reused one return the same types.
         return read_json_object(root / MANIFEST)
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:

@@ -79,6 +79,7 @@ def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
     painter = Painter(config, split, config.grid)
     targets = np.random.default_rng(painter.seeds).permutation(painter.pool)
     for index in range(config.scenes[split]):
+        # By index, so that a scene does not depend on how many are drawn before it.
         rng = np.random.default_rng([*painter.seeds, index])
         target = int(targets[index % len(targets)])
         canvas = painter.canvas()

@@ -39,6 +39,7 @@ def load_sources(seed: int = 0) -> SourceDigits:
     rng = np.random.default_rng([seed, len(SPLITS)])
     chunks: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
     cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]
+    # By class, so that every split has all classes in the same shares.
     for label in range(10):
         indices = rng.permutation(np.flatnonzero(digits.target == label))
         for name, chunk in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
@@ -146,6 +147,7 @@ class Painter:
 
 
 def _are_apart(one: Box, other: Box, gap: int) -> bool:
+    # Doubled centres: their sums need no division.
     if abs(one[0] + one[2] - other[0] - other[2]) < 2 * gap:
         return False
     return one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
@@ -155,6 +157,7 @@ def paste(canvas: np.ndarray, patch: np.ndarray, left: int, top: int) -> Box:
     """Draw a patch over a canvas, in place, and return its box."""
     height, width = patch.shape
     region = canvas[top : top + height, left : left + width]
+    # The brighter of both, because digits are white on black.
     np.maximum(region, patch, out=region)
     return left, top, left + width, top + height
 

@@ -121,6 +121,7 @@ def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat
     for index in range(config.conversations[split]):
         rng = np.random.default_rng([*painter.seeds, index, 2])
         if split != "train":
+            # Evaluations ask each type equally often, training as often as `shares` say.
             yield _single(KINDS[index % len(KINDS)], config, painter, rng)
             continue
         draw = rng.random()
@@ -185,6 +186,7 @@ def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.rand
     boxes = painter.apart([len(digit) for digit in digits], config.step, rng, _GAP)
     for digit, (left, top, *_) in zip(digits, boxes):
         paste(canvas, digit, left, top)
+    # Questions read digits from left to right, whatever the order in which they were drawn.
     order = sorted(range(count), key=lambda index: boxes[index][0] + boxes[index][2])
     return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
 
@@ -251,6 +253,7 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
     right = Counter[str]()
     asked = Counter[str]()
     for question_type, question, answer in test:
+        # A question that training has not asked is guessed by its type.
         known = by_question.get(question) or by_type[question_type]
         right[question_type] += bool(known) and known.most_common(1)[0][0] == plain_answer(answer)
         asked[question_type] += 1
