@@ -45,6 +45,7 @@ class _CountingPass(ActivationMemory):
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the operation, and count it."""
+        # Operators of higher order run whole subgraphs, which no formula of a single operation covers.
         if isinstance(func, HigherOrderOperator) and func not in self._formulas:
             raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
         call = (func, _layout(args), _layout([*kwargs.items()]))
@@ -54,6 +55,7 @@ class _CountingPass(ActivationMemory):
             flops = known.flops
         else:
             result = func(*args, **kwargs)
+            # Formulas are registered for an operation, not for each of its overloads.
             formula = self._formulas.get(getattr(func, "_overloadpacket", func))
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
             # A view or a result in place must stay one, so only operations that make new tensors are remembered.
@@ -62,6 +64,7 @@ class _CountingPass(ActivationMemory):
                     _OUTCOMES.clear()
                 _OUTCOMES[call] = _Outcome(flops, _layout(result))
         if flops:
+            # A module's FLOPs are those of all modules inside it, too.
             self.flops.update(dict.fromkeys(self.running, flops))
         return result
 
@@ -108,6 +111,7 @@ def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
     if not isinstance(results, (list, tuple)) or not all(type(leaf) is Tensor and leaf.is_meta for leaf in results):
         return False
     tensors = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor)]
+    # Of storages, since views of one tensor differ in all else.
     read = {tensor.untyped_storage()._cdata for tensor in tensors}
     written = {tensor.untyped_storage()._cdata for tensor in results}
     return len(written) == len(results) and not written & read
@@ -168,6 +172,7 @@ class _WithoutMaps(AttentionIntercept):
         assert without_map is not None
 
         def attend(*args: Any, **kwargs: Any) -> Any:
+            # With its map, attention is computed in parts, and they are counted.
             return (func if kwargs.get("need_weights", True) else without_map)(*args, **kwargs)
 
         return attend
@@ -190,6 +195,7 @@ class _FusedAttention(torch.autograd.Function):
 def fused_attention_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Return room for the output of attention, with heads behind tokens in memory; an operation to be counted."""
     heads_first = (*query.shape[:-1], value.shape[-1])
+    # As fused attention returns it: the host's transpose is then a view, here as on a device.
     return query.new_empty([heads_first[d] for d in (0, 2, 1, 3)]).transpose(1, 2)
 
 
@@ -201,6 +207,7 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
     from torch.utils.flop_counter import FlopCounterMode
 
     def attention(query: Shape, key: Shape, value: Shape, **_: Any) -> int:
+        # Two products: queries with keys, and probabilities with values.
         return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
     def refuse(*_: Any, **__: Any) -> int:

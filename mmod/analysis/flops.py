@@ -77,6 +77,7 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
         return count_prefill(model, input_size, kept)
     routed = _meta_copy(model)
     images = _fix_shares(routed, kept)
+    # Undone on the copy, so that the model itself is never touched.
     dense = restore_(_meta_copy(routed)) if methods_inside(routed) else routed
     stacks = _stacks(dense)
     for stack in stacks.values():
@@ -141,6 +142,7 @@ def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Modul
     """Yield the blocks of a changed model, with the names of the dense blocks that each one replaces."""
     first = 0
     for name, block in _blocks(model, stack).items():
+        # A module of a method may stand for several dense blocks, such as a recursion.
         count = block.dense_blocks if isinstance(block, Deciding) else 1
         yield name, block, stack.names[first : first + count]
         first += count
@@ -184,6 +186,7 @@ class _ToMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # `deepcopy` of a tensor would copy its data.
         if func is Tensor.__deepcopy__:
             return _shape_of(args[0])
         return func(*args, **(kwargs or {}))
@@ -198,11 +201,13 @@ def _meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device, without copying weights."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
+        # Integer weights have no gradient.
         memo[id(parameter)] = nn.Parameter(_shape_of(parameter), requires_grad=parameter.is_floating_point())
     for module in model.modules():
         # The state of a generator, such as that of a moving average, is no tensor of the model.
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
     with _ToMeta():
+        # In evaluation mode, in which no layer draws or averages.
         return copy.deepcopy(model, memo).eval()
 
 

@@ -82,6 +82,7 @@ def floor_of(marks: Sequence[Mark], faster: bool = False) -> float:
     """
     scores = [mark.score for mark in marks]
     first, third = np.percentile(scores, (25, 75))
+    # Tukey's fence: what lies lower is an outlier.
     fence = first - 1.5 * (third - first)
     front = [mark.score for mark in front_of(marks, faster)]
     return min(*front, *(score for score in scores if score >= fence))
@@ -142,6 +143,7 @@ def name_front(
     front = front_of(marks, faster)
     line = axis.transData.transform([(mark.cost, mark.score) for mark in front])
     for start, end in itertools.pairwise(line):
+        # Small boxes along the front, so that labels keep off the line as well.
         for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) // 8)):
             x, y = start + share * (end - start)
             boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
@@ -231,6 +233,7 @@ def finish(
     """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
     add_legend(figure, legend_of(marks[0], styles), max(1, math.floor(figure.get_figwidth() / 1.5)))
     figure.draw_without_rendering()
+    # Laid out once, then frozen: names are placed by pixels, and must not move the panels.
     figure.set_layout_engine("none")
     for axis, of_panel in zip(axes, marks):
         name_front(axis, of_panel, styles, faster)

@@ -53,6 +53,7 @@ def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) 
     padded = _padded(values, routing)
     slot_BN = _slots(routing)
     slot_B_N = slot_BN.view(*slot_BN.shape, *[1] * (padded.ndim - 2))
+    # Every token takes the value of its slot; those without one are set to 0 below.
     spread = padded.gather(1, slot_B_N.clamp(min=0).expand(-1, -1, *padded.shape[2:]))
     return torch.where(slot_B_N >= 0, spread, 0)
 
@@ -94,6 +95,7 @@ def _map_to_all(values: Tensor, routing: Routing) -> Tensor:
     if values.ndim not in (3, 4):
         raise ValueError(f"attention maps must be (B, H, K, K) or (B, K, K), got {tuple(values.shape)}")
     maps = values if values.ndim == 4 else values.unsqueeze(1)
+    # A token that no block computed attends to itself alone: it stays as it is.
     itself_NN = torch.eye(tokens, dtype=maps.dtype, device=maps.device)
     if kept_images is not None and (len(maps), *maps.shape[2:]) == (len(kept_images), tokens, tokens):
         passed = itself_NN.expand(images, maps.shape[1], -1, -1).clone()
@@ -118,6 +120,7 @@ def _keys_to_all(maps_BHKK: Tensor, routing: Routing) -> Tensor:
     size_BK = routing.joined.size_BK
     slot_BN = _own_slots(routing) if size_BK is None else _slots(routing)
     if size_BK is not None:
+        # A slot stands for several tokens, which share the attention that it receives.
         maps_BHKK = maps_BHKK / size_BK.clamp(min=1)[:, None, None, :].to(maps_BHKK.dtype)
     slot_B11N = slot_BN[:, None, None, :]
     keys = maps_BHKK.gather(3, slot_B11N.clamp(min=0).expand(-1, *maps_BHKK.shape[1:3], -1))

@@ -35,6 +35,7 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
+    # Consecutive blocks with the same decision are one picture.
     pairs = zip(itertools.pairwise(names), itertools.pairwise(maps))
     firsts = [0, *(i for i, (near, both) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(*both)))]
     titles = ["image"]
@@ -71,6 +72,7 @@ def _pictures(images: Tensor) -> Tensor:
 
 def _veiled(picture: Tensor, kept: Tensor) -> Tensor:
     """Veil the patches of a picture (height, width, 3) that are not kept (rows, columns)."""
+    # `nearest-exact` puts a patch's edges where the patch has them.
     mask = F.interpolate(kept[None, None].float(), size=picture.shape[:2], mode="nearest-exact")[0, 0, :, :, None]
     opacity = VEIL_OPACITY * (1 - mask)
     return picture * (1 - opacity) + torch.tensor(VEIL_COLOUR) * opacity

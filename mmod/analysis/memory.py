@@ -56,6 +56,7 @@ class ActivationMemory(TorchDispatchMode):
         self._addresses.add(address)
         self.live += size
         self.peak = max(self.peak, self.live)
+        # When the last tensor on it is gone: a storage outlives the tensors that share it.
         weakref.finalize(storage, self._release, address, size)
 
     def _release(self, address: int, size: int) -> None:
@@ -83,6 +84,7 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
         function()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
+    # Events of memory alone: its size, negative where it was freed.
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):

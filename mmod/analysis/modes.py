@@ -23,4 +23,5 @@ def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
         yield
     finally:
         for module, mode in modes.items():
+            # Module by module: a model in training may have parts in evaluation mode.
             module.training = mode

@@ -103,6 +103,7 @@ def training_flops(model: nn.Module, tokens: int) -> int:
     # Training takes the top-k, whatever decides in evaluation.
     with deciding_together(model):
         counts = _Counter(model, _STEP, Prompt(tokens)).count()
+    # The rest is counted for the last token alone; training has logits of every token.
     return counts.routed + (tokens - 1) * counts.rest.routed
 
 
@@ -148,6 +149,7 @@ class _Counter:
                 f"layers of this {type(self.model).__name__} cache keys of different widths, {sorted(widths)}: count a "
                 "batch by mmod.flops(model, batch)"
             )
+        # A key and a value for each token.
         cached = 2 * widths.pop() * weight.element_size()
         return PrefillFlops(rows, BlockFlops(REST, 0, 0, head, head), self.tokens, sum(self.images), cached)
 
@@ -206,6 +208,7 @@ class _Counter:
                 raise ValueError(f"what {name} keeps follows from the data: pass kept, the share of tokens it keeps")
             return int(sum(free) * share)
         if isinstance(config.language.frames, int):
+            # Frames of equal length, each with its own top-k.
             free = (config.language.frames,) * (sum(free) // config.language.frames)
         elif config.language.frames is None:
             free = (sum(free),)
@@ -227,6 +230,7 @@ class _Counter:
         # A score that blocks share is computed by the first of them, and carries no gradient.
         computes_score = not score.shared or state.span is None or state.place == 0
         if score.compares and computes_score and sum(self.free) > 0:
+            # Two operations for each product, by each pair of tokens.
             flops += 2 * self.tokens**2 * (score.channels or dim)
         return flops
 

@@ -112,6 +112,8 @@ def _variances(images: Tensor, patch_size: int) -> Tensor:
 def _share_that_holds(variance_BN: Tensor, share: float) -> Tensor:
     """Return the smallest share of patches that holds a share of the variance (B)."""
     largest_BN = variance_BN.sort(dim=1, descending=True).values
+    # Before each patch: the patch that reaches the share is needed as well.
     before_BN = largest_BN.cumsum(dim=1) - largest_BN
     needed_BN = before_BN < share * largest_BN.sum(dim=1, keepdim=True)
+    # An image of one colour needs one patch.
     return needed_BN.double().mean(dim=1).clamp(min=1 / variance_BN.shape[1])

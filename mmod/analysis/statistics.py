@@ -54,6 +54,7 @@ class Estimate:
         return self.low > 0 or self.high < 0
 
     def __rmul__(self, factor: float) -> Estimate:
+        # A negative factor would swap the ends; those in use are positive.
         return Estimate(factor * self.value, factor * self.low, factor * self.high, self.seeds)
 
     def __format__(self, form: str) -> str:
@@ -169,6 +170,7 @@ def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
     Source: Romano and Wolf, Econometrica 73 (2005), section 4: studentized maxima.
     """
     error = resampled.std(axis=0)
+    # The largest deviation over all figures, in units of each one's error, bounds all of them at once.
     deviation = np.abs(resampled - resampled.mean(axis=0)) / np.where(error > 0, error, 1.0)
     half_C = np.percentile(deviation.max(axis=1), 95) * error
     return [Estimate(value, value - half, value + half) for value, half in zip(value_C.tolist(), half_C.tolist())]
@@ -201,6 +203,7 @@ def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
     for size in _chunks(images, draws):
         signs = rng.integers(0, 2, size=(size, images), dtype=np.int8) * 2.0 - 1
         exceeding += (np.abs(signs @ gap_IC) >= observed).sum(axis=0)
+    # The observed signs count as one of the draws, so that no p-value is 0.
     return (exceeding + 1) / (draws + 1)
 
 
@@ -212,6 +215,7 @@ def adjusted(p: Sequence[float]) -> list[float]:
     corrected = [0.0] * len(p)
     largest = 0.0
     for rank, index in enumerate(np.argsort(p, kind="stable")):
+        # Never smaller than that of a smaller p-value: Holm's method goes on only while it rejects.
         largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
         corrected[index] = largest
     return corrected
@@ -237,6 +241,7 @@ class RunningMean:
         if not count:
             return Estimate(math.nan)
         mean = total / count
+        # Rounding may make it negative where all values are equal.
         variance = max(0.0, squares / count - mean**2) * count / max(1.0, count - 1)
         half = _NORMAL * (variance / count) ** 0.5
         return Estimate(mean, mean - half, mean + half)

@@ -68,6 +68,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     taken: set[tuple[str, str]] = set()
     for name in sorted(names):
         control = _CONTROLS.get(name.partition(",")[0].partition("-")[0])
+        # A checksum, because Python's own hash differs from process to process.
         number = _FIXED.get(name, crc32(name.encode()))
         colour = PALETTE[number % len(PALETTE)]
         marker = MARKERS[number % len(MARKERS)]
@@ -83,6 +84,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
             line = ""
             # A star looks smaller than other markers of its size.
             size = 12
+        # The next free marker: two series of a figure never look alike.
         if (colour, marker) in taken:
             marker = next((other for other in MARKERS if (colour, other) not in taken), marker)
         taken.add((colour, marker))
@@ -154,6 +156,7 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
     points = np.array([text.get_position() for text in texts])
     # Start beside the points: a text on its mark would be pushed to both sides equally.
     for text, (x, y) in zip(texts, axis.transData.transform(points)):
+        # Half the text and a gap, to the side with room for it.
         aside = text.get_window_extent().width / 2 + 9
         side = 1 if x + 2 * aside < axis.get_window_extent().x1 else -1
         text.set_position(tuple(axis.transData.inverted().transform((x + side * aside, y))))
@@ -176,6 +179,7 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
             text.remove()
             continue
         taken.append(box)
+        # Far from its point, a label needs a line to it.
         if not box.padded(16).contains(x, y):
             lead = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
             axis.annotate("", point, text.get_position(), arrowprops=lead, zorder=1)
@@ -186,6 +190,7 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
     room = axis.get_window_extent()
     box = text.get_window_extent()
     centres = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
+    # From near to far, and at each distance to the right and above first.
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):
         centres.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))
     for centre in centres:
@@ -210,6 +215,7 @@ def svg_of(figure: Figure) -> str:
     import matplotlib
 
     file = io.StringIO()
+    # The same figure gives the same file: no dates, and identifiers by a fixed salt.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "mmod"}):
         figure.savefig(file, format="svg", dpi=120, transparent=True, metadata={"Date": None})
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
@@ -235,6 +241,7 @@ def inline_svg(svg: str, name: str, text: str) -> str:
         svg,
         count=1,
     )
+    # A colour stands in `style` attributes, always behind a colon and a space.
     for colour, variable in _THEME.items():
         svg = svg.replace(f": {colour}", f": {variable}")
     return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{slug}-", svg)

@@ -94,6 +94,7 @@ def interleave(
                 bar.update()
         started = time.perf_counter()
         while len(times[order[0]]) < rounds or time.perf_counter() - started < seconds:
+            # In another order each round: what slows the machine down slows no function alone.
             shuffle(order)
             for name in order:
                 times[name].append(timer(functions[name], prepare))
@@ -103,6 +104,7 @@ def interleave(
 
 def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
     # CPU time of the thread excludes other processes.
+    # With several threads it would leave out the work of the others.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     if prepare is not None:
         prepare()
@@ -127,6 +129,7 @@ def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | No
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
+    # Collected once before, so that no round pays for what others left.
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

@@ -87,6 +87,7 @@ class Trace(Mapping[str, Routing]):
         if self._closed is not None:
             return self._closed
         return {
+            # Detached: a trace must not keep the graph of the pass alive.
             _name(name, place): module.record.decisions[place].detach()
             for name, module, place in self._places()
             if place in module.record.decisions
@@ -138,6 +139,7 @@ class Trace(Mapping[str, Routing]):
         prefix = self.prefix if prefix is None else prefix
         grid = self.grid if grid is None else grid
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])
+        # Of prompts, the tokens of images alone, which are those of all frames in order.
         if image_BN is not None:
             kept = kept[:, image_BN[:, prefix:].to(kept.device)]
             if kept.shape[-1] % (grid[0] * grid[1]):

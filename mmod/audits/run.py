@@ -56,6 +56,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
             f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
         )
     kind: Any = kind_of(config.plain())
+    # Before anything is read: random weights have learned nothing.
     model = kind.load() if config.model.has_weights else None
     if model is None or not is_routed(model):
         raise ValueError(
@@ -112,6 +113,7 @@ def _dense(kind: Any, folder: str) -> nn.Module:
 
 def _cost(kind: Any, model: nn.Module, batches: Batches) -> float:
     """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
+    # Evaluated, because what a model keeps may depend on the sample.
     with torch.inference_mode():
         parts = [kind.evaluate(model, _on_device(kind, labelled.batch)) for labelled in batches]
     rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

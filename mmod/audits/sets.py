@@ -63,6 +63,7 @@ def _of_images(kind: Any, model: nn.Module) -> Batches:
     batches = _streamed(kind, model)
 
     def make() -> Iterator[LabelledBatch]:
+        # A new iterator for each pass over the set: batches are read several times.
         remaining = iter(scenes)
         for (images, targets), _, _ in batches:
             shown = list(islice(remaining, len(images)))
@@ -96,11 +97,13 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
     collate = kind.collator
     talks = open_checked(data.val, data, collate)
     # Conversations with images, those of about equal length together.
+    # By number of images, then by letters: batches of similar length need little padding.
     order = np.lexsort((talks.letters, talks.images))
     order = order[np.asarray(talks.images)[order] > 0]
     wanted = config.audit.questions
     if wanted is not None and wanted < len(order):
         chosen = np.random.default_rng(config.seed).choice(len(order), wanted, replace=False)
+        # In ascending order again, which is that of lengths.
         order = order[np.sort(chosen)]
     is_language_routed = is_routed(model) and "language" in routing_configs(model)
 
@@ -199,6 +202,7 @@ def strata_of(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[f
     strata: dict[str, list[float]] = {}
     if scenes:
         boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
+        # Twice the middle less the side, in halves: the distance from the image's middle.
         middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
         strata["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
         strata["distance of the object from the middle"] = middle.norm(dim=1).tolist()
@@ -214,6 +218,7 @@ def regions_of(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
     left, top, right, bottom = scene.box
     rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
     is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
+    # By the middle of each patch for the box, and by any ink in it for clutter.
     return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
 
 

@@ -94,6 +94,7 @@ class LearnedCapacity(nn.Module):
     def _slopes(self, share_L: Tensor) -> Tensor:
         """Return the slope of cost over capacity, up to a factor (L)."""
         steps = self.costs_LG.shape[1] - 1
+        # The last step ends at 1, which belongs to it.
         place_L1 = (share_L * steps).long().clamp(max=steps - 1)[:, None]
         return self.costs_LG.diff(dim=1).gather(1, place_L1)[:, 0]
 
@@ -138,6 +139,7 @@ class PartialSlots(NamedTuple):
         level_BK = level_BN.gather(1, kept.index_BK)
         if kept.valid_BK is not None:
             level_BK = level_BK.masked_fill(~kept.valid_BK, -torch.inf)
+        # Sorted twice: the first gives the order, the second each slot's rank in it.
         rank_BK = level_BK.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
         if tokens.valid_BN is None:
             whole_BK = rank_BK < kept_count(score_BN.shape[1], self.lower, prefix)
@@ -181,6 +183,7 @@ class LearnedRouter(Router):
 
 def begin_learning(router: Any) -> None:
     """Turn a router into one whose capacity is learned."""
+    # In place, because hooks and the optimiser hold this very module.
     router.__class__ = LearnedRouter
     router.partial = PerThread(type(None))
 
@@ -220,6 +223,7 @@ class CapacityHook(ModelHook):
         if learned_L is None:
             lower = upper = self.chosen()
         else:
+            # The largest eighth below each capacity, and the one above.
             places = [min(int(capacity * STEPS), STEPS - 1) for capacity in learned_L.tolist()]
             lower = [Fraction(place, STEPS) for place in places]
             upper = [Fraction(place + 1, STEPS) for place in places]
@@ -250,6 +254,7 @@ class CapacityHook(ModelHook):
                 for row in self.costs()
             ]
             losses = [[(float(capacity) - target) ** 2 for capacity in HUNDREDTHS] for target in self.learned()]
+            # The plan of least squared distance, by the solver that plans use.
             self._rounded = offsets, best_choices(losses, costs, room)
         return [HUNDREDTHS[index] for index in self._rounded[1]]
 
@@ -374,6 +379,7 @@ def learn_capacity_(
     part, config, _ = _routed_part(model)
     _check(model, config)
     # Capacity 0 needs tokens that are always kept, such as a class token.
+    # A boolean as an index: 1 leaves out the first entry, capacity 0.
     grid = QUARTERS[not all(block.router.always_keeps for block in routed_blocks(model).values()) :]
     costs, fixed, tokens = _counted(model, example, grid)
     if cost == "milliseconds":
@@ -543,6 +549,7 @@ def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tup
     fixed = 0.0
     channels, height, width = example.shape[1:]
     try:
+        # Counted with all blocks at one capacity: costs of a block hardly depend on the others.
         for capacity in grid:
             set_capacity_(model, dict.fromkeys(original, float(capacity)))
             report = flops(model, (channels, height, width))

@@ -51,6 +51,7 @@ def full_pass(model: Model) -> Model:
     configs = {part: all_kept(config) for part, config in routing_configs(model).items()}
     # A deep copy takes from this mapping what it shall not copy.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    # The copy shares all weights, since its keys are those of the routed model.
     full = route_(unroute_(copy.deepcopy(model, shared)), tokens=None, **configs)
     # It has no predictor of the kept mask, so loading is not strict.
     full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
@@ -117,6 +118,7 @@ def evaluate_drafts(
     seconds = {name: float("inf") for name in modes}
     tokens = {}
     with _drafting(model, draft_tokens):
+        # A first run is counted and not timed; it warms up as well.
         with _counted(full) as full_passes, _counted(model) as drafts:
             tokens["draft"] = full.generate(**inputs, **options, assistant_model=model)
         for _ in range(rounds):
@@ -125,6 +127,7 @@ def evaluate_drafts(
                 tokens[name] = full.generate(**inputs, **options, **mode_options)
                 if input_ids.is_cuda:
                     torch.cuda.synchronize(input_ids.device)
+                # The fastest of some rounds: noise only ever adds time.
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     return DraftReport(
         new_tokens=new_tokens,

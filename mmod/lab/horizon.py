@@ -209,6 +209,7 @@ class _Recording:
     def replayed(self, layer: int) -> Iterator[None]:
         """Run passes without image tokens from a layer on; what is in front returns what it returned before."""
         replaced: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
+        # Vision towers do not read the language model, so what they returned is played back.
         for place, returned in self.features.items():
             replaced[place] = functools.partial(_next, iter(returned))
         for block, output in zip(self.stack.blocks[:layer], self.layers):
@@ -228,6 +229,7 @@ class _Recording:
 @contextmanager
 def _replaced(functions: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> Iterator[None]:
     """Replace methods of single modules within the context."""
+    # An attribute of the instance stands before the method of its class.
     before = {(module, name): vars(module).get(name) for module, name in functions}
     for (module, name), function in functions.items():
         vars(module)[name] = function
@@ -235,6 +237,7 @@ def _replaced(functions: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> 
         yield
     finally:
         for (module, name), earlier in before.items():
+            # None means that the method was the class's: the instance's attribute goes.
             if earlier is None:
                 del vars(module)[name]
             else:

@@ -131,6 +131,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
     not depend on the data.
     """
     for step in _steps(routed_blocks(model)):
+        # The first block of a step decides for all of it.
         name, block = next(iter(step.items()))
         router = block.router
         # A limit of an earlier calibration would hide scores that reach the threshold.
@@ -143,6 +144,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         level_BN = router.config.router.normalised(score_BN, ~joined_BN if joined_BN.any() else None)
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :].masked_fill(joined_BN[:, router.prefix :], -torch.inf)
+        # Over all images at once: easy ones keep fewer, and the mean is that of top-k.
         threshold = between(free[free > -torch.inf], free.shape[0] * (count - router.prefix))
         most = int((free >= threshold).sum(dim=1).max()) + router.prefix
         _decide(step, {"threshold": threshold, "max_tokens": max(1, most) if static else None})

@@ -50,6 +50,8 @@ class Across:
 def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
     """Return how the decisions of a model depend on each other; `routed` are the names of its routed blocks."""
     names = list(tables[0].keep)
+    # Names of decisions are places in modules: those of one part of the model share what stands in front of the last
+    # dot.
     parts = [list(part) for _, part in groupby(names, key=lambda name: name.rpartition(".")[0])]
     kept = {name: RunningMean() for name in names}
     # By an earlier or later decision and by the one that keeps the same token.
@@ -69,6 +71,7 @@ def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
             never[part[0]].add((free_BN & ~ever_BN).sum(1) / free_B)
             if len(part) > 1:
                 returning.add(_returning(list(keeps.values()), free_BN))
+    # One decision alone leaves nothing to return.
     back = returning.mean() if returning.sums[0] else None
     kind, verdict = _evaluate(back, len(names))
     again: list[list[Estimate | None]] = []
@@ -97,6 +100,7 @@ def _returning(keeps: Sequence[Tensor], free_BN: Tensor) -> Tensor:
     for keep_BN in keeps:
         back_B += (keep_BN & gone_BN).sum(1)
         expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
+        # A token that is kept again stays among those that were dropped: it may return more than once.
         gone_BN = gone_BN | (free_BN & ~keep_BN)
     return back_B / expected_B
 
@@ -106,6 +110,7 @@ def _followers(decisions: Sequence[str], routed: Sequence[str]) -> dict[str, lis
     followers: dict[str, list[str]] = {}
     for name in routed:
         if name in decisions:
+            # A block that decides nothing keeps the tokens of the last one that did.
             latest = followers.setdefault(name, [])
         latest.append(name)
     return followers

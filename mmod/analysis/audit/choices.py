@@ -85,6 +85,7 @@ def _centre(context: DecisionContext) -> Tensor:
     rows, columns = context.grid
     row_BN = context.order_BN // columns
     column_BN = context.order_BN % columns
+    # In shares of the grid's sides, so that a long grid has no longer way to its ends.
     return -torch.hypot((row_BN - (rows - 1) / 2) / rows, (column_BN - (columns - 1) / 2) / columns)
 
 
@@ -102,9 +103,11 @@ def _shuffled(context: DecisionContext) -> Tensor:
 
 def rank_first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
     """Return ranks by score, from 0, with marked tokens above all others (B, N)."""
+    # In float64, and stably: equal scores keep their order by position, as in the router.
     order_BN = score_BN.double().argsort(dim=1, stable=True)
     position_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
     rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, position_BN)
+    # A marked token is above all others, whatever its score.
     return rank_BN + first_BN * score_BN.shape[1]
 
 

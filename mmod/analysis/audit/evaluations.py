@@ -55,6 +55,7 @@ def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Te
     images, targets = (value.to(device) for value in batch)
     logits = image_output(model, images).float()
     if targets.ndim == 2 and logits.ndim == 3:
+        # Prefix tokens come first and have no class.
         logits = logits[:, -targets.shape[1] :]
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
         raise ValueError(
@@ -90,11 +91,13 @@ def evaluate_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Ten
     """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items() if name not in _NO_INPUTS}
+    # Logits of a token predict the next one.
     label_BN = batch["labels"].to(device)[:, 1:]
     answer_BN = label_BN != _IGNORED
     if not answer_BN.any(dim=1).all():
         raise ValueError("each sample needs an answer: all labels of a sample are -100")
     logits = model(**inputs).logits[:, :-1].float()
     loss_BN = F.cross_entropy(logits.movedim(-1, 1), label_BN, ignore_index=_IGNORED, reduction="none")
+    # Tokens without a label count as right, so that `all` asks for the answer alone.
     right_BN = (logits.argmax(-1) == label_BN) | ~answer_BN
     return loss_BN.sum(1) / answer_BN.sum(1), right_BN.all(dim=1).float()

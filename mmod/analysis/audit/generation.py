@@ -111,8 +111,10 @@ def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 
         raise ValueError(f"texts must be two windows of {window} tokens long or more, in whole windows, got {length}")
     prompt_BN = tokens_BN[:, :window]
     devices = [tokens_BN.device] if tokens_BN.is_cuda else []
+    # The draws are the audit's own, and leave those of the program as they were.
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
+        # The whole distribution at temperature 1: text that the model itself holds for likely.
         new = {"max_new_tokens": length - window, "min_new_tokens": length - window, "do_sample": True, "top_k": 0}
         mask = torch.ones_like(prompt_BN)
         generated_BN = model.generate(input_ids=prompt_BN, attention_mask=mask, pad_token_id=0, **new)
@@ -141,6 +143,7 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
     blocks = []
     for name, block in routed_blocks(model).items():
         routing = routings[name]
+        # The top-k of training, applied to the scores of the pass that decides token by token.
         index_BK, valid_BK, _ = select_within(routing.score_BN, block.router.capacity, groups)
         assert valid_BK is None
         best_BWL = torch.zeros_like(all_BN).scatter(1, index_BK, True).unflatten(1, (-1, window)).double()
@@ -150,6 +153,7 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
         best_BW = best_BWL.mean(2)
         agreement_BW = (keep_BWL == best_BWL).double().mean(2)
         chance_BW = kept_BW * best_BW + (1 - kept_BW) * (1 - best_BW)
+        # A share of what chance leaves to be agreed on.
         blocks.append(torch.stack([kept_BW, agreement_BW, (agreement_BW - chance_BW) / (1 - chance_BW)]))
     kept_BW, agreement_BW, above_BW = torch.stack(blocks).mean(0)
     loss_BW = loss_BN.unflatten(1, (-1, window)).nanmean(2)

@@ -61,6 +61,7 @@ class KindCounts:
         """The counts of all images, and then those without each group of them (1 + G, 2, K)."""
         total_2K = self.counts_G2K.sum(0)
         filled_G = self.counts_G2K[:, 1].sum(1) > 0
+        # A group is left out by subtracting its counts from those of all.
         return torch.cat([total_2K[None], total_2K - self.counts_G2K[filled_G]])
 
     def add(self, kind_BN: Tensor, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
@@ -143,6 +144,7 @@ def _bits(counts_G2K: Tensor) -> tuple[Tensor, Tensor]:
     kept_GK, there_GK = counts_G2K.unbind(1)
     total_G = there_GK.sum(1)
     entropy_G = _entropy(kept_GK.sum(1) / total_G)
+    # The entropy that is left within kinds, weighed by their tokens.
     left_G = (_entropy(kept_GK / there_GK.clamp(min=1)) * there_GK).sum(1) / total_G
     bits_G = entropy_G - left_G
     return bits_G, torch.where(entropy_G > 0, bits_G / entropy_G, 0.0)
@@ -246,6 +248,7 @@ def _shifts(images: range, grid: tuple[int, int]) -> Tensor:
     """Return by how many rows and columns each image is rolled, in two ways (2, B, 2)."""
     # Two different positions for all content, so that what stays in place is not taken for what stays with content.
     positions = [np.random.default_rng((image,)).choice(math.prod(grid), 2, replace=False) for image in images]
+    # From a number to row and column: `unravel_index` returns the axes apart.
     return torch.from_numpy(np.stack(np.unravel_index(np.stack(positions, axis=1), grid), axis=-1))
 
 

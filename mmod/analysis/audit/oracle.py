@@ -87,10 +87,12 @@ def leave_one_out_of(tables: Iterable[BatchTables]) -> LeaveOneOut | None:
 def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the worth of each token that may be skipped, see `LeaveOneOut`, and its norm (B, N)."""
     order_BN = free_BN.cumsum(1) - 1
+    # One column of images at a time: token number k of each image is flipped in the same pass.
     worth_BN = norm_BN = torch.zeros(free_BN.shape, dtype=torch.float64, device=free_BN.device)
     for token in range(int(free_BN.sum(1).max())):
         flipped_BN = (order_BN == token) & free_BN
 
+        # Bound as a default, because a closure would see the last value of the loop.
         def rank(context: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
             nonlocal norm_BN
             rank_BN = rank_first(context.learned.keep_BN, context.learned.score_BN).double()
@@ -102,6 +104,7 @@ def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN
             return torch.where(flipped_BN, turned_BN, rank_BN)
 
         change_B = loss_of(Choice("other", rank)).double() - loss_B.double()
+        # A kept token is worth what its absence costs, a skipped one what its presence saves.
         sign_BN = torch.where(routing.keep_BN, 1.0, -1.0).double()
         worth_BN = torch.where(flipped_BN, sign_BN * change_B[:, None], worth_BN)
     return worth_BN, norm_BN
@@ -121,6 +124,7 @@ def rank_agreement(one_BN: Tensor, other_BN: Tensor, free_BN: Tensor) -> Tensor:
 
 def _ranks(value_BN: Tensor, free_BN: Tensor) -> Tensor:
     """Return ranks among the tokens that count, the mean of their positions for equal ones, and 0 elsewhere (B, N)."""
+    # All pairs of an image: ranks of equal values are the mean of their positions, as `argsort` does not give.
     lower_BNN = (value_BN[:, None] < value_BN[:, :, None]) & free_BN[:, None]
     equal_BNN = (value_BN[:, None] == value_BN[:, :, None]) & free_BN[:, None]
     return torch.where(free_BN, lower_BNN.sum(2) + 0.5 * equal_BNN.sum(2), 0.0).double()

@@ -90,6 +90,7 @@ def keep_best(
     groups = learned.evidence.tokens
     group_BN = groups.group_BN if isinstance(groups, TokenGroups) else free_BN.long()
     least = torch.finfo(torch.float64).min
+    # NaN and minus infinity rank last among those that may be chosen, but above what may not.
     level_BN = rank_BN.double().nan_to_num(nan=least, neginf=least)
     places = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand(kept_BN.shape)
     keep_BN = kept_BN & ~free_BN
@@ -101,9 +102,11 @@ def keep_best(
         place_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
         keep_BN = keep_BN | (among_BN & (place_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
     slots = learned.kept.index_BK.shape[1]
+    # The same trick: kept tokens first, in order.
     index_BK = (~keep_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :slots]
     valid_BK = learned.kept.valid_BK
     if valid_BK is not None:
+        # Fewer may be kept than there are slots where an image has padding.
         valid_BK = places[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
     return routing._replace(
         kept=routing.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),

@@ -185,6 +185,7 @@ def compare(
     mean_2C = value_I2C.mean(axis=0)
     gap_I2C = value_I2C - value_I2C[:, :, :1]
     uncorrected = sign_test(gap_I2C[:, :, 1:].reshape(images, -1), config.resamples, seed=1).tolist()
+    # Tested all together and corrected, since the audit asks many questions of the same images.
     conditions = _conditions(names, choices, value_I2C, drawn_S2C, np.reshape(adjusted(uncorrected), (2, -1)))
     random = names.index(RANDOM)
     above_S = drawn_S2C[:, 0, 0] - drawn_S2C[:, 0, random]

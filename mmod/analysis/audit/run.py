@@ -119,6 +119,7 @@ def audit(
     others = others or {}
     sets = {"batches": batches, "positions_from": batches if positions_from is None else positions_from}
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
+        # An iterator is empty at the second pass.
         if not isinstance(dataset, Iterable) or (isinstance(dataset, Iterator) and name in sets):
             raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {dataset!r}")
     both = shifts.keys() & others.keys()
@@ -129,6 +130,7 @@ def audit(
     contexts = _Contexts(model, evaluate, by_name, config, shifts, beside, reference)
     with in_mode(False, model, reference, *beside.values()):
         identity: dict[str, Any] = {}
+        # Known by what the models return on the first batch.
         if store is not None:
             for batch in islice(batches, 1):
                 identity = contexts.identity(_labelled(batch).batch)
@@ -160,6 +162,7 @@ def _evaluated(
     total = len(batches) if isinstance(batches, Sized) else None
     with progress_bar(batches, desc=name, total=total, shown=shown) as bar:
         for number, batch in enumerate(bar):
+            # The number is part of the context, so that errors name the batch.
             there = dataclasses.replace(contexts, dataset=name, number=number)
             compute = partial(compute_tables, there, _labelled(batch), previous)
             if store is None:
@@ -316,6 +319,7 @@ class _Contexts:
         rows = {LEARNED: _rows(learned.outcome)}
         for name, choice in choices.items():
             draws = range(self.config.draws if choice.family == "random" else 1)
+            # Random choices are means over draws; all others are drawn once.
             drawn = zip(*(self._replaced(learned, choice, draw) for draw in draws))
             loss_B, accuracy_B = (torch.stack(values).double().mean(0) for values in drawn)
             rows[name] = _rows((loss_B, accuracy_B))
@@ -328,6 +332,7 @@ class _Contexts:
             return None
         names = [name for name, free_BN in learned.free.items() if bool((free_BN.sum(1) == math.prod(grid)).all())]
         keep = []
+        # The patches of two shifted passes are compared, so decisions must be on patches alone.
         for batch in rolled_twice(learned.batch, grid, learned.images) if names else []:
             _, routings, _ = self._decide(batch)
             keep.append({name: Mask.of(only_free(routings[name].keep_BN, learned.free[name])) for name in names})

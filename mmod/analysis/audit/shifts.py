@@ -25,12 +25,14 @@ _FRAGMENTS = 4
 def _noise(x_BCHW: Tensor, images: range) -> Tensor:
     """Add noise of half the deviation of an image's own pixels."""
     noise = torch.stack([torch.randn(x_BCHW.shape[1:], generator=draw) for draw in _draws(images)]).to(x_BCHW)
+    # In units of the image's own deviation, whatever its normalisation.
     return x_BCHW + _NOISE * x_BCHW.std(dim=(1, 2, 3), keepdim=True) * noise
 
 
 def _blur(x_BCHW: Tensor, images: range) -> Tensor:
     """Blur by a Gaussian with a standard deviation of 3 % of the image's longer side."""
     sigma = _BLUR * max(x_BCHW.shape[-2:])
+    # Three deviations hold all but 0.3 % of a Gaussian.
     reach = max(1, round(3 * sigma))
     bell = torch.exp(-(torch.arange(-reach, reach + 1) ** 2) / (2 * sigma**2)).to(x_BCHW)
     bell = bell / bell.sum()

@@ -74,6 +74,7 @@ def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], Tensor]:
             names = np.asarray(values)
         else:
             numbers = np.asarray(values, dtype=np.float64)
+            # By thirds of the values, with equal values in the same third.
             thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
             names = np.asarray(_THIRDS)[thirds]
         strata = set(names.tolist())
@@ -95,6 +96,7 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
     uncorrected = []
     for seed, ((group, name), (learned, random)) in enumerate(kept.items()):
         value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
+        # The loss is turned round: a positive gap is better in both columns.
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
         means = resampled_means(value_IC, resamples, seed)
         learned_mean = estimate_of(value_IC[:, 0].mean(), means[:, 0])
@@ -103,6 +105,7 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
         gaps += gap_IC.mean(axis=0).tolist()
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
         uncorrected += sign_test(gap_IC, resamples, seed).tolist()
+    # Intervals for all rows together, because whoever reads a table looks for the largest gap.
     wide = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1))
     corrected = adjusted(uncorrected)
     # Those of accuracy and of loss take turns.

@@ -68,6 +68,7 @@ class TokenKinds:
     @classmethod
     def of(cls, name_BN: ArrayLike) -> TokenKinds:
         """Return the kinds of tokens with these names."""
+        # The names alone in order of the alphabet; `return_inverse` gives each token the number of its name.
         names, kinds = np.unique(np.asarray(name_BN, dtype=str), return_inverse=True)
         kind_BN = torch.from_numpy(kinds).view(np.shape(name_BN))
         return cls(names.tolist(), kind_BN.to(torch.uint8 if len(names) <= _BYTE else torch.int64))
