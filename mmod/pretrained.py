@@ -73,6 +73,7 @@ def save_pretrained(
         raise FileExistsError(f"{str(folder)!r} holds {' and '.join(existing)}; pass overwrite=True to replace them")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2)
+    # Weights first: without its description a folder is not read, whatever stopped the writing.
     with replacing(folder / WEIGHTS) as weights:
         write_tensors(weights, state, {"format": "pt", "mmod": text})
         write_atomically(folder / CONFIG, text + "\n")
@@ -128,6 +129,7 @@ def load_pretrained(
         model = _build_that_fits(config, state, folder)
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
+        # One dtype for all, buffers that are not saved among them.
         model.to(dtypes.pop())
     else:
         for name, value in model.state_dict(keep_vars=True).items():
@@ -286,6 +288,7 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
         f"cannot save this {type(model).__name__}: built again from {described} it has other weights, so it was "
         "made differently, or parts of it were exchanged or removed since"
     )
+    # On the meta device: names, shapes and settings need no memory.
     with torch.device("meta"):
         rebuilt = _build_dense(config)
         try:

@@ -68,6 +68,7 @@ def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> Non
         ValueError: unknown argument learning_rat; near ones: learning_rate
     """
     unknown = sorted(map(str, set(names) - set(valid)))
+    # Of few valid names all are listed, which is more help than near ones.
     near = difflib.get_close_matches(unknown[0], valid) if len(valid) > _MANY and unknown else []
     if near:
         raise ValueError(f"unknown {noun} {', '.join(unknown)}; near ones: {', '.join(near)}")
@@ -97,6 +98,7 @@ def check_fields(config: Any, group: str = "") -> None:
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
         plain = _builtin(value)
         options = (hint, *typing.get_args(hint))
+        # A field's tuple that came from a file is a list.
         if isinstance(plain, list) and any(typing.get_origin(option) is tuple for option in options):
             plain = tuple(plain)
         if plain is not value:
@@ -145,6 +147,7 @@ def _builtin(value: Any) -> Any:
     """Return numbers of other libraries as int or float, also inside lists and tuples."""
     if type(value) in (list, tuple):
         items = [_builtin(item) for item in value]
+        # The same list if nothing changed, so that callers see by identity whether anything did.
         return value if all(map(operator.is_, items, value)) else type(value)(items)
     if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
         return value
@@ -202,6 +205,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     fields: dict[str, Any] = {}
     errors: list[Exception] = []
     for key, value in values.items():
+        # All mistakes of a file are collected, and told together.
         try:
             if key not in hints:
                 where = f"in group {name!r}" if name else "at the top level"
@@ -273,6 +277,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 def _limits(cls: Any) -> dict[str, Limit]:
     """Return the limits in the annotations of a dataclass's fields, by name."""
     limits: dict[str, Limit] = {}
+    # Bases first: a class may set the limit of an inherited field anew.
     for base in reversed(cls.__mro__):
         hints = typing.get_type_hints(base, include_extras=True)
         for name in inspect.get_annotations(base):
@@ -299,6 +304,7 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
         return _fault(value, str, arguments)
     if hint in (int, float):
         abstract = numbers.Integral if hint is int else numbers.Real
+        # `True` is an integer to Python, and no number to a reader of a config.
         if isinstance(value, bool) or not isinstance(value, abstract):
             return TypeError
         return None if _within(value, limit) else ValueError

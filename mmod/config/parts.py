@@ -105,6 +105,7 @@ class Gate:
 
     def __init__(self, name: str = "tanh", scale: float | None = None) -> None:
         if scale is None:
+            # tanh changes an update by so much at most; the others scale it as they are.
             scale = 0.2 if name == "tanh" else 1.0
         # A frozen dataclass refuses assignments.
         vars(self).update(name=name, scale=scale)
@@ -184,6 +185,7 @@ def spelled(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     default = {item.name: item.default for item in dataclasses.fields(value)}
+    # The default scale depends on the gate.
     if isinstance(value, Gate):
         default = vars(Gate(value.name))
     options = {name: option for name, option in _options(value).items() if option != default[name]}
@@ -318,6 +320,7 @@ class Score(Checked, group="router"):
         if not self.relative:
             return score_BN
         if valid_BN is None:
+            # In units of an image's mean score, which makes thresholds comparable between images.
             return score_BN / score_BN.mean(dim=1, keepdim=True)
         total_B1 = score_BN.masked_fill(~valid_BN, 0.0).sum(dim=1, keepdim=True)
         return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1

@@ -26,6 +26,7 @@ def rational(capacity: float) -> Fraction:
         Fraction(3, 10)
     """
     check_value("capacity", capacity, float, "[0, 1]")
+    # Through its decimal form, because 0.1 is no tenth in binary.
     return _exact(str(capacity))
 
 
@@ -48,6 +49,7 @@ def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
     mean = float(mean)
     present = sum(capacities) / len(capacities)
     if mean <= present:
+        # Scaled down as a whole; upwards what is left to 1 is scaled, so that none exceeds it.
         factor = mean / present if present else 1.0
         return tuple(round(capacity * factor, 6) for capacity in capacities)
     factor = (1 - mean) / (1 - present)

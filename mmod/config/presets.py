@@ -54,6 +54,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     if depth is not None:
         check_value("depth", depth, int, DEPTH)
     elif "depth" in accepted and not set(_BY_DEPTH) <= set(changes):
+        # Kept open until a model says how many blocks it has.
         return Preset(name, changes)
     options = {option: changes.pop(option) for option in accepted if option in changes}
     if "depth" in accepted:
@@ -61,6 +62,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     fields = make(**options)
     planned = fields.get("capacity")
     if isinstance(planned, tuple):
+        # A mean in place of the plan's own: its shape stays.
         if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
             changes["capacity"] = rescaled(planned, changes["capacity"])
         elif "blocks" in changes and "capacity" not in changes and depth is not None:
@@ -111,6 +113,7 @@ class Preset(RoutingConfig):
             config = config.replace(blocks=changes["blocks"])
         fields = dict(vars(config))
         for name in _BY_DEPTH:
+            # A number stands for every depth, a tuple for one.
             if name not in changes and not isinstance(fields[name], (int, float)):
                 del fields[name]
         # A frozen dataclass refuses assignments.

@@ -39,6 +39,7 @@ class Registry(Generic[Entry]):
         if not place.startswith("mmod."):
             # Names of this package come first, so that another one finds them taken.
             importlib.import_module(self._home)
+        # Defined again at the same place, as when a cell runs twice, it replaces itself.
         taken = self._places.setdefault(name, place)
         if taken != place:
             raise ValueError(f"{self._noun} {name!r} is {taken} already; choose another name for {place}")
@@ -192,6 +193,7 @@ def read_part(field: str, value: Any) -> Any:
     if isinstance(value, cls):
         return value
     if field == "router" and callable(value) and not isinstance(value, type):
+        # A function is a score of its own kind.
         value = {"name": "function", "function": value}
     if isinstance(value, str) and field != "language":
         value = {"name": value}
@@ -216,6 +218,7 @@ def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
     router = read_part("router", fields.get("router", "attention"))
     gate = fields.get("gate")
     language = fields.get("language")
+    # A score that does not learn gives a gate nothing to learn from.
     if gate is None:
         gate = "tanh" if router.learns else "identity"
     return {

@@ -298,6 +298,7 @@ class RoutingConfig:
         if self.depth not in (None, depth):
             raise ValueError(f"this config is for {self.depth} blocks, the model has {depth}")
         if isinstance(self.blocks, str):
+            # Without a block in front the first one has no importance to read, so that only "all" names it.
             layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
             blocks = tuple(layouts[self.blocks])
         else:
@@ -365,6 +366,7 @@ class RoutingConfig:
         """
         fields = {name: getattr(self, name) for name in _FIELDS}
         # A score that learns would get no gradient through the gate of one that does not.
+        # Only where the gate is the default of the present score: one that was chosen stays.
         if "router" in changes and "gate" not in changes and self.gate == read_parts({"router": self.router})["gate"]:
             del fields["gate"]
         return RoutingConfig.from_dict(revised(fields, changes))

@@ -43,6 +43,7 @@ def register() -> None:
     models = importlib.import_module("clip_benchmark.models")
     if NAME not in models.TYPE2FUNC:
         models.TYPE2FUNC[NAME] = load_routed
+        # Choices of the command's option, beside the functions.
         models.MODEL_TYPES.append(NAME)
 
 

@@ -34,6 +34,7 @@ class _Opened:
         from mmod.pretrained import apply_again
 
         described = take_description(config, config.name_or_path)
+        # Changed before weights are loaded, whose names are those of the changed model.
         model = cls._class_for(config)._from_config(config, **options)
         apply_again(model, described)
         return model

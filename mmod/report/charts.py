@@ -102,6 +102,7 @@ def _draw_kept(rows: Sequence[Mapping[str, Any]]) -> Figure:
     axis = figure.subplots()
     handles = {}
     decisions = list(dict.fromkeys(row["decided in"] for row in rows))
+    # One colour where every block decides for itself.
     is_shared = len(decisions) < len(rows)
     for row in rows:
         number = decisions.index(row["decided in"])
@@ -122,6 +123,7 @@ def _flops_by_part(report: Mapping[str, Any]) -> list[dict[str, Any]]:
     blocks = report["blocks"]
     parts = {"everything else": (report["rest"]["dense"], report["rest"]["routed"])}
     for title, is_routed in (("dense blocks", False), ("routed blocks", True)):
+        # A block is routed if it computes less, whatever method is on it.
         chosen = [block for block in blocks if (block["kept"] < block["tokens"]) == is_routed]
         computed = sum(block["routed"] - block["router"] - block["importance"] for block in chosen)
         parts[title] = (sum(block["dense"] for block in chosen), computed)
@@ -152,6 +154,7 @@ def health_chart(run: RunRecord) -> Chart | None:
     """Return the figures of a run's routers at logged steps; None where nothing was logged."""
     steps = sorted({row["step"] for row in run.rows})
     # Rounded up; the last step is always shown.
+    # Every n-th logged step, and the last one.
     every = -(-len(steps) // _STEPS)
     chosen = {*steps[:: max(1, every)], *steps[-1:]}
     rows = [row for row in run.rows if row["step"] in chosen]
@@ -240,5 +243,6 @@ def _figures(record: AuditRecord) -> dict[str, float]:
 
 
 def _mean(figure: str, values: Sequence[float]) -> str:
+    # Against zero: the interval of a mean over runs is that of differences to it.
     over = difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
     return format(over, "+.2f" if figure.startswith(_RANKS) else "+.1f")

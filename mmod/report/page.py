@@ -115,6 +115,7 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     if study.summary:
         tables = _table(study.summary, f"Models of {study.name}") + _folded("All columns", tables)
     shown = {path: text for path, text in maps.items() if path.stem.removeprefix("maps-") in study.recommended}
+    # Without a recommended model the first ones are shown.
     shown = shown or dict(itertools.islice(maps.items(), _OPEN_MAPS))
     further = {path: text for path, text in maps.items() if path not in shown}
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
@@ -236,6 +237,7 @@ def _rich(text: str) -> str:
         return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(words))
 
     parts = re.split(r"^```\w*\n(.*?)\n```$", text, flags=re.MULTILINE | re.DOTALL)
+    # Odd parts are those between fences.
     content = ""
     for number, part in enumerate(parts):
         if number % 2:

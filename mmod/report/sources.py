@@ -109,6 +109,7 @@ def _read_study(path: Path) -> StudyRecord:
         rows = _read_table(path.with_suffix(".csv"))
         svg = read_text(path.with_suffix(".svg"))
         code = record.get("code", "")
+        # The code at the end is kept apart, since its lines could look like a table.
         blocks = read_text(path.with_suffix(".md")).strip().removesuffix(code).strip().split("\n\n")
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
@@ -182,6 +183,7 @@ def _run_name(run: Path, root: Path) -> str:
 def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:
     """Return records with numbers behind repeated names, as in "a", "b", "a (2)"."""
     names = [record.name for record in records]
+    # How often the name occurred up to here.
     counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
     numbered = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
     return [dataclasses.replace(record, name=name) for record, name in zip(records, numbered)]

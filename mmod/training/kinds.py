@@ -135,8 +135,10 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] =
     words = arguments if run is None else [str(run / RUN_CONFIG), *arguments[1:]]
     kind = kind_named(words)
     try:
+        # The run's own config first, whatever the words change of it.
         config = parse_config(words if run is None else [words[0], "--kind", kind], config_of(kind))
     except SystemExit as end:
+        # The exit already printed the error; this adds what may explain it.
         if end.code and _named_kind(words) is None:
             print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(KINDS)}", file=sys.stderr)
         raise

@@ -36,6 +36,7 @@ def routed(config: RoutingConfig | str | None = None, **parts: RoutingConfig | s
         >>> list(mmod.routed_blocks(model))
         ['visual.transformer.resblocks.1']
     """
+    # `__init__`, because the factory loads weights right after it.
     originals = {model: model.__init__ for model in MODELS}
 
     def routing(original: Callable[..., None]) -> Callable[..., None]:

@@ -59,6 +59,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
         model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
         return route_(model, RoutingConfig.from_dict(options) if method is None else preset(method, **options))
 
+    # timm looks up the filter of a dense model by its module, which a routed one is not in.
     host_filter = getattr(sys.modules[dense.__module__], "checkpoint_filter_fn")  # noqa: B009
 
     def complete(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -156,6 +156,7 @@ class TrainConfig(RunConfig):
         asking = [name for name in _ASKING if self.trainer.get(name, "no") not in ("no", False)]
         if self.data.val is None and asking:
             raise ValueError(f"trainer.{asking[0]} asks questions in training: set data.val")
+        # A question is asked of the whole model, which no process has.
         if self.data.val is not None and self.is_sharded:
             raise ValueError(
                 "answers are not generated while the model is split by fsdp or deepspeed: set data.val: null"

@@ -81,12 +81,14 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))
     val = None if config.data.val is None else open_conversations(config.data.val, config.data)
     check_start(config, arguments, processor.tokenizer, train, val)
+    # Evenly over the data, since files are often sorted.
     indices = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(index)]]) for index in indices]
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     tokens = round(mean(lengths))
     image_tokens = round(mean(float((entry["input_ids"] == processor.image_token_id).sum()) for entry in batches))
     masks = [entry["protected_mask"] for entry in batches if config.data.protected is not None]
+    # Text that is protected cannot be more than there is.
     protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
     patches = round(mean(count_patches(model, entry) for entry in batches))
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
@@ -140,6 +142,7 @@ def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
     skipped = quantization.get("llm_int8_skip_modules") or get_keys_to_not_convert(inner)
     for name, module in inner.named_modules():
         # Adapters are not quantized, nor are routers, whose layers are a subclass.
+        # Quantized weights take so many bits in place of those of their dtype.
         if type(module) is nn.Linear and ".lora_" not in name and should_convert_module(name, skipped):
             total -= module.weight.numel() * (8 * module.weight.element_size() - bits) // 8
     return total
@@ -168,6 +171,7 @@ def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer
     is_half = bool(trainer.get("bf16") or trainer.get("fp16"))
     for name, block in zip(stack.names, stack.blocks):
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
+        # What a linear layer reads and writes is held for its gradient.
         held = stack.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
         total += held * (2 if is_half else next(block.parameters()).element_size())
     return total

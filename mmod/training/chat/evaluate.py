@@ -81,6 +81,7 @@ def mean_over_kinds(figures: Mapping[str, float]) -> float:
         >>> mean_over_kinds({"count": 90.0, "read": 70.0, "text": 100.0})
         80.0
     """
+    # A set without images has text questions alone.
     return mean([value for kind, value in figures.items() if kind != _BLIND] or figures.values())
 
 
@@ -136,6 +137,7 @@ def evaluate(
             right.update(answer.kind for answer in found if answer.is_right)
             if answers is not None:
                 answers += found
+        # Nothing could be skipped where no token was free.
         kept = {
             name: ran / free if free else 1.0
             for name, (ran, free) in ((name, sums.tolist()) for name, sums in watched.items())
@@ -236,6 +238,7 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 def _batches(conversations: ChatDataset, batch_size: int, progress: bool) -> Iterator[list[ChatSample]]:
     """Yield the conversations of this process in batches of similar length."""
+    # Every n-th of the sorted conversations: each process gets short and long ones.
     order = np.lexsort((conversations.letters, conversations.images))[process_rank() :: process_count()]
     for start in progress_bar(range(0, len(order), batch_size), desc="answer", shown=progress, leave=False):
         talks = conversations.read(order[start : start + batch_size])

@@ -93,6 +93,7 @@ class ChatKind:
 
     def fit(self, *, progress: bool = True, after_step: AfterStep = lambda step: None) -> FitResult[EvalResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
+        # From the environment, because the trainer joins the processes only when it is made.
         rank = int(os.environ.get("RANK", 0))
         world = int(os.environ.get("WORLD_SIZE", 1))
         train = partial(self._train, progress, after_step)
@@ -214,6 +215,7 @@ class ChatKind:
         device = device_of(self)
         talks = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
         count = min(len(talks), batches * size)
+        # Evenly over the data, with the first conversation among them.
         chosen = [number * len(talks) // count for number in range(count)]
 
         def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
@@ -292,6 +294,7 @@ def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
     if not config.is_sharded:
         model = trainer.accelerator.unwrap_model(trainer.model)
     else:
+        # Collective: all processes give their shards, and one gets the weights.
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.args.should_save:
             model = _gathered(config, state, trainer.model)

@@ -91,6 +91,7 @@ def create_bpe_processor(texts: Iterable[str], image_size: int, patch_size: int)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    # All bytes first, so that no text is unknown.
     trainer = trainers.BpeTrainer(
         vocab_size=_TOKENS, special_tokens=list(_SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
     )

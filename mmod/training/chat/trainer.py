@@ -130,6 +130,7 @@ class RoutedTrainer(Trainer):
         self._health = RouterHealth(module, measured=not arguments.torch_compile)
         self._losses = _AuxiliaryLosses() if any(method.has_loss for method in methods_of(module)) else None
         if self._losses is not None:
+            # A hook, because the trainer calls a wrapper of the model.
             module.register_forward_hook(self._losses)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -151,6 +152,7 @@ class RoutedTrainer(Trainer):
         """Return the model's loss with the auxiliary losses; see `transformers.Trainer.compute_loss`."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         step = self.state.global_step + 1
+        # At the steps that are logged, as the trainer counts them.
         logged = self.args.logging_strategy != "steps" or step == 1 or step % self.state.logging_steps == 0
         if model.training and logged:
             self._health.read()
@@ -262,6 +264,7 @@ class RoutedTrainer(Trainer):
         except Exception:
             finished = finished_checkpoints(Path(str(self.args.output_dir)))
             path = self.last_saved
+            # A checkpoint that was finished before did not fail for want of room.
             if path is None or path in finished:
                 raise
             try:
@@ -285,6 +288,7 @@ def length_sampler(dataset: Any, args: Any) -> LengthSampler | None:
     if not isinstance(dataset, ChatDataset) or not (grouped or together):
         return None
     # Letters only: images have the same length in most models; the number of images weighs most.
+    # Images first, then letters: one number sorts by both.
     lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
     if not grouped:
         lengths = np.zeros_like(lengths)
@@ -330,6 +334,7 @@ class _AuxiliaryLosses:
         if not module.training or output.get("loss") is None:
             return None
         self._loss = auxiliary_loss(module)
+        # With weight 0: backward hooks of wrapped models see every parameter that takes part.
         output["loss"] = output["loss"] + 0.0 * self._loss.to(output["loss"])
         return output
 

@@ -17,6 +17,7 @@ def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
     """Return the classes of the model that a run starts from; None where they are not known, as of a new classifier."""
     checkpoint = config.model.checkpoint
     named = config.data.classes
+    # The run that wrote the weights knows best; a list of the user's comes before what a library publishes.
     numbers = run_classes(checkpoint) if config.has_classes else None
     if numbers is not None:
         return ModelClasses(numbers, f"the run of {checkpoint!r}")

@@ -215,6 +215,7 @@ class TrainConfig(engine.LoopConfig):
             self._refuse_with("distributed.kind='fsdp'", "in_training")
         if self.trained is not None and (not self.routings or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
+        # timm mixes each image with its counterpart from the other end of the batch.
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
         if self.mixup is not None and self.data.label_patch is not None:

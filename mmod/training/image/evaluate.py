@@ -125,6 +125,7 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
         raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
     check_targets(targets, logits.shape[-1])
     target_BN = targets if targets.ndim == 2 else targets[:, None]
+    # One row of logits per label, for patches and for images alike.
     logits_BNC = logits.float().unflatten(0, target_BN.shape)
     has_label_BN = target_BN != IGNORED
     count_B = has_label_BN.sum(1)
@@ -154,6 +155,7 @@ def score(rows: Rows, classes: Classes | None = None) -> EvalResult:
     """
     if classes is not None:
         classes.check_outputs(int(rows["outputs"][0]))
+    # Weighed by labels: an image with few labelled patches counts for less.
     labels_N = rows["labels"].double()
     means = {name: float((rows[name] * labels_N).sum() / labels_N.sum()) for name in ("loss", "outcome", "five")}
     # One check for all images: any logit that is not finite makes the loss so.
@@ -189,10 +191,13 @@ def _patch_figures(target_NP: Tensor, guess_NP: Tensor) -> tuple[float, float]:
     target = target_NP[known].long()
     guess = guess_NP[known].long()
     classes = int(torch.maximum(target, guess).max()) + 1
+    # One histogram over pairs of class and guess: row and column in one number.
     confusion = torch.bincount(target * classes + guess, minlength=classes**2).reshape(classes, classes).double()
     right = confusion.diagonal()
     labelled = confusion.sum(1)
     union = labelled + confusion.sum(0) - right
+    # Class 0 is the background.
     objects = right[1:].sum() / labelled[1:].sum()
+    # Classes that neither occur nor are guessed have no union.
     mean_iou = (right[union > 0] / union[union > 0]).mean()
     return 100 * float(objects), 100 * float(mean_iou)

@@ -60,11 +60,13 @@ def extract(
     read = feature_of(model, kind)
     total = stream.steps_per_epoch
     missing = [start for start in range(0, total, _CHUNK) if {**identity, "batch": start} not in store]
+    # Everything behind the first missing batch is computed again: streams are read in order.
     first = missing[0] if missing else total
     batches = enumerate(stream.batches(0, first), first)
 
     def read_chunk() -> Iterator[Features]:
         for number, (images, labels) in islice(batches, _CHUNK):
+            # By batch, so that a run that goes on draws what an uninterrupted one would.
             seed_draws(0, number + 1, 0)
             watched: Any = trace(model) if is_routed(model) else nullcontext({})
             with autocast(device, precision), watched as decisions:
@@ -73,6 +75,7 @@ def extract(
             kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
             x_ND = x_ND.float()
             if x_ND.ndim == 3:
+                # Half precision: patches of a set take hundreds of times the room of its images' heads.
                 x_ND = resized_to_labels(model, x_ND, images, labels.shape[1]).flatten(0, 1).half()
             yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())
 
@@ -86,6 +89,7 @@ def extract(
 def read_features(store: Store, identity: Mapping[str, Any]) -> Features:
     """Read the features that `extract` kept in a store."""
     starts = count(0, _CHUNK)
+    # Ends at the first batch that the store does not have.
     chunks = iter(lambda: store.get({**identity, "batch": next(starts)}), None)
     return Features(*map(torch.cat, zip(*chunks)))
 
@@ -151,6 +155,7 @@ def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[T
 def _input_of(model: nn.Module, head: str, images: Tensor) -> Tensor:
     """Return what the classifier of a model gets for images."""
     inputs: list[Tensor] = []
+    # The head's input is what the model itself pools, whatever its way.
     hook = model.get_submodule(head.rstrip(".")).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
         model(images)

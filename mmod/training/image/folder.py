@@ -45,6 +45,7 @@ def save_model(
         return
     model.save_pretrained(folder)
     processor = ViTImageProcessor(
+        # The size before the crop, from which the processor cuts the middle.
         size={"shortest_edge": math.floor(side / data.crop_pct)},
         do_center_crop=True,
         crop_size={"height": side, "width": side},

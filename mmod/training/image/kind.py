@@ -84,6 +84,7 @@ class ImageKind:
         state = converted(state, model)
         if self.config.model.head == "fresh":
             state = {name: value for name, value in state.items() if not name.startswith(head)}
+            # The new classifier was drawn with the model.
             state |= {name: value for name, value in current.items() if name.startswith(head)}
         differing = current.keys() ^ state.keys()
         if differing and all(name.startswith(head) for name in differing):
@@ -207,6 +208,7 @@ class ImageKind:
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
         """Return training images, prepared as for evaluation; see `Kind.calibration`."""
         data = self.config.data
+        # As an evaluation set of its own, because training images are augmented.
         prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
         return [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
 
@@ -260,4 +262,5 @@ def sample_images(config: TrainConfig, count: int) -> Tensor:
 def timed_images(config: TrainConfig, count: int) -> Tensor:
     """Return a batch of exactly `count` evaluation images, repeated if there are fewer."""
     images = sample_images(config, count)
+    # Repeated in turn, so that all classes stay in every batch.
     return images[torch.arange(count) % len(images)]

@@ -63,6 +63,7 @@ def _published_statistics(model: Any) -> Mapping[str, Any]:
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
     """Create timm's criterion, which maps logits (B, C) and targets to a scalar."""
+    # Mixed targets are soft already, and smoothed by mixup.
     if loss.kind == "bce":
         return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
     if mixed:

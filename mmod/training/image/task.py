@@ -80,6 +80,7 @@ class ClassificationTask(Task):
         with autocast(images.device, self.precision):
             logits, parts = self.objective(images, targets, labels)
         logits, labels = labelled(logits.detach(), labels, targets)
+        # Of mixed targets the larger share stands for the class.
         hard = labels if labels.ndim == 1 else labels.argmax(1)
         return {**total(parts), "top1": accuracy(logits, hard)[0]}
 
@@ -110,9 +111,11 @@ class ElasticTask(ClassificationTask):
         smallest, *between, largest = self.elastic.capacities
         set_capacity_(self.model, largest)
         logits, parts = super().objective(images, targets, labels)
+        # "Sandwich": the smallest and the largest capacity in each step, and some between.
         others = []
         for capacity in (smallest, *random.sample(between, self.elastic.samples - 2)):
             set_capacity_(self.model, capacity)
+            # The largest capacity teaches, and is not taught.
             others.append(divergence(answers(self.model, images, targets), logits.detach()))
             if self.auxiliary:
                 others.append(auxiliary_loss(self.model))

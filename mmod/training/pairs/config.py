@@ -88,6 +88,7 @@ class TrainConfig(LoopConfig):
             if not self.routing:
                 raise ValueError("routing names no tower; use `routing: null` for a dense model")
         embedded = PairsConfig()
+        # A model of the user's pairs would be scored on ours, without a word.
         sources = [self.data.train] if isinstance(self.data.train, str) else self.data.train
         if self.data.val == embedded.val and not any(source.startswith("scenes:") for source in sources):
             raise ValueError(

@@ -199,8 +199,10 @@ def rank_both_ways(images: Tensor, texts: Tensor, tokens: Tensor) -> tuple[Tenso
         >>> rank_both_ways(images, texts, torch.tensor([[7], [8], [8]]))
         (tensor([1, 1, 1]), tensor([2, 1, 1]))
     """
+    # Equal captions are one entry: each of them is the right answer to all of their images.
     captions, copy_N = torch.unique(tokens, dim=0, return_inverse=True)
     position_N = torch.arange(len(tokens), device=tokens.device)
+    # The first pair of each caption, found by the smallest position.
     once_C = position_N.new_full((len(captions),), len(tokens)).scatter_reduce(0, copy_N, position_N, "amin")
     caption_N = copy_N.to(images.device)
     distinct_C = once_C.to(images.device)
@@ -220,6 +222,7 @@ def rank_matches(queries: Tensor, entries: Tensor, query_captions: Tensor, entry
         entry_captions: Number of each entry's caption (M,); a query and an entry of one caption match.
     """
     ranks = []
+    # By rows, because the full matrix of a large set does not fit into memory.
     for first in range(0, len(queries), _ROWS):
         similarity = queries[first : first + _ROWS] @ entries.T
         right = query_captions[first : first + _ROWS, None] == entry_captions[None]
@@ -236,6 +239,7 @@ def _among(image_BD: Tensor, text_BD: Tensor, scale: Tensor, texts: Tensor) -> t
     loss_B = image_BD.new_zeros(len(texts))
     for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
         similarity_BB = scale * queries @ others.T
+        # The probability of any matching pair, since equal captions are not wrong.
         matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
         loss_B += (similarity_BB.logsumexp(1) - matched_B) / 2
     image_to_text_B, text_to_image_B = rank_both_ways(image_BD, text_BD, texts)
@@ -247,6 +251,7 @@ def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Te
     """Return top-1 and top-5 accuracy in percent on the first digit of each scene, read from its caption."""
     names, templates = zero_shot_prompts()
     prompts = tokenizer([template.format(name) for name, template in product(names, templates)])
+    # A prompt's number counts templates within classes.
     class_of = {tuple(row): number // len(templates) for number, row in enumerate(prompts.tolist())}
     classes = [class_of.get(tuple(row)) for row in tokens.tolist()]
     if None in classes:

@@ -60,6 +60,7 @@ class PairsKind:
         """Create the dense model, with published weights or an image tower's; refuse a loss that does not fit."""
         config = self.config
         model = create_model(config.model, weights)
+        # Without weights the model is a sketch, which is not trained.
         if not weights:
             return model
         if isinstance(model, open_clip.CoCa) != (config.loss == "coca"):
@@ -164,6 +165,7 @@ class PairsKind:
         data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
         prepared = PairsKind(dataclasses.replace(self.config, data=data))
         stream = prepared.create_stream(Process(0, 1, device_of(self)), model)
+        # Spread over the set, whose shards are often sorted.
         step = max(1, stream.steps_per_epoch // batches)
         return [self._moved(batch) for batch in islice(stream.batches(0), 0, step * batches, step)]
 

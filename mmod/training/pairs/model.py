@@ -62,6 +62,7 @@ def create_loss(kind: str, process: Process) -> nn.Module:
     ranks: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
     if kind == "siglip":
         return SigLipLoss(**ranks)
+    # Each process computes the loss of its own pairs, with the features of all.
     gathering = {"local_loss": True, "gather_with_grad": True} if process.world > 1 else {}
     kinds: dict[str, Callable[..., nn.Module]] = {
         "clip": open_clip.ClipLoss,

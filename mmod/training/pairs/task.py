@@ -40,6 +40,7 @@ class PairsTask(Task):
         """Yield one pass per batch, with the features of the others; see `Task.passes`."""
         moved = [to_device(batch, device) for batch in group]
         if len(moved) == 1:
+            # One batch a step needs no features of others.
             yield MicroBatch((*moved[0], [], 0), 1.0, len(moved[0][0]))
             return
         # Both passes of a batch draw the same (dropout, random routing).
@@ -49,6 +50,7 @@ class PairsTask(Task):
             torch.manual_seed(seed + index)
             with torch.no_grad(), autocast(device, self.precision):
                 features = self._encode(images, texts)
+            # Scalars are left out: they are parameters, and not features of a batch.
             cached.append({name: value for name, value in features.items() if value.ndim})
         for index, (images, texts) in enumerate(moved):
             torch.manual_seed(seed + index)
@@ -74,6 +76,7 @@ class PairsTask(Task):
         # Every pass computes the loss of the step, so each contributes a share of the gradients of scale and bias.
         part = 1 / max(1, len(cached))
         scalars = {name: value.detach() + part * (value - value.detach()) for name, value in scalars.items()}
+        # At least this batch, because nothing is cached for a single one.
         share = len(images) / max(len(images), sum(len(batch["image_features"]) for batch in cached))
         joined = _join(features, cached, index)
         parts |= self._losses(joined, scalars)
@@ -98,6 +101,7 @@ class PairsTask(Task):
 
     def _losses(self, features: TensorDict, scalars: TensorDict) -> TensorDict:
         taught = {name: features.pop(name) for name in list(features) if name.startswith("dist_")}
+        # CoCa returns several losses by name, the others one tensor.
         losses = self.criterion(**features, **scalars, output_dict=True)
         if isinstance(losses, Tensor):
             losses = {"contrastive_loss": losses}

@@ -116,6 +116,7 @@ def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str
     are decided one by one; "full_loss" is for all tokens in all layers. "agreement/" is True at tokens that both ways
     decide alike, by module (B, N).
     """
+    # Together first: the decisions are compared with those of the second way.
     with deciding_together(model), decisions_of(model) as decisions:
         rows = evaluate_batch(model, batch, precision)
     if any(method.two_ways for method in methods_of(model)):
@@ -143,6 +144,7 @@ def score(rows: Rows, model: nn.Module) -> EvalResult:
     shares = {}
     for name, same_BN in rows.items():
         if name.startswith(_AGREEMENT):
+            # In eight parts: agreement falls along the window.
             parts = same_BN.double().mean(0).tensor_split(_PARTS)
             shares[name.removeprefix(_AGREEMENT)] = [float(part.mean()) for part in parts if len(part)]
     is_causal = all(method.causal for method in methods_of(model))

@@ -54,6 +54,7 @@ class TextKind:
 
         def adapt(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
             tied = getattr(model, "all_tied_weights_keys", None) or {}
+            # Tied weights are in a checkpoint once, and in a state dict under both names.
             return {**{name: state[source] for name, source in tied.items()}, **state}
 
         return start.load_dense(model, read_weights(checkpoint), checkpoint, methods, adapt)

@@ -33,6 +33,7 @@ class TextTask(Task):
                 logits = logits_of(self.model, tokens)
             if self.auxiliary:
                 parts["auxiliary"] = auxiliary_loss(self.model)
+            # The pass over all tokens teaches, and gets the loss of the task.
             parts["task"] = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
             if self.teacher is not None:
                 with torch.no_grad():
