@@ -80,8 +80,6 @@ def interleave(
     every timed call, outside the time. A GPU is timed by events, a single CPU thread by its CPU time, more threads
     by wall time. `shown` draws a progress bar.
     """
-    if rounds < 1:
-        raise ValueError(f"rounds must be at least 1, got {rounds}")
     order = list(functions)
     shuffle = random.Random(seed).shuffle
     timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu

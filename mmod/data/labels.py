@@ -76,7 +76,7 @@ class ModelClasses:
     required: bool = True
 
 
-def name_key(name: str) -> Any:
+def name_key(name: str) -> tuple[Any, str]:
     """Return a sort key for timm's natural order, in which "9" comes before "10"."""
     from timm.utils.misc import natural_key
 
@@ -162,7 +162,7 @@ def read_classes(path: str | Path) -> dict[str, int]:
     return content
 
 
-def read_class_map(value: Any, folder: str) -> dict[str, int]:
+def read_class_map(value: Mapping[str, int] | str | Path, folder: str) -> dict[str, int]:
     """Return the number of each class by its name in a class map of timm.
 
     Args:
@@ -180,11 +180,11 @@ def read_class_map(value: Any, folder: str) -> dict[str, int]:
     return load_class_map(str(path))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
+def class_number(value: object, names: Mapping[str, int] | None = None) -> int:
     """Return the class that a label stands for; a ValueError if it stands for none.
 
     Args:
@@ -207,7 +207,15 @@ def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
     raise ValueError(f"{brief(value)} is no class{reason}; classes are numbers from 0")
 
 
-def read_caption(value: Any) -> str:
+def renumbered_class(value: object, numbers: Mapping[int, int]) -> int:
+    """Return the number of a class in place of its label; without numbers the label itself, see `class_number`."""
+    number = class_number(value)
+    if numbers and number not in numbers:
+        raise ValueError(f"class {number} has no name among {len(numbers)}")
+    return numbers.get(number, number)
+
+
+def read_caption(value: object) -> str:
     """Return a caption as it is, but for a byte order mark; an `UnusableError` unless it is a text with a word.
 
     Example:

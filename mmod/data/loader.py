@@ -11,7 +11,7 @@ import glob
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -284,8 +284,8 @@ _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "
 
 def find_text(config: TextConfig) -> None:
     """Raise a ValueError if the pattern matches no file, before anything is read."""
-    if not is_streamed(config.source) and next(_paths(config.source), None) is None:
-        raise ValueError(f"data.source={config.source!r} matches no file")
+    if not is_streamed(config.source):
+        _paths(config.source)
 
 
 def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, world: int = 1) -> BatchStream:
@@ -310,8 +310,6 @@ def read_corpus(source: str, split: str) -> np.ndarray:
     """Return the bytes of a split of `TextConfig.source`: all its files, each followed by `END`."""
     streamed = is_streamed(source)
     files = list(documents(source, "text") if streamed else map(_read_document, _paths(source)))
-    if not files:
-        raise ValueError(f"data.source={source!r} matches no file")
     # Of twenty files one is in "val" and one in "test", by a checksum.
     splits = ("val", "test", *["train"] * 18)
     # By content, not by name or order: a file stays in its split when others are added.
@@ -351,10 +349,13 @@ def _read_document(path: Path) -> bytes:
     return text_bytes(path.read_bytes(), str(path))
 
 
-def _paths(source: str) -> Iterator[Path]:
-    if source != "python":
-        yield from (path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file())
-        return
-    root = Path(sysconfig.get_path("stdlib"))
-    modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
-    yield from sorted([*modules, *root.glob("LICENSE*")])
+def _paths(source: str) -> list[Path]:
+    """Return the files of a pattern, or of the standard library; a ValueError without any."""
+    if source == "python":
+        root = Path(sysconfig.get_path("stdlib"))
+        modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
+        return sorted([*modules, *root.glob("LICENSE*")])
+    paths = [path for path in map(Path, sorted(glob.glob(source, recursive=True))) if path.is_file()]
+    if not paths:
+        raise ValueError(f"data.source={source!r} matches no file")
+    return paths

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_part
+from mmod.adapters import BlockStack
 from mmod.analysis.modes import in_mode
 from mmod.config import RoutingConfig, Score
 from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
-from mmod.methods.route import is_routed
 from mmod.planning.divergence import check_batches, check_rows, kl_divergence, outputs, routed
+from mmod.planning.search import dense_part
 from mmod.values import check_value
 
 # What a vision-language model of transformers calls once in a forward pass to run its vision tower.
@@ -153,9 +153,7 @@ def horizon(model: nn.Module, prompts: Iterable[Mapping[str, Any]]) -> Horizon:
         (3, 2)
     """
     check_batches(prompts)
-    if is_routed(model):
-        raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
-    _, stack = find_part(model, "language")
+    _, stack = dense_part(model, "language")
     if not stack.reads_images:
         raise ValueError(f"{stack.names[0]} reads text alone: a horizon is that of image tokens")
     depth = len(stack.blocks)

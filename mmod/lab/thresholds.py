@@ -8,13 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_part
+from mmod.adapters import BlockStack
 from mmod.analysis import flops, trace
 from mmod.analysis.modes import in_mode
 from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold, preset, rescaled
-from mmod.methods.route import is_routed, routed_blocks
+from mmod.methods.route import routed_blocks
 from mmod.planning.divergence import routed
+from mmod.planning.search import dense_part
 from mmod.routing import kept_count
 from mmod.values import check_finite, check_value
 
@@ -68,9 +69,7 @@ def calibrate_thresholds(
     if images.ndim != 4:
         raise ValueError(f"images must be (B, C, H, W), got {tuple(images.shape)}")
     check_finite("images", images)
-    if is_routed(model):
-        raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
-    _, stack = find_part(model, "image")
+    _, stack = dense_part(model, "image")
     shape = preset(config) if isinstance(config, str) else config
     shape = shape.resolved(len(stack.blocks)).replace(select="topk")
     if shape.router.reads_grid:

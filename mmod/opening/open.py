@@ -16,7 +16,7 @@ from mmod.adapters import find_library
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.yaml import read_yaml
 from mmod.methods.base import methods_of, undo_
-from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.opened import Opened, Preprocessing, refuse_options
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
 from mmod.opening.weights import find_weights, load_weights, read_weights
 from mmod.planning.resolve import resolve_methods
@@ -149,11 +149,7 @@ def _folder(
     """Open the model that a folder describes."""
     path = Path(folder)
     if (path / CONFIG).is_file():
-        if args or not pretrained:
-            raise ValueError(
-                f"{folder!r} holds a model that methods changed: it is taken as it is, without model.args and with its "
-                "weights; for another one name the dense model"
-            )
+        refuse_options(folder, pretrained, args)
         return _saved(load_pretrained(folder), f"the model that mmod saved in {folder}")
     if (path / CLIP_CONFIG).is_file():
         from mmod.opening.open_clip import open_clip_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -81,3 +82,12 @@ class Opened(NamedTuple):
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that can be changed: "image", "text", "vision", "language"."""
         return tuple(find_parts(self.model))
+
+
+def refuse_options(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> None:
+    """Raise a ValueError for options of a folder whose model methods changed."""
+    if args or not pretrained:
+        raise ValueError(
+            f"{str(folder)!r} holds a model that methods changed: it is taken as it is, without model.args and with "
+            "its weights (model.pretrained true); for another one name the dense model"
+        )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
-from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.opened import Opened, Preprocessing, refuse_options
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import find_weights, read_weights
 from mmod.pretrained import load_pretrained
@@ -63,7 +63,8 @@ def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any])
 
     described = read_json_object(Path(folder) / _CONFIG)
     if _CHANGED in described:
-        return _create_changed(folder, pretrained, args)
+        refuse_options(folder, pretrained, args)
+        return load_pretrained(folder).float().train()
     named = {_NAMES.get(name, name): value for name, value in args.items()}
     if described["model_type"] == "timm_wrapper":
         named = _of_wrapper(args, described)
@@ -140,15 +141,6 @@ def _at_size(model: Any, config: Any, folder: str | Path) -> Any:
             state[name] = resampling[0].interpolate_pos_encoding(tokens_BND, *size).reshape(expected[name].shape)
     resized.load_state_dict(state)
     return resized
-
-
-def _create_changed(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
-    if not pretrained or args:
-        raise ValueError(
-            f"{str(folder)!r} holds a model that methods changed: it is taken as it is, without model.args and "
-            "with its weights (model.pretrained true); for another one name the folder of the dense model"
-        )
-    return load_pretrained(folder).float().train()
 
 
 def _class_of(config: Any, fresh: bool) -> Any:

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from mmod.values import one_of, refuse_unknown
+
 
 class Backend(Enum):
     """Implementation technique of an op.
@@ -212,13 +214,10 @@ def use(backend: Backend | str, *ops: str) -> AbstractContextManager[None]:
         ...     choose("gather_rows", x)
     """
 
-    names = [member.value for member in Backend]
-    if not isinstance(backend, Backend) and backend not in names:
-        raise ValueError(f"unknown backend {backend!r}; valid are {', '.join(names)}")
+    if not isinstance(backend, Backend):
+        one_of("backend", backend, [member.value for member in Backend])
     backend = Backend(backend)
-    unknown = [name for name in ops if name not in OPS]
-    if unknown:
-        raise ValueError(f"unknown ops {unknown}; valid are {', '.join(OPS)}")
+    refuse_unknown("op", ops, list(OPS))
     problem = _problem(backend.value)
     if problem is not None:
         raise ValueError(f"{problem}; {_alternatives([Backend.TORCH])}")

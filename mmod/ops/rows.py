@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import Kernel, kernel_op, op
+from mmod.values import one_of
 
 NORMS = ("layer", "rms")
 
@@ -286,8 +287,7 @@ def gather_norm(
         >>> gather_norm(torch.tensor([[[0.0], [3.0]]]), torch.tensor([[1]]), kind="rms")
         (tensor([[[3.]]]), tensor([[[1.0000]]]))
     """
-    if kind not in NORMS:
-        raise ValueError(f"unknown norm {kind!r}; valid are {', '.join(NORMS)}")
+    one_of("kind", kind, NORMS)
     return _normed_rows(x_BND, index_BK, weight, bias, eps, kind == "layer")
 
 

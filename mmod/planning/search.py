@@ -109,7 +109,7 @@ def search_plan(
     check_batches(batches)
     if rounds and iter(batches) is batches:
         raise ValueError(f"rounds={rounds} read the batches again: pass a list, not an iterator")
-    part, stack = _dense_part(model, part)
+    part, stack = dense_part(model, part)
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models only; {stack.names[0]} belongs to another model")
     score = RoutingConfig(router=router).router
@@ -284,7 +284,7 @@ def plan_divergence(
         divergence: As for `search_plan`.
     """
     check_batches(batches)
-    part, _ = _dense_part(model, part)
+    part, _ = dense_part(model, part)
     with in_mode(False, model), torch.no_grad():
         return Divergence(model, part, divergence_of(divergence, model)).mean(batches, config)
 
@@ -307,7 +307,8 @@ def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:
     return tuple(options)
 
 
-def _dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
+def dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
+    """Return a part of a dense model, its name and its blocks; a ValueError for a routed model."""
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
     part, stack = find_part(model, part)

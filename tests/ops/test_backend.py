@@ -111,8 +111,8 @@ def test_an_error_inside_ends_the_forcing_too() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cuda",), "valid are auto, torch, triton, xformers"),
-        (("torch", "gather"), "valid are gather_rows, scatter_rows"),
+        (("cuda",), "backend must be one of 'auto', 'torch', 'triton', 'xformers', got 'cuda'"),
+        (("torch", "gather"), "unknown op gather; "),
         (("xformers", "gather_rows"), "xformers"),
     ],
 )

@@ -270,7 +270,7 @@ def test_rows_of_a_packed_batch_are_those_of_one_long_image(move: Callable[..., 
 
 
 def test_an_unknown_norm_is_refused() -> None:
-    with pytest.raises(ValueError, match="layer, rms"):
+    with pytest.raises(ValueError, match="'layer', 'rms'"):
         gather_norm(torch.zeros(1, 2, 3), torch.zeros(1, 1, dtype=torch.int64), kind="batch")
 
 

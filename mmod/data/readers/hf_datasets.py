@@ -15,7 +15,15 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, Fault
-from mmod.data.labels import Classes, ModelClasses, class_number, match_classes, rank_names, read_caption
+from mmod.data.labels import (
+    Classes,
+    ModelClasses,
+    class_number,
+    match_classes,
+    rank_names,
+    read_caption,
+    renumbered_class,
+)
 from mmod.data.readers.images import MAX_BYTES, UnreadableSampleError, decode_image
 from mmod.io.files import MARK
 from mmod.lazy import name_missing_extra
@@ -270,10 +278,7 @@ def _read_label(value: Any, numbers: Mapping[Any, int]) -> int:
     """Return the class of a label; `numbers` are those of all labels with a name, empty if labels are numbers."""
     if not numbers or isinstance(value, str):
         return class_number(value, numbers or None)
-    number = class_number(value)
-    if number not in numbers:
-        raise ValueError(f"class {number} has no name among {len(numbers)}")
-    return numbers[number]
+    return renumbered_class(value, numbers)
 
 
 def _read_file(path: str) -> bytes:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmod.data.config import check_name
 from mmod.data.corrupt import Fault
-from mmod.data.labels import Classes, ModelClasses, class_number, match_classes, read_class_map
+from mmod.data.labels import Classes, ModelClasses, match_classes, read_class_map, renumbered_class
 from mmod.data.readers.images import (
     UnreadableSampleError,
     convert_image,
@@ -64,10 +64,10 @@ class TimmSource:
             if self._reader is None:
                 image, label = self._dataset[index]
                 # Some sets of torchvision open files themselves.
-                return convert_image(turn_upright(image), mode), self._number(label)
+                return convert_image(turn_upright(image), mode), renumbered_class(label, self._numbers)
             stream, label, *_ = self._reader[index]
             with stream:
-                return decode_image(stream.read(), mode), self._number(label)
+                return decode_image(stream.read(), mode), renumbered_class(label, self._numbers)
         except (OSError, ValueError, SyntaxError) as error:
             raise UnreadableSampleError(Fault(*self._location(index), str(error))) from error
         except (TypeError, LookupError, AssertionError) as error:
@@ -87,15 +87,9 @@ class TimmSource:
             raw = [entry[1] for entry in self._dataset] if targets is None else np.asarray(targets).tolist()
         return [self._label(label) for label in raw]
 
-    def _number(self, label: Any) -> int:
-        number = class_number(label)
-        if self._numbers and number not in self._numbers:
-            raise ValueError(f"class {number} has no name among {len(self._numbers)}")
-        return self._numbers.get(number, number)
-
-    def _label(self, label: Any) -> int:
+    def _label(self, label: object) -> int:
         try:
-            return self._number(label)
+            return renumbered_class(label, self._numbers)
         except ValueError:
             # The fault is counted when the sample is read.
             return -1

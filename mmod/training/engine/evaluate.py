@@ -73,7 +73,7 @@ def read_rows(
     *,
     progress: bool = False,
 ) -> Rows:
-    """Return the rows of all samples of a stream, over all processes, on the CPU; none for an empty stream.
+    """Return the rows of all samples of a stream, over all processes, on the CPU; a ValueError for an empty one.
 
     The model is in evaluation mode, without gradients; its mode is restored at the end.
 
@@ -89,7 +89,11 @@ def read_rows(
     mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in (parts or [{}])[0]}
     # A process may have no batch.
     everyone = [rows for rows in gathered(mine) if rows]
-    return {name: torch.cat([rows[name] for rows in everyone]) for name in (everyone or [{}])[0]}
+    if not everyone:
+        # Streams of a caller may have no report.
+        report = getattr(stream, "report", None)
+        raise ValueError(f"the evaluation stream holds no sample that can be read{f'; {report}' if report else ''}")
+    return {name: torch.cat([rows[name] for rows in everyone]) for name in everyone[0]}
 
 
 @contextmanager

@@ -102,9 +102,6 @@ def evaluate_set(
 ) -> Evaluated:
     """Return the result of `evaluate`, and the outcomes that it follows from; see `outcomes_of`."""
     rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
-    if not rows:
-        report = getattr(stream, "report", None)
-        raise ValueError(f"the evaluation stream holds no images that can be read{f'; {report}' if report else ''}")
     # Streams of a caller may name no classes.
     return Evaluated(score(rows, getattr(stream, "classes", None)), outcomes_of(rows))
 

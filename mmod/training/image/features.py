@@ -111,27 +111,34 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         return _feature_of_transformers(host, kind)
     if not hasattr(host, "forward_features") or not hasattr(host, "forward_head"):
         raise ValueError(f"{type(model).__name__} has no forward_features and forward_head, as timm's models do")
-    if kind == "class" and getattr(host, "cls_token", None) is None:
-        raise ValueError(f"feature 'class' needs a class token, this {type(model).__name__} has none; use 'mean'")
+    _check_class_token(model, kind, getattr(host, "cls_token", None) is not None)
 
     def read(images: Tensor) -> Tensor:
         tokens: Tensor = host.forward_features(images)
         if kind == "head":
             return host.forward_head(tokens, pre_logits=True)
-        patches = tokens[:, host.num_prefix_tokens :]
-        if kind == "class":
-            return tokens[:, 0]
-        return patches.mean(1) if kind == "mean" else patches
+        return _pooled(tokens, tokens[:, host.num_prefix_tokens :], kind)
 
     return read
+
+
+def _check_class_token(model: nn.Module, kind: FeatureKind, has_class_token: bool) -> None:
+    if kind == "class" and not has_class_token:
+        raise ValueError(f"feature 'class' needs a class token, this {type(model).__name__} has none; use 'mean'")
+
+
+def _pooled(tokens_BND: Tensor, patches_BPD: Tensor, kind: FeatureKind) -> Tensor:
+    """Return the class token (B, D), the mean patch (B, D) or all patches (B, P, D) of an image."""
+    if kind == "class":
+        return tokens_BND[:, 0]
+    return patches_BPD.mean(1) if kind == "mean" else patches_BPD
 
 
 def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
     """Return the function from images to features of a model of transformers; see `feature_of`."""
     stack = find_part(model, "image")[1]
     tower: nn.Module = load_adapter("transformers").find_tower(model, stack.names[0].rpartition(".")[0])[1]
-    if kind == "class" and not stack.class_token:
-        raise ValueError(f"feature 'class' needs a class token, this {type(model).__name__} has none; use 'mean'")
+    _check_class_token(model, kind, stack.class_token)
     head = image_facts(model).head
     # Blocks get tokens at the end of a sequence in front; the tower returns them at the end.
     suffix = 0 if stack.proof is None else stack.proof.suffix
@@ -144,10 +151,7 @@ def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[T
                 raise ValueError(f"this {type(model).__name__} has no head and pools no tokens; use feature 'mean'")
             return features
         tokens: Tensor = tower(images).last_hidden_state
-        patches = tokens[:, prefix : tokens.shape[1] - suffix]
-        if kind == "class":
-            return tokens[:, 0]
-        return patches.mean(1) if kind == "mean" else patches
+        return _pooled(tokens, tokens[:, prefix : tokens.shape[1] - suffix], kind)
 
     return read
 

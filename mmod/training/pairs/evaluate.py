@@ -117,8 +117,6 @@ def evaluate_set(
 ) -> Evaluated:
     """Return the result of `evaluate`, and recall at 1 of every pair, the mean of both directions."""
     rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
-    if not rows:
-        raise ValueError("the evaluation stream holds no pairs")
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     for name, embeddings in (("image", images), ("text", texts)):
         check_finite(f"the {name} embeddings of an evaluation", embeddings)
