@@ -275,7 +275,9 @@ def _build_dense(config: dict[str, Any]) -> nn.Module:
 def _check_plain(state: Mapping[str, Tensor]) -> None:
     special = [f"{name} ({type(value).__name__})" for name, value in state.items() if type(value) is not Tensor]
     if special:
-        names = ", ".join(special[:3]) + (f" and {len(special) - 3} more" if len(special) > 3 else "")
+        names = ", ".join(special[:3])
+        if len(special) > 3:
+            names += f" and {len(special) - 3} more"
         raise ValueError(
             f"cannot save weights that are no plain tensors, as quantized or sharded ones: {names}. Save the "
             "model before it is quantized, and quantize what mmod.load_pretrained returns"

@@ -68,15 +68,17 @@ def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> Non
         ValueError: unknown argument learning_rat; near ones: learning_rate
     """
     unknown = sorted(map(str, set(names) - set(valid)))
-    # Of few valid names all are listed, which is more help than near ones.
-    near = difflib.get_close_matches(unknown[0], valid) if len(valid) > _MANY and unknown else []
-    if near:
-        raise ValueError(f"unknown {noun} {', '.join(unknown)}; near ones: {', '.join(near)}")
-    if unknown:
-        raise ValueError(f"unknown {noun} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
+    if not unknown:
+        return
+    hint = f"valid ones are {', '.join(valid)}"
+    if len(valid) > _MANY:
+        # Few valid names are all listed, which is more help than near ones.
+        near = difflib.get_close_matches(unknown[0], valid)
+        hint = f"near ones: {', '.join(near)}" if near else hint
+    raise ValueError(f"unknown {noun} {', '.join(unknown)}; {hint}")
 
 
-def check_distinct(config: Any, *names: str) -> None:
+def check_distinct(config: object, *names: str) -> None:
     """Raise a ValueError if one of these list fields is empty or has duplicates."""
     for name in names:
         values = getattr(config, name)
@@ -84,7 +86,7 @@ def check_distinct(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must name at least one value, and each once, got {values}")
 
 
-def check_fields(config: Any, group: str = "") -> None:
+def check_fields(config: object, group: str = "") -> None:
     """Raise unless every field of a dataclass has its annotated type and is within its limit; numbers must be finite.
 
     The limit of a field stands in its annotation: `Annotated[int | None, "[1, inf)"]`. Numbers of numpy are replaced by
@@ -264,7 +266,9 @@ def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_plain(typing.cast(type, hint), value, name, limit)
     # Integers that a float holds exactly.
-    return float(value) if hint is float and type(value) is int and abs(value) <= 2**53 else value
+    if hint is float and type(value) is int and abs(value) <= 2**53:
+        return float(value)
+    return value
 
 
 @functools.cache

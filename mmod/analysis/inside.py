@@ -104,8 +104,9 @@ def _map_to_all(values: Tensor, routing: Routing) -> Tensor:
         slot_BN = _slots(routing)
         if maps.shape[3] != tokens:
             maps = _keys_to_all(maps, routing)
-        rows = maps.gather(2, slot_BN.clamp(min=0)[:, None, :, None].expand(-1, maps.shape[1], -1, tokens))
-        maps = torch.where(slot_BN[:, None, :, None] >= 0, rows, itself_NN)
+        slot_B1N1 = slot_BN[:, None, :, None]
+        rows = maps.gather(2, slot_B1N1.clamp(min=0).expand(-1, maps.shape[1], -1, tokens))
+        maps = torch.where(slot_B1N1 >= 0, rows, itself_NN)
     elif (len(maps), *maps.shape[2:]) != (images, tokens, tokens):
         raise ValueError(
             f"attention maps of shape {tuple(values.shape)} are none of {slots} kept tokens of {images} images, nor of "

@@ -37,7 +37,10 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
     # Consecutive blocks with the same decision are one picture.
     pairs = zip(itertools.pairwise(names), itertools.pairwise(maps))
-    firsts = [0, *(i for i, (near, both) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(*both)))]
+    firsts = [0]
+    for number, (near, both) in enumerate(pairs, 1):
+        if not (_adjoin(*near) and torch.equal(*both)):
+            firsts.append(number)
     titles = ["image"]
     for first, end in zip(firsts, [*firsts[1:], len(maps)]):
         titles.append(f"{_short(names[first:end])}\n{maps[first].float().mean():.0%} kept")
@@ -73,7 +76,8 @@ def _pictures(images: Tensor) -> Tensor:
 def _veiled(picture: Tensor, kept: Tensor) -> Tensor:
     """Veil the patches of a picture (height, width, 3) that are not kept (rows, columns)."""
     # `nearest-exact` puts a patch's edges where the patch has them.
-    mask = F.interpolate(kept[None, None].float(), size=picture.shape[:2], mode="nearest-exact")[0, 0, :, :, None]
+    mask = F.interpolate(kept[None, None].float(), size=picture.shape[:2], mode="nearest-exact")
+    mask = mask[0, 0, :, :, None]
     opacity = VEIL_OPACITY * (1 - mask)
     return picture * (1 - opacity) + torch.tensor(VEIL_COLOUR) * opacity
 

@@ -59,8 +59,10 @@ class Estimate:
 
     def __format__(self, form: str) -> str:
         form = form or (".1f" if self.seeds is None else "+.1f")
-        interval = "" if self.seeds == 1 and not self.has_interval else f" [{self.low:{form}}, {self.high:{form}}]"
-        return f"{self.value:{form}}{interval}"
+        value = f"{self.value:{form}}"
+        if self.seeds == 1 and not self.has_interval:
+            return value
+        return f"{value} [{self.low:{form}}, {self.high:{form}}]"
 
     def __str__(self) -> str:
         return format(self)
@@ -232,7 +234,9 @@ class RunningMean:
         # A figure over nothing, such as a share of no tokens, is NaN and does not count.
         value_B = value_B[value_B.isfinite()].double()
         count, total, squares = self.sums
-        self.sums = count + len(value_B), total + float(value_B.sum()), squares + float(value_B.square().sum())
+        total += float(value_B.sum())
+        squares += float(value_B.square().sum())
+        self.sums = count + len(value_B), total, squares
         return self
 
     def mean(self) -> Estimate:

@@ -191,8 +191,11 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
     box = text.get_window_extent()
     centres = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
     # From near to far, and at each distance to the right and above first.
-    for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):
-        centres.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))
+    sides = itertools.product((0, 1, -1), (1, -1, 0))
+    for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), sides):
+        aside = x * (box.width / 2 + far)
+        above = y * (box.height / 2 + far)
+        centres.append((point[0] + aside, point[1] + above))
     for centre in centres:
         text.set_position(tuple(axis.transData.inverted().transform(centre)))
         box = text.get_window_extent()

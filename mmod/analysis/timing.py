@@ -40,8 +40,10 @@ class Spread:
     def __format__(self, form: str) -> str:
         """Return the median, and in brackets the quartiles if the format starts with one."""
         number = form.lstrip("[")
-        quartiles = "" if number == form else f" [{self.low:{number}}, {self.high:{number}}]"
-        return f"{self.median:{number}}{quartiles}"
+        median = f"{self.median:{number}}"
+        if number == form:
+            return median
+        return f"{median} [{self.low:{number}}, {self.high:{number}}]"
 
 
 def ratios(numerator: list[float], denominator: list[float]) -> Spread:

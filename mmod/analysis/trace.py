@@ -186,7 +186,8 @@ class Trace(Mapping[str, Routing]):
         if not shares:
             return "no decisions: no forward pass in this thread had tokens to choose from"
         mean = sum(shares.values()) / len(shares)
-        rows = [[name, str(routing.keep_BN.shape[1]), f"{shares[name]:.3f}"] for name, routing in self.items()]
+        tokens = {name: routing.keep_BN.shape[1] for name, routing in self.items()}
+        rows = [[name, str(count), f"{shares[name]:.3f}"] for name, count in tokens.items()]
         title = f"{len(shares)} decisions, {mean:.3f} of the tokens kept on average"
         return f"{title}\n\n{markdown_table(_HEADER, rows)}"
 

@@ -32,7 +32,7 @@ from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.training.engine.evaluate import kept_means
-from mmod.training.engine.kind import device_of
+from mmod.training.engine.kind import Kind, device_of
 from mmod.training.engine.parse import read_config
 from mmod.training.image.classes import check_same_classes
 from mmod.training.image.config import TrainConfig as ImageConfig
@@ -55,7 +55,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         raise ValueError(
             f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
         )
-    kind: Any = kind_of(config.plain())
+    kind = kind_of(config.plain())
     # Before anything is read: random weights have learned nothing.
     model = kind.load() if config.model.has_weights else None
     if model is None or not is_routed(model):
@@ -92,7 +92,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     return report
 
 
-def _evaluate(kind: Any, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def _evaluate(kind: Kind, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Return loss and accuracy of every sample of a batch."""
     rows = kind.evaluate(model, _on_device(kind, batch))
     if "labels" in rows:
@@ -100,18 +100,18 @@ def _evaluate(kind: Any, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     return rows["loss"], rows["outcome"]
 
 
-def _on_device(kind: Any, batch: Any) -> Any:
+def _on_device(kind: Kind, batch: Any) -> Any:
     """Return a batch with its tensors on the model's device."""
     device = device_of(kind)
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
 
-def _dense(kind: Any, folder: str) -> nn.Module:
+def _dense(kind: Kind, folder: str) -> nn.Module:
     """Return the dense model of a run folder."""
     return kind_of(dataclasses.replace(kind.config.finished(folder), routing=None)).load()
 
 
-def _cost(kind: Any, model: nn.Module, batches: Batches) -> float:
+def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
     """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
     # Evaluated, because what a model keeps may depend on the sample.
     with torch.inference_mode():
@@ -120,7 +120,7 @@ def _cost(kind: Any, model: nn.Module, batches: Batches) -> float:
     return float(sum(kind.cost(model, kept_means(rows)).values()))
 
 
-def _generation(kind: Any, model: nn.Module) -> Generation | None:
+def _generation(kind: Kind, model: nn.Module) -> Generation | None:
     """Return the decisions of a model while it writes long texts; None if the config has none."""
     config = kind.config
     options = config.audit
@@ -133,7 +133,7 @@ def _generation(kind: Any, model: nn.Module) -> Generation | None:
     return evaluate_generation(model, tokens_BN, config.data.length, config.seed)
 
 
-def _maps(kind: Any, model: nn.Module) -> Figure | None:
+def _maps(kind: Kind, model: nn.Module) -> Figure | None:
     """Draw the kept tokens of some images; None for other samples."""
     count = kind.config.audit.maps
     if kind.config.kind != "image" or not count:
@@ -142,7 +142,7 @@ def _maps(kind: Any, model: nn.Module) -> Figure | None:
 
 
 def _write(
-    folder: Path, kind: Any, model: nn.Module, report: Audit, baseline_costs: Mapping[str, float], command: str
+    folder: Path, kind: Kind, model: nn.Module, report: Audit, baseline_costs: Mapping[str, float], command: str
 ) -> None:
     """Write pictures, text and record of an audit."""
     counted = kind.report(model)

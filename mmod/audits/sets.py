@@ -29,7 +29,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.methods.route import routing_configs
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.kind import device_of
+from mmod.training.engine.kind import Kind, LoopKind, device_of
 from mmod.training.kinds import kind_of
 from mmod.training.text.config import BYTES
 from mmod.values import refuse_unknown
@@ -52,13 +52,13 @@ class Batches:
         return self.make()
 
 
-def _streamed(kind: Any, model: nn.Module, label: Callable[[Any], LabelledBatch] = LabelledBatch) -> Batches:
+def _streamed(kind: LoopKind, model: nn.Module, label: Callable[[Any], LabelledBatch] = LabelledBatch) -> Batches:
     """Return the batches that training evaluates, with labels."""
     stream = kind.create_stream(Process(0, 1, device_of(kind)), model)
     return Batches(lambda: map(label, stream.batches(0)), stream.steps_per_epoch)
 
 
-def _of_images(kind: Any, model: nn.Module) -> Batches:
+def _of_images(kind: LoopKind, model: nn.Module) -> Batches:
     scenes = scenes_of(kind.config.data)
     batches = _streamed(kind, model)
 
@@ -122,7 +122,7 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
     return Batches(make, -(-len(order) // size))
 
 
-def _of_text(kind: Any, model: nn.Module) -> Batches:
+def _of_text(kind: LoopKind, model: nn.Module) -> Batches:
     return _streamed(kind, model, lambda batch: LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]}))
 
 
@@ -170,7 +170,7 @@ def sets_of(kind: str) -> Sets:
     return _SETS.get(kind, Sets())
 
 
-def read_set(kind: Any, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Batches:
+def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Batches:
     """Return the evaluation set of a kind, or another with changed keys of `data`."""
     data = kind.config.data
     changes = changes or {}
@@ -179,7 +179,7 @@ def read_set(kind: Any, model: nn.Module, changes: Mapping[str, Any] | None = No
     return sets_of(config.kind).read(kind_of(config), model)
 
 
-def shifts_of(kind: Any) -> dict[str, Shift]:
+def shifts_of(kind: Kind) -> dict[str, Shift]:
     """Return the shifts that a config names, as functions of batches."""
     names = kind.config.audit.shifts
     refuse_unknown("shift of audit.shifts", names, list(SHIFTS))

@@ -75,11 +75,11 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
         save_montage(options.montage, dataset, config)
         print(f"drew {options.montage}")
         return None
-    written: Mapping[str, Any] = (
-        export(options.root, config, progress=True)
-        if export is not None and options.json
-        else dataset.build(options.root, config, progress=True)["shards"]
-    )
+    written: Mapping[str, Any]
+    if export is not None and options.json:
+        written = export(options.root, config, progress=True)
+    else:
+        written = dataset.build(options.root, config, progress=True)["shards"]
     for name, entry in written.items():
         print(f"{options.root}/{name}: {entry['samples']} {config.counts}, sha256 {entry['sha256'][:16]}")
     return config

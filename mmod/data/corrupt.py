@@ -28,8 +28,10 @@ class UnusableError(ValueError):
         super().__init__(reason, details)
         self.reason = reason
         # A record may hold megabytes where a path belongs.
-        half = _MAX_DETAILS // 2
-        self.details = details if len(details) <= _MAX_DETAILS else f"{details[:half]}...{details[-half:]}"
+        if len(details) > _MAX_DETAILS:
+            half = _MAX_DETAILS // 2
+            details = f"{details[:half]}...{details[-half:]}"
+        self.details = details
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.details}"
@@ -86,10 +88,12 @@ class CorruptReport:
         return dict(Counter(fault.file for fault in self.faults))
 
     def __str__(self) -> str:
-        lines = (
-            [f"{len(self.faults)} corrupt, skipped:", *map(str, self.faults)] if self.faults else ["no corrupt data"]
-        )
-        return "\n".join([*lines, *([f"{int(self.retried)} remote reads repeated"] if self.retried else [])])
+        lines = ["no corrupt data"]
+        if self.faults:
+            lines = [f"{len(self.faults)} corrupt, skipped:", *map(str, self.faults)]
+        if self.retried:
+            lines.append(f"{int(self.retried)} remote reads repeated")
+        return "\n".join(lines)
 
 
 _WORKER = re.compile(r"'?Caught \w+ in DataLoader worker process \d+\.")

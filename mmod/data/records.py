@@ -104,23 +104,25 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _turns(record: Any) -> list[Any]:
+def _turns(record: object) -> list[Any]:
     """Return the messages of a record as they are."""
-    present = [key for key in _TURNS if record.get(key) is not None] if isinstance(record, Mapping) else []
-    if len(present) > 1:
-        raise ValueError(f"has both {present[0]!r} and {present[1]!r}")
-    if not present or not isinstance(record[present[0]], list):
+    turns = {}
+    if isinstance(record, Mapping):
+        turns = {key: record[key] for key in _TURNS if record.get(key) is not None}
+    if len(turns) > 1:
+        raise ValueError(f"has both {' and '.join(map(repr, turns))}")
+    messages = next(iter(turns.values()), None)
+    if not isinstance(messages, list):
         raise ValueError(f"no list of {' or '.join(_TURNS)}")
-    turns: list[Any] = record[present[0]]
-    return turns
+    return messages
 
 
-def _check_message(index: int, said: Any) -> Message:
+def _check_message(index: int, said: object) -> Message:
     name = None
     content = None
     if isinstance(said, Mapping):
-        is_llava = "from" in said
-        name, content = (said.get("from"), said.get("value")) if is_llava else (said.get("role"), said.get("content"))
+        names = ("from", "value") if "from" in said else ("role", "content")
+        name, content = map(said.get, names)
     # Newer formats split a message into parts; joined, they are the text of older ones.
     text = "".join(_part_text(index, part) for part in content) if isinstance(content, list) else content
     if not isinstance(said, Mapping) or not isinstance(text, str):
@@ -139,17 +141,18 @@ def _check_message(index: int, said: Any) -> Message:
     return Message(ROLES[name], text)
 
 
-def _part_text(index: int, part: Any) -> str:
+def _part_text(index: int, part: object) -> str:
     """Return the text of a part of a message, `<image>` for an image."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
+    fields = part if isinstance(part, Mapping) else {}
+    kind = fields.get("type")
+    text = fields.get("text")
     if kind == "image":
         return IMAGE
-    if kind != "text" or not isinstance(part.get("text"), str):
+    if kind != "text" or not isinstance(text, str):
         raise ValueError(
             f"message {index} has a part of type {brief(kind)}, which this reader does not read; valid: image, and "
             "text with a text"
         )
-    text: str = part["text"]
     return text
 
 
@@ -204,7 +207,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
     return paths or next(iter(named.values()), [])
 
 
-def _image_parts(said: Any) -> list[Mapping[str, Any]]:
+def _image_parts(said: object) -> list[Mapping[str, Any]]:
     content = said.get("content") if isinstance(said, Mapping) else None
     parts = content if isinstance(content, list) else []
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]

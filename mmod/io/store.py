@@ -313,7 +313,9 @@ def fingerprint(*outputs: Tensor) -> str:
         # The weights tell outputs from the same in another order.
         column_R = value_RC @ _weights(columns, 0.618034).to(value_RC) / columns
         mean = float(_weights(rows, 0.414214).to(column_R) @ column_R) / rows
-        parts.append(f"{'x'.join(map(str, output.shape))} {float(value_RC.abs().mean()):.6e} {mean:.3e}")
+        shape = "x".join(map(str, output.shape))
+        size = float(value_RC.abs().mean())
+        parts.append(f"{shape} {size:.6e} {mean:.3e}")
     return ", ".join(parts)
 
 

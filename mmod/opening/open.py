@@ -6,7 +6,7 @@ Libraries are imported when one of their models is opened.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +252,7 @@ def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, Any], dense
     return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
 
 
-def _from(opened: Opened, source: str) -> Any:
+def _from(opened: Opened, source: str) -> Callable[[], Preprocessing]:
     """Return the preprocessing of a model with another source."""
     return lambda: dataclasses.replace(opened.preprocessing, source=source)
 
@@ -323,7 +323,12 @@ def _with_methods(opened: Opened, dense: bool) -> Opened:
     return opened._replace(model=undo_(opened.model), sentence=f"{changed}; that is undone, its dense weights remain")
 
 
-def _refuse(subject: str, checkpoint: Any = None, image_size: Any = None, args: Any = None) -> None:
+def _refuse(
+    subject: str,
+    checkpoint: str | Path | None = None,
+    image_size: int | None = None,
+    args: Mapping[str, Any] | None = None,
+) -> None:
     """Raise a ValueError for options of a model that has its own weights and size."""
     given = {"checkpoint": checkpoint, "image_size": image_size, "args": args or None}
     names = [name for name, value in given.items() if value is not None]

@@ -64,4 +64,6 @@ def _step(path: Path) -> int:
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
     """Return the numbers of the classes of a run by name; None unless the path is in a run folder that names them."""
     run = None if checkpoint is None else find_run(checkpoint)
-    return None if run is None or not (run / CLASSES).is_file() else read_classes(run / CLASSES)
+    if run is None or not (run / CLASSES).is_file():
+        return None
+    return read_classes(run / CLASSES)

@@ -268,7 +268,9 @@ def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
         >>> unit_rows(torch.tensor([[[3.0, 4.0]]]))
         tensor([[[0.6000, 0.8000]]])
     """
-    channels = x_BND.shape[-1] if channels is None else min(channels, x_BND.shape[-1])
+    dim = x_BND.shape[-1]
+    if channels is None or channels > dim:
+        channels = dim
     return _unit_rows(x_BND.detach() if x_BND.requires_grad else x_BND, channels)
 
 

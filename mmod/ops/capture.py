@@ -111,7 +111,10 @@ class capture_importance(AttentionIntercept):
         visible = visible_BN[:, None, None]
         if mask is not None:
             row = _row(mask.expand(q_BHNE.shape[0], -1, tokens, -1), position_B)
-            visible = visible & row if row.dtype == torch.bool else row.masked_fill(~visible, -torch.inf)
+            if row.dtype == torch.bool:
+                visible = visible & row
+            else:
+                visible = row.masked_fill(~visible, -torch.inf)
         return _row(q_BHNE, position_B), visible
 
     def _add(self, importance_BN: Tensor) -> None:

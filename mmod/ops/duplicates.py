@@ -40,7 +40,9 @@ def alike_below(tolerance: float) -> float:
 
 def cell_sides(grid: tuple[int, int], cell: int | None) -> tuple[int, int]:
     """Return rows and columns of a cell: squares of `cell` patches a side, or for None the whole grid."""
-    return (min(cell, grid[0]), min(cell, grid[1])) if cell is not None else grid
+    if cell is None:
+        return grid
+    return min(cell, grid[0]), min(cell, grid[1])
 
 
 def first_of_cells(grid: tuple[int, int], cell: int | None, device: torch.device) -> Tensor:

@@ -153,7 +153,10 @@ def class_token_attention(
     score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
     if mask is not None:
         row = mask[..., :1, :] if mask.ndim > 1 else mask
-        score_BH1N = score_BH1N.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else score_BH1N + row
+        if row.dtype == torch.bool:
+            score_BH1N = score_BH1N.masked_fill(~row, -torch.inf)
+        else:
+            score_BH1N = score_BH1N + row
     return score_BH1N.softmax(dim=-1).mean(dim=1)[:, 0]
 
 
@@ -215,7 +218,8 @@ class _Map(NamedTuple):
         images, heads, queries = tile
         # No query of the tile sees later keys, so that half of a causal map is never computed.
         keys = slice(queries.stop) if self.is_causal else slice(None)
-        score = (self.q_BHNE[images, heads, queries] * self.scale) @ self.k_BHNE[images, heads, keys].transpose(-2, -1)
+        query = self.q_BHNE[images, heads, queries] * self.scale
+        score = query @ self.k_BHNE[images, heads, keys].transpose(-2, -1)
         score = _masked(score.to(_accumulator(score)), self.mask, self.is_causal, (*tile, keys))
         attention = torch.softmax(score, dim=-1)
         views = self.views
@@ -334,12 +338,12 @@ def _facts(
     valid_BN: Tensor | None,
     per_viewer: bool,
 ) -> dict[str, int]:
-    pairwise = mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1))
+    of_keys = mask is not None and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
     return {
         "head_dim": q_BHNE.shape[-1],
         "dropout": int(dropout > 0),
         "mask": int(mask is not None),
-        "mask_of_pairs": int(pairwise),
+        "mask_of_pairs": int(mask is not None and not of_keys),
         "grouped_queries": int(is_grouped(q_BHNE, k_BHNE)),
         "other_lengths": int(not _alike(q_BHNE, k_BHNE, v_BHNE)),
     }

@@ -54,7 +54,8 @@ def _aligned(bias_BK: Tensor) -> Tensor:
     if not bias_BK.is_cuda:
         return bias_BK.view(bias_BK.shape[0], 1, 1, slots)
     # Padded and cut again: the rows are aligned in memory, and the shape is K.
-    return torch.nn.functional.pad(bias_BK, (0, -slots % 8)).view(bias_BK.shape[0], 1, 1, -1)[..., :slots]
+    padded_BP = torch.nn.functional.pad(bias_BK, (0, -slots % 8))
+    return padded_BP.view(bias_BK.shape[0], 1, 1, -1)[..., :slots]
 
 
 def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:

@@ -39,10 +39,14 @@ def count_views(
         >>> count_views(None, True, 3, None, torch.device("cpu"))
         Views(keys_BHN=tensor([[[1, 2, 3]]]), viewers_BHN=tensor([[[3, 2, 1]]]))
     """
-    pairs = mask if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1 else None
+    pairs = None
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+        pairs = mask
     if pairs is None and not is_causal:
         return None
-    counted = torch.ones(1, 1, tokens, dtype=torch.bool, device=device) if valid_BN is None else valid_BN[:, None]
+    counted = torch.ones(1, 1, tokens, dtype=torch.bool, device=device)
+    if valid_BN is not None:
+        counted = valid_BN[:, None]
     if pairs is not None:
         visible_pairs = is_visible(pairs)[(None,) * (4 - pairs.ndim)]
         # A key that nobody sees is divided by 1, and receives nothing.
@@ -63,7 +67,9 @@ def is_visible(mask: Tensor) -> Tensor:
         mask: True where a pair may attend, or a bias to add; half of the dtype's lowest value and less masks.
     """
     # Half the lowest number, because hosts add several masks, or the lowest of another dtype.
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if mask.dtype == torch.bool:
+        return mask
+    return mask > torch.finfo(mask.dtype).min / 2
 
 
 def mask_bias(mask: Tensor, lowest: float, dtype: torch.dtype) -> Tensor:

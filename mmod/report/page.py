@@ -159,7 +159,9 @@ def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
 
 
 def _part(part: str | MarkdownTable) -> str:
-    return f"<p>{escape(part)}</p>" if isinstance(part, str) else _table(part.rows, part.caption)
+    if isinstance(part, str):
+        return f"<p>{escape(part)}</p>"
+    return _table(part.rows, part.caption)
 
 
 def _runs_section(runs: Sequence[RunRecord], figure: _Draw) -> list[_Section]:

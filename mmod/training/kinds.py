@@ -180,7 +180,8 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
             if config.kind in ADVISED:
                 commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
     width = max(map(len, commands), default=0)
-    return "\n".join([*lines, *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items())])
+    lines += [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str], kind: str) -> None:

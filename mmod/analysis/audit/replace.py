@@ -73,7 +73,8 @@ def free_tokens(routing: Routing, prefix: int) -> Tensor:
 def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
     """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F)."""
     # A stable sort of zeros and ones: those that may be skipped come first, in their order.
-    first_BN = (~free_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, : int(free_BN.sum(1).max())]
+    most = int(free_BN.sum(1).max())
+    first_BN = (~free_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :most]
     return value_BN.gather(1, first_BN).masked_fill(~free_BN.gather(1, first_BN), 0)
 
 

@@ -197,7 +197,9 @@ def compare(
     explained = None
     if best is not None and is_clear:
         # Resamples in which the router is no better than random have no share to explain.
-        share = (drawn_S2C[:, 0, best] - drawn_S2C[:, 0, random])[above_S > 0] / above_S[above_S > 0]
+        is_above_S = above_S > 0
+        position_S = drawn_S2C[:, 0, best] - drawn_S2C[:, 0, random]
+        share = position_S[is_above_S] / above_S[is_above_S]
         explained = estimate_of((mean_2C[0, best] - mean_2C[0, random]) / gap.value, share)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
     position = None if best is None else names[best]

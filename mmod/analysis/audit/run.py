@@ -396,7 +396,10 @@ class _Contexts:
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             routings = learned.routings[name]
             free_BN = learned.free[name]
-            tokens = int(free_BN.sum(1).max())
+            # Tokens that are no grid count as one row.
+            grid = (1, int(free_BN.sum(1).max()))
+            if learned.grid and math.prod(learned.grid) == math.prod(grid):
+                grid = learned.grid
             context = DecisionContext(
                 block=name,
                 x_BND=x_BND,
@@ -405,8 +408,7 @@ class _Contexts:
                 partner=learned.partners[name],
                 images=learned.images,
                 frequency_F=self.positions[name][POSITION].frequency(x_BND.shape[1]).to(x_BND.device),
-                # Tokens that are no grid count as one row.
-                grid=learned.grid if learned.grid and math.prod(learned.grid) == tokens else (1, tokens),
+                grid=grid,
                 reference={condition: by_block[name] for condition, by_block in dense.items()},
                 draw=draw,
             )

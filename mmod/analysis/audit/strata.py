@@ -97,7 +97,9 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
     for seed, ((group, name), (learned, random)) in enumerate(kept.items()):
         value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
         # The loss is turned round: a positive gap is better in both columns.
-        gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
+        better_I = value_IC[:, 0] - value_IC[:, 1]
+        less_lost_I = value_IC[:, 3] - value_IC[:, 2]
+        gap_IC = np.stack([better_I, less_lost_I], axis=1)
         means = resampled_means(value_IC, resamples, seed)
         learned_mean = estimate_of(value_IC[:, 0].mean(), means[:, 0])
         random_mean = estimate_of(value_IC[:, 1].mean(), means[:, 1])

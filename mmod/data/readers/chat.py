@@ -108,10 +108,11 @@ class ChatCollator:
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
         """Return messages as the chat template writes them, with `ask` up to where an answer begins."""
-        ended = [
-            message._replace(text=message.text.rstrip() + self._end) if message.role == "assistant" else message
-            for message in messages
-        ]
+        ended = []
+        for message in messages:
+            if message.role == "assistant":
+                message = message._replace(text=message.text.rstrip() + self._end)
+            ended.append(message)
         return self._apply_template(ended, ask)
 
     def _apply_template(self, messages: Sequence[Message], ask: bool = False) -> str:
@@ -127,7 +128,9 @@ class ChatCollator:
                 continue
             # Rendered up to each answer and behind it: the difference is what the model has to say.
             before = self.render(chat.messages[:index], ask=True)
-            after = text if index + 1 == len(chat.messages) else self.render(chat.messages[: index + 1])
+            after = text
+            if index + 1 < len(chat.messages):
+                after = self.render(chat.messages[: index + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(f"the chat template changes earlier turns when later ones follow, as in {chat.key!r}")
             spans.append((len(before), len(after)))
@@ -323,7 +326,9 @@ class LengthSampler(Sampler[int]):
 
     def __post_init__(self) -> None:
         self._lengths = np.asarray(self.lengths)
-        self.seeing = None if self.images is None or not np.any(self.images) else np.asarray(self.images) > 0
+        self.seeing = None
+        if self.images is not None and np.any(self.images):
+            self.seeing = np.asarray(self.images) > 0
         batches = -(-len(self.lengths) // self.share)
         if self.seeing is not None and self.seeing.sum() < batches:
             raise ValueError(

@@ -263,10 +263,16 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
     if any(len(entries) != 1 for entries in images.values()):
         raise ValueError("two images have the same name")
     # By number: "10.png" comes behind "2.png".
-    ordered = sorted(images, key=lambda name: int(name.split(".")[0]) if name.split(".")[0].isdecimal() else 0)
+    ordered = sorted(images, key=_image_number)
     messages = check_record(record, len(images))
     stored = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]
     return _row(record, messages, stored, key)
+
+
+def _image_number(extension: str) -> int:
+    """Return the number in an extension such as "1.png"; 0 without one."""
+    number = extension.partition(".")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def _row(

@@ -152,7 +152,7 @@ def _first_value(dataset: Any, source: str, column: str) -> Any:
         return next((row[column] for row in rows if row[column] not in (None, "")), None)
 
 
-def _wrong_column(value: Any, source: str, column: str, wanted: str) -> ValueError:
+def _wrong_column(value: object, source: str, column: str, wanted: str) -> ValueError:
     return ValueError(
         f"the column {column!r} of {source!r} holds values such as {brief(value)}, and needs {wanted}: name another "
         "column by data.columns"
@@ -214,9 +214,12 @@ class StreamedSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         epoch, position = divmod(index, self._count)
-        # Each lane has as many samples as fit into it evenly; what is left over is read by none.
-        lane, position = divmod(position, self._count // self.lanes) if self.lanes else (0, position)
-        image, target = self._raw(epoch, lane % max(self.lanes, 1), position)
+        lane = 0
+        if self.lanes:
+            # Each lane has equally many samples.
+            lane, position = divmod(position, self._count // self.lanes)
+            lane %= self.lanes
+        image, target = self._raw(epoch, lane, position)
         try:
             target = self._parse_target(target)
             if image is None:
@@ -274,7 +277,7 @@ class StreamedSource:
                     raise ValueError(f"file {lane} holds no sample")
 
 
-def _read_label(value: Any, numbers: Mapping[Any, int]) -> int:
+def _read_label(value: object, numbers: Mapping[Any, int]) -> int:
     """Return the class of a label; `numbers` are those of all labels with a name, empty if labels are numbers."""
     if not numbers or isinstance(value, str):
         return class_number(value, numbers or None)

@@ -192,7 +192,8 @@ def _ask(
             continue
         # The image replaced one token.
         start = int(np.flatnonzero(plain == image)[0])
-        tokens[size] = ImageLength(len(ids) - len(plain) + 1, int(np.flatnonzero(ids == image)[-1]) + 1 - start)
+        end = int(np.flatnonzero(ids == image)[-1]) + 1
+        tokens[size] = ImageLength(len(ids) - len(plain) + 1, end - start)
     return tokens, refused
 
 

@@ -163,10 +163,14 @@ class ShardFiles:
         path = self.path(number)
         if path is None:
             url = self.urls[number]
-            return (None, None) if url.startswith("pipe:") else self._files.describe(url)
+            if url.startswith("pipe:"):
+                return None, None
+            return self._files.describe(url)
         stat = os.stat(path)
-        # A copy has the time of its download, which says nothing of its version.
-        return stat.st_size, None if self._copies[number] is not None else f"{stat.st_mtime_ns}-{stat.st_ino}"
+        if self._copies[number] is not None:
+            # A copy has the time of its download, which says nothing of its version.
+            return stat.st_size, None
+        return stat.st_size, f"{stat.st_mtime_ns}-{stat.st_ino}"
 
     def _index_path(self, number: int, suffix: str) -> Path:
         url = self.urls[number]
@@ -230,8 +234,10 @@ def _parse_index(data: bytes, url: str, size: int | None, tag: str | None) -> In
         return None
     rows = np.frombuffer(body, "<i8").reshape(-1, 4)
     # An index of others may hold any numbers: nothing outside the shard is read.
-    if rows.size and (rows.min() < 0 or rows.max() > size or (rows[:, ::2] + rows[:, 1::2]).max() > size):
-        return None
+    if rows.size:
+        ends = rows[:, ::2] + rows[:, 1::2]
+        if rows.min() < 0 or max(rows.max(), ends.max()) > size:
+            return None
     return rows, [Fault(url, str(sample), str(reason)) for sample, reason in faults]
 
 

@@ -81,10 +81,11 @@ class TimmSource:
             raw = [label for _, label in self._owner.samples]
         elif hasattr(self._owner, "iter_targets"):
             raw = list(self._owner.iter_targets())
-        else:
-            targets = getattr(self._owner, "targets", None)
+        elif getattr(self._owner, "targets", None) is not None:
             # Some sets of torchvision hold a tensor.
-            raw = [entry[1] for entry in self._dataset] if targets is None else np.asarray(targets).tolist()
+            raw = np.asarray(self._owner.targets).tolist()
+        else:
+            raw = [entry[1] for entry in self._dataset]
         return [self._label(label) for label in raw]
 
     def _label(self, label: object) -> int:

@@ -128,7 +128,8 @@ def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> N
     images = (content for name, content in members if name.endswith("png"))
     for index, image in zip(range(_ROWS * _COLUMNS), images):
         top, left = gap + index // _COLUMNS * cell, gap + index % _COLUMNS * cell
-        large = np.asarray(Image.open(io.BytesIO(image)).convert("L")).repeat(scale, axis=0).repeat(scale, axis=1)
+        grey = np.asarray(Image.open(io.BytesIO(image)).convert("L"))
+        large = grey.repeat(scale, axis=0).repeat(scale, axis=1)
         sheet[top : top + len(large), left : left + len(large)] = large
     with open(path, "xb") as file:
         Image.fromarray(sheet).save(file, format="PNG", optimize=True)

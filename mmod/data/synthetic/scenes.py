@@ -119,8 +119,11 @@ def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng:
     for number, (digit_class, size) in enumerate(zip(content.digits, content.sizes)):
         source = int(rng.choice(painter.by_class[digit_class]))
         digit = painter.digit(source, config.large if size == "large" else config.small, rng)
-        left, top = (number * half, 0) if content.relation == "left of" else (0, number * half)
-        right, bottom = (left + half, config.canvas) if content.relation == "left of" else (config.canvas, top + half)
+        # Each digit has a half of the canvas: left and right, or above and below.
+        if content.relation == "left of":
+            left, top, right, bottom = number * half, 0, (number + 1) * half, config.canvas
+        else:
+            left, top, right, bottom = 0, number * half, config.canvas, (number + 1) * half
         box = painter.place(canvas[top:bottom, left:right], digit, rng)
         chosen.append(source)
         boxes.append((box[0] + left, box[1] + top, box[2] + left, box[3] + top))

@@ -123,7 +123,8 @@ def evaluate(
         ValueError: There are fewer conversations than processes, none can be read, or logits are not finite.
     """
     check_enough(conversations, process_count())
-    kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
+    rows = map(conversations.record, range(len(conversations)))
+    kinds = sorted({(row["kinds"] or ["all"])[-1] for row in rows})
     right = Counter[str]()
     asked = Counter[str]()
     with in_mode(False, model), _watched(model) as watched:

@@ -68,7 +68,9 @@ class RunEstimate:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+    if count >= 2**28:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.1f} MiB"
 
 
 def estimate(kind: LoopKind) -> RunEstimate:

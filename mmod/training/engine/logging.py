@@ -157,7 +157,10 @@ class Usage:
         """Add the totals of an earlier start."""
         for name, value in totals.items():
             # Of several starts the highest peak counts, and the sum of the times.
-            self._totals[name] = max(self._totals[name], value) if name in _PEAKS else self._totals[name] + value
+            if name in _PEAKS:
+                self._totals[name] = max(self._totals[name], value)
+            else:
+                self._totals[name] += value
 
 
 def _cpu_seconds() -> float:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
@@ -302,7 +303,7 @@ class _Trainer:
             "precision fp32 may help"
         )
 
-    def _log(self, bar: Any) -> None:
+    def _log(self, bar: tqdm) -> None:
         rows = self.health.take(self.step)
         self.routers += rows
         means = self.meters.means()
@@ -322,12 +323,15 @@ class _Trainer:
     def _evaluate(self) -> tuple[Any, Any | None]:
         # Evaluations may draw as well, and a resumed run has to give the same figures.
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
-        results = []
-        for model in (self.model, *([] if self.ema is None else [self.ema.module])):
+        results: list[Any] = []
+        for model in (self.model, None if self.ema is None else self.ema.module):
+            if model is None:
+                results.append(None)
+                continue
             with self.parallel.full_weights(model) as gathered_model:
                 evaluated = self.kind.evaluate_set(gathered_model, self.test_stream, self.process, self.progress)
                 results.append(evaluated.result)
-        return results[0], results[1] if len(results) > 1 else None
+        return results[0], results[1]
 
     @property
     def _checkpoints(self) -> Path:

@@ -105,7 +105,8 @@ def _describe(kind: Any, prefix: str) -> str:
         default = parameters[item.name].default if factory is dataclasses.MISSING else factory()
         shown = json.dumps(default, default=vars) if default is not inspect.Parameter.empty else ""
         known = f"default: {shown}" if shown else "required"
-        lines.append(_entry(f"{prefix}{item.name}", f"{meanings.get(item.name, '')} ({describe(hint)}; {known})"))
+        meaning = meanings.get(item.name, "")
+        lines.append(_entry(f"{prefix}{item.name}", f"{meaning} ({describe(hint)}; {known})"))
     return "\n".join(lines)
 
 

@@ -148,7 +148,7 @@ def _refuse_length(config: RunConfig, there: Mapping[str, Any], here: Mapping[st
     )
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -219,6 +219,6 @@ def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
         )
 
 
-def write_result(folder: str | Path, result: Any) -> None:
+def write_result(folder: str | Path, result: FitResult[Any]) -> None:
     """Write the result of a run, which marks it as finished."""
     write_atomically(Path(folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")

@@ -18,7 +18,7 @@ from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import LoopKind, device_of, step_samples
 from mmod.training.engine.preflight import check_schedule
 
-Adapt = Callable[[Any, dict[str, Tensor]], Mapping[str, Tensor]]
+Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
 """From a dense model and the dense weights of a checkpoint to weights by the model's names and in its shapes."""
 
 
@@ -36,7 +36,7 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
     """
     config = kind.config
     checkpoint = config.model.checkpoint
-    model: Any = kind.prepare()
+    model = kind.prepare()
     changed = ", ".join(method.kind for method in methods_of(model))
     if changed and config.applied:
         raise ValueError(
@@ -76,7 +76,7 @@ def sketch(kind: LoopKind) -> nn.Module:
 
 
 def load_dense(
-    model: Any, state: dict[str, Tensor], checkpoint: str, methods: Sequence[Method], adapt: Adapt | None = None
+    model: nn.Module, state: dict[str, Tensor], checkpoint: str, methods: Sequence[Method], adapt: Adapt | None = None
 ) -> dict[str, Tensor]:
     """Load the dense part of a checkpoint's weights into a dense model; return the weights that methods added.
 

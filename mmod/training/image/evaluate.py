@@ -59,7 +59,8 @@ class EvalResult(RoutedResult):
         return {name: figure for name, figure in figures.items() if figure is not None}
 
     def __str__(self) -> str:
-        patches = "".join(f"{name} {figure:.2f} %, " for name, figure in [*self.accuracies().items()][2:])
+        of_patches = [*self.accuracies().items()][2:]
+        patches = "".join(f"{name} {figure:.2f} %, " for name, figure in of_patches)
         return (
             f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {patches}loss {self.loss:.4f}, "
             f"kept {self.mean_kept:.3f} ({self.samples} images{f'; {self.classes}' if self.classes else ''})"

@@ -72,7 +72,7 @@ class ImageKind:
         if self.config.trained is not None:
             freeze_dense_(model)
 
-    def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
+    def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint by timm's names, with a new classifier if one is requested; see `LoopKind.load_dense`."""
         adapt = partial(self._adapted, checkpoint=checkpoint)
         return start.load_dense(model, read_state(checkpoint), checkpoint, methods, adapt)

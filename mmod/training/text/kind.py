@@ -49,10 +49,10 @@ class TextKind:
         """Create the dense model; none has published weights. See `LoopKind.prepare`."""
         return create_dense(self.config.model)
 
-    def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
+    def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint, which leaves out weights that are tied to others; see `LoopKind.load_dense`."""
 
-        def adapt(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        def adapt(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
             tied = getattr(model, "all_tied_weights_keys", None) or {}
             # Tied weights are in a checkpoint once, and in a state dict under both names.
             return {**{name: state[source] for name, source in tied.items()}, **state}
