@@ -207,7 +207,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     fields: dict[str, Any] = {}
     errors: list[Exception] = []
     for key, value in values.items():
-        # All mistakes of a file are collected, and told together.
+        # All mistakes of a file are collected, so that the user mends them at once.
         try:
             if key not in hints:
                 where = f"in group {name!r}" if name else "at the top level"

@@ -103,7 +103,7 @@ def training_flops(model: nn.Module, tokens: int) -> int:
     # Training takes the top-k, whatever decides in evaluation.
     with deciding_together(model):
         counts = _Counter(model, _STEP, Prompt(tokens)).count()
-    # The rest is counted for the last token alone; training has logits of every token.
+    # A prefill has the logits of its last token alone, training those of every token.
     return counts.routed + (tokens - 1) * counts.rest.routed
 
 

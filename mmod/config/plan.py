@@ -49,7 +49,7 @@ def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
     mean = float(mean)
     present = sum(capacities) / len(capacities)
     if mean <= present:
-        # Scaled down as a whole; upwards what is left to 1 is scaled, so that none exceeds it.
+        # Downwards all are scaled; upwards their distances to 1, so that none exceeds it.
         factor = mean / present if present else 1.0
         return tuple(round(capacity * factor, 6) for capacity in capacities)
     factor = (1 - mean) / (1 - present)

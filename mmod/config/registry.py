@@ -193,7 +193,7 @@ def read_part(field: str, value: Any) -> Any:
     if isinstance(value, cls):
         return value
     if field == "router" and callable(value) and not isinstance(value, type):
-        # A function is a score of its own kind.
+        # A function is the score "function".
         value = {"name": "function", "function": value}
     if isinstance(value, str) and field != "language":
         value = {"name": value}

@@ -94,6 +94,7 @@ def image_stream(
     split, limit = (config.train_split, config.train_limit) if training else (config.val_split, config.val_limit)
     if model is None and config.classes is not None:
         model = ModelClasses(read_classes(config.classes), config.classes)
+
     source: ImageSource
     classes: Classes | None
     # Lanes are dealt out by the source itself, which needs seed and number of processes.
@@ -109,6 +110,7 @@ def image_stream(
             warnings.warn(complete.left_out, stacklevel=2)
         # Spread over the classes: the first samples of a folder are often of one class.
         source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
+
     if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
     mean, std = normalisation(config)
@@ -127,6 +129,7 @@ def image_stream(
     else:
         # Training replaces corrupt samples, so that all processes keep the same number of full batches.
         reader = ImageReader(source, mode, _transform(config, training), replace=training)
+
     name = f"the split {split!r} of {config.source!r}"
     return BatchStream(reader, report, config, (rank, world), seed, name, classes)
 

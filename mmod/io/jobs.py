@@ -93,6 +93,7 @@ class Runner:
         reports = context.SimpleQueue()
         before = multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
+
         # All jobs of a seed wait for its first, from whose weights they start.
         # Reversed, so that the first of each seed is the one that stays.
         first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}

@@ -84,7 +84,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     try:
         check_sums(file.parent, file.name)
     except DamagedFileError as error:
-        # An earlier checkpoint may be whole, which the message offers rather than takes.
+        # An earlier checkpoint may be undamaged: the message offers it, and the user decides.
         others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
         hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
         raise DamagedFileError(f"{error}{hint}") from error

@@ -127,7 +127,7 @@ class attend_within(AttentionIntercept):
         return self._draw if func is Tensor.bernoulli_ else super().replace(func)
 
     def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Only the draw of a whole sample has this shape; dropout draws by element.
+        # Stochastic depth draws one number for a sample; dropout draws by element.
         if shares.shape != (1, 1, 1):
             return shares.bernoulli_(*args, **kwargs)
         # One number per image, which each of its rows gets.

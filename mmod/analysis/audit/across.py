@@ -58,6 +58,7 @@ def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
     pairs = {pair: RunningMean() for pair in chain.from_iterable(product(part, part) for part in parts)}
     never = {part[0]: RunningMean() for part in parts}
     returning = RunningMean()
+
     for table in tables:
         for part in parts:
             free_BN = table.free[part[0]].unpacked()
@@ -71,6 +72,7 @@ def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
             never[part[0]].add((free_BN & ~ever_BN).sum(1) / free_B)
             if len(part) > 1:
                 returning.add(_returning(list(keeps.values()), free_BN))
+
     # One decision alone leaves nothing to return.
     back = returning.mean() if returning.sums[0] else None
     kind, verdict = _evaluate(back, len(names))

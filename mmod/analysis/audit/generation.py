@@ -114,7 +114,7 @@ def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 
     # The draws are the audit's own, and leave those of the program as they were.
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        # The whole distribution at temperature 1: text that the model itself holds for likely.
+        # From the full distribution at temperature 1: text that is likely to the model itself.
         new = {"max_new_tokens": length - window, "min_new_tokens": length - window, "do_sample": True, "top_k": 0}
         mask = torch.ones_like(prompt_BN)
         generated_BN = model.generate(input_ids=prompt_BN, attention_mask=mask, pad_token_id=0, **new)

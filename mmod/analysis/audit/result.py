@@ -178,6 +178,7 @@ def compare(
     names = [LEARNED, *choices]
     outcomes = outcomes_of(tables)
     columns = [100 * outcomes[name].accuracy for name in names] + [outcomes[name].loss for name in names]
+
     # Accuracies of all contexts, then their losses; each is compared with that of the learned choice.
     value_I2C = np.stack(columns, axis=1).reshape(images, 2, len(names))
     drawn = resampled_means(value_I2C.reshape(images, -1), config.resamples, seed=0)
@@ -187,11 +188,13 @@ def compare(
     uncorrected = sign_test(gap_I2C[:, :, 1:].reshape(images, -1), config.resamples, seed=1).tolist()
     # Tested all together and corrected, since the audit asks many questions of the same images.
     conditions = _conditions(names, choices, value_I2C, drawn_S2C, np.reshape(adjusted(uncorrected), (2, -1)))
+
     random = names.index(RANDOM)
     above_S = drawn_S2C[:, 0, 0] - drawn_S2C[:, 0, random]
     gap = estimate_of(mean_2C[0, 0] - mean_2C[0, random], above_S)
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
     is_clear = gap.low > 0 and uncorrected[random - 1] < _LEVEL
+
     positions = [number for number, name in enumerate(names) if number and choices[name].family == "position"]
     best = max(positions, key=lambda number: mean_2C[0, number], default=None)
     explained = None
@@ -202,10 +205,12 @@ def compare(
         share = position_S[is_above_S] / above_S[is_above_S]
         explained = estimate_of((mean_2C[0, best] - mean_2C[0, random]) / gap.value, share)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
+
     position = None if best is None else names[best]
     influence = influence_of(tables)
     kind, verdict = evaluate(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
     strata, beside = _pairs(tables, others)
+
     return Audit(
         images=images,
         draws=config.draws,

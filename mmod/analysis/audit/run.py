@@ -113,10 +113,12 @@ def audit(
     for argument, functions in {"shifts": shifts, "custom": custom}.items():
         check_value(argument, functions, Mapping[str, Callable[..., Any]] | None)
     check_value("others", others, Mapping[str, Any] | None)
+
     config = config or AuditConfig()
     beside = beside or {}
     shifts = shifts or {}
     others = others or {}
+
     sets = {"batches": batches, "positions_from": batches if positions_from is None else positions_from}
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
         # An iterator is empty at the second pass.
@@ -125,6 +127,7 @@ def audit(
     both = shifts.keys() & others.keys()
     if both:
         raise ValueError(f"shifts and others both name {', '.join(both)}: choose another name")
+
     by_name = choices(config.conditions, custom, has_reference=reference is not None)
     routed = list(routed_blocks(model))
     contexts = _Contexts(model, evaluate, by_name, config, shifts, beside, reference)
@@ -134,6 +137,7 @@ def audit(
         if store is not None:
             for batch in islice(batches, 1):
                 identity = contexts.identity(_labelled(batch).batch)
+
         tables_of = partial(
             _evaluated, store=None if store is None else Store(store), identity=identity, shown=progress
         )

@@ -25,7 +25,7 @@ _FRAGMENTS = 4
 def _noise(x_BCHW: Tensor, images: range) -> Tensor:
     """Add noise of half the deviation of an image's own pixels."""
     noise = torch.stack([torch.randn(x_BCHW.shape[1:], generator=draw) for draw in _draws(images)]).to(x_BCHW)
-    # In units of the image's own deviation, whatever its normalisation.
+    # In units of the image's deviation, so that normalisation does not matter.
     return x_BCHW + _NOISE * x_BCHW.std(dim=(1, 2, 3), keepdim=True) * noise
 
 

@@ -55,6 +55,7 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
     loops = Counter[str]()
     hidden = Counter[str]()
     others = Counter[str]()
+
     for parent, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
         below = os.path.relpath(parent, folder)
         label = "" if below == os.curdir else below.split(os.sep)[0]
@@ -66,6 +67,7 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
                 loops[name] += 1
             else:
                 entered.append(name)
+
         # In place: `os.walk` goes on with these.
         folders[:] = entered
         paths = images.setdefault(label, [])
@@ -77,6 +79,7 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
                 paths.append(os.path.join(parent, name))
             else:
                 others[ending or "none"] += 1
+
     # Only the walked folder itself has this entry without images.
     if not images[""]:
         del images[""]

@@ -81,6 +81,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))
     val = None if config.data.val is None else open_conversations(config.data.val, config.data)
     check_start(config, arguments, processor.tokenizer, train, val)
+
     # Evenly over the data, since files are often sorted.
     indices = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(index)]]) for index in indices]
@@ -91,10 +92,12 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     # Text that is protected cannot be more than there is.
     protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
     patches = round(mean(count_patches(model, entry) for entry in batches))
+
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     steps, epoch_steps = steps_of(arguments, len(train))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
+
     stacks = find_stacks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), shares or None)
@@ -107,6 +110,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or _is_trained(stack)
     )
+
     return ChatEstimate(
         samples=len(train),
         epochs=steps / epoch_steps,

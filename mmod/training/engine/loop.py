@@ -98,6 +98,7 @@ class _Trainer:
         self.after_step = after_step
         self.stop: StopRequest
         self.folder = Path(config.output)
+
         self.usage = Usage(process.device)
         self.step_samples = step_samples(config, process.world)
         if streams is None:
@@ -106,6 +107,7 @@ class _Trainer:
             kind.find_data()
         # As rank 0 in all processes, so that all draw the same new weights.
         seed_draws(config.seed, 0, 0)
+
         self.model, teacher = create_models(kind)
         train, test = streams or kind.create_streams(process, self.model)
         self.train_stream = train
@@ -116,6 +118,7 @@ class _Trainer:
             check_recorded(self.folder, self.classes.numbers)
         if streams is None:
             kind.check_samples(self.model, train)
+
         sharded = config.distributed.sharded
         if not sharded:
             # Blocks with shards are moved one by one: together they may not fit.
@@ -129,12 +132,14 @@ class _Trainer:
         self.parallel = share(self.model, average, process, config.precision, compiled=config.compile)
         self.task: Task = kind.create_task(self.model, teacher, process).to(process.device)
         self.wrapped = self.parallel.wrap(self.task)
+
         self.steps_per_epoch = steps_of_epoch(config, train)
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
         self.optimizer = create_optimizer(config.optim, self.model, self.step_samples)
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
+
         self.meters = Meters(process.device)
         self.epoch = self.step = 0
         self.history: list[dict[str, float]] = []
@@ -196,11 +201,13 @@ class _Trainer:
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
         epoch_batches = min(self.steps_per_epoch * config.accumulate, self.train_stream.steps_per_epoch)
         samples_per_epoch = epoch_batches * config.data.batch_size * self.process.world
+
         # Streams of a caller may not say how many samples they have.
         available = getattr(self.train_stream, "num_samples", samples_per_epoch)
         left_out = ""
         if available > samples_per_epoch:
             left_out = f", {available - samples_per_epoch:,} of {available:,} samples left out"
+
         bar = progress_bar(
             desc=f"epoch {self.epoch + 1}/{self.epochs}{left_out}",
             total=samples_per_epoch,
@@ -262,6 +269,7 @@ class _Trainer:
                     self.health.read()
                 self.scaler.scale(parts["loss"] * one_pass.weight).backward()
             passes.append((parts, one_pass.samples))
+
         losses = torch.stack([parts["loss"].detach() for parts, _ in passes])
         bad = (~losses.isfinite()).sum()
         # The scaler of fp16 looks for infinite gradients itself, and skips their steps.
@@ -271,6 +279,7 @@ class _Trainer:
         if int(sum_over_processes(bad)):
             self.optimizer.zero_grad()
             self._refuse(group)
+
         for parts, samples in passes:
             self.meters.update(parts, samples)
         # The scaler's order: finish the gradients, unscale, clip, step.
@@ -282,6 +291,7 @@ class _Trainer:
         self.scaler.update()
         self.optimizer.zero_grad()
         self.task.after_step()
+
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=self.step)

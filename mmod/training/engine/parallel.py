@@ -59,7 +59,7 @@ class Replicas:
     def average_statistics(self) -> None:
         """Average the running statistics of batch norms over processes, so that all have the model that is saved."""
         if self.process.world > 1:
-            # Weights are equal after each step; running statistics are of each process's own batches.
+            # Weights are equal after a step; running statistics are those of a process's batches.
             for model in self.models:
                 distribute_bn(model, self.process.world, reduce=True)
 

@@ -58,7 +58,7 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
                 f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(expected - set(added))} and has "
                 f"{some(set(added) - expected)} that the model does not know"
             )
-        # Once more, and whole: added weights are checked for names and shapes like all others.
+        # All weights once more: added ones are checked for names and shapes like the others.
         load_weights(model, {**model.state_dict(), **added}, checkpoint)
     if config.grad_checkpointing:
         _checkpoint_gradients(model)

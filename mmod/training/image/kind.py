@@ -208,7 +208,7 @@ class ImageKind:
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
         """Return training images, prepared as for evaluation; see `Kind.calibration`."""
         data = self.config.data
-        # As an evaluation set of its own, because training images are augmented.
+        # As an evaluation set, because training images are augmented.
         prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
         return [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
 
