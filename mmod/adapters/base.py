@@ -38,6 +38,7 @@ from mmod.blocks import (
     Passes,
     ReadBlocks,
     RoutedMixins,
+    RowSource,
     Shell,
     StackCalls,
     attach,
@@ -113,6 +114,7 @@ class BlockStack:
     host: str = ""
     read_blocks: ReadBlocks | None = None
     grid: GridSource | None = None
+    rows: RowSource | None = None
     proof: Any = None
 
     @property

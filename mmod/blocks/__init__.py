@@ -19,7 +19,16 @@ from mmod.blocks.conversion import (
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock, SpannedDecoderBlock
 from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
-from mmod.blocks.grid import GridHook, GridSource, PatchesOfPass, check_cuts, grid_of_map
+from mmod.blocks.grid import (
+    GridHook,
+    GridSource,
+    PatchesOfPass,
+    RowHook,
+    RowSource,
+    check_pixels,
+    cut_patches,
+    grid_of_map,
+)
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_

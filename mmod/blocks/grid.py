@@ -1,19 +1,22 @@
 """What the patch embedding tells a forward pass: rows and columns of patches, and what a score sees of their pixels.
 
-Axes: B images, R rows and C columns of patches, H channels, E pixels of a patch.
+Axes: B images or frames, R rows and C columns of patches, N patches of an image, P of all, H channels, E pixels of a
+patch, F numbers of a patch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.conversion import host_class
 from mmod.blocks.hook import ModelHook
 from mmod.blocks.passes import StackCalls
-from mmod.config import Grid, Patches
+from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
 
 
@@ -47,6 +50,61 @@ def check_cuts(module: nn.Module) -> None:
         )
     if module.in_channels > len("RGBA"):
         raise ValueError(f"their convolution reads {module.in_channels} channels of features, and no pixels")
+
+
+def check_pixels(source: GridSource, score: Score, first: str) -> None:
+    """Raise a ValueError unless a score can read the pixels of each patch before a block."""
+    try:
+        check_cuts(source.module)
+    except ValueError as error:
+        raise ValueError(
+            f"router {score.name!r} needs patches of pixels of their own, before {first}: {error}"
+        ) from error
+    # An option that does not fit these images is told of now and not in the first pass.
+    channels = cast(nn.Conv2d, source.module).in_channels
+    score.see(torch.zeros(1, 1, 1, channels, 1), source.std)
+
+
+class RowSource(NamedTuple):
+    """Where a host gets each patch as a row of pixels, and those of a token of the language model one after another.
+
+    Args:
+        module: The module that gets the rows, as its first argument, with `grid_thw`.
+        side: Patches along a side of a token; None where `merge_sizes` says it of each picture.
+        channels: Channels of a pixel.
+    """
+
+    module: nn.Module
+    side: int | None
+    channels: int
+
+    def pictures(self, rows: Tensor, grids: Tensor, sides: Tensor | None) -> list[tuple[Tensor, int]]:
+        """Return the pixels of patches at their places (B, R, C, H, E), and the side of tokens, by picture or video."""
+        sizes = grids.tolist()
+        by_picture = [self.side] * len(sizes) if sides is None else sides.tolist()
+        parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])
+        return [
+            (spread_rows(part, grid, side, self.channels), side)
+            for part, grid, side in zip(parts, sizes, by_picture, strict=True)
+        ]
+
+
+def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) -> Tensor:
+    """Return the pixels of patches at their places (B, R, C, H, E), from rows in which a token's follow each other.
+
+    Args:
+        rows_PF: Pixels of each patch, channel by channel.
+        grid: Frames, rows and columns of patches.
+        side: Patches along a side of a token.
+
+    Example:
+        >>> rows = torch.arange(8.0).unsqueeze(1)
+        >>> spread_rows(rows, (1, 2, 4), 2, 1).flatten(2).squeeze(0).tolist()
+        [[0.0, 1.0, 4.0, 5.0], [2.0, 3.0, 6.0, 7.0]]
+    """
+    frames, rows, columns = grid
+    pixels = rows_PF.reshape(frames, rows // side, columns // side, side, side, channels, -1)
+    return pixels.transpose(2, 3).reshape(frames, rows, columns, channels, -1)
 
 
 def cut_patches(module: nn.Conv2d, image_BHYX: Tensor) -> Tensor:
@@ -94,6 +152,48 @@ class GridHook(ModelHook):
             with torch.no_grad():
                 seen = self.see(cut_patches(module, image_BHYX))
         self.calls.value.show_patches(Patches(self.read(output), seen))
+
+
+class RowHook(ModelHook):
+    """Tells the forward pass of a tower that gets patches as rows what a score sees of their pixels.
+
+    Args:
+        see: See `GridHook`; whole numbers are places of patches.
+    """
+
+    def __init__(
+        self, calls: PerThread[StackCalls], source: RowSource, see: Callable[[Tensor], tuple[Tensor, ...]]
+    ) -> None:
+        self.calls = calls
+        self.source = source
+        self.see = see
+        self.names = tuple(inspect.signature(host_class(source.module).forward).parameters)[1:]
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the pixels."""
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        pictures = self.source.pictures(arguments[self.names[0]], arguments["grid_thw"], arguments.get("merge_sizes"))
+        parts = [_in_rows(self.see(pixels), side, pixels.shape[1:3]) for pixels, side in pictures]
+        longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
+        seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
+        self.calls.value.show_patches(Patches(None, seen))
+
+
+def _in_rows(values: tuple[Tensor, ...], side: int, grid: Sequence[int]) -> list[Tensor]:
+    """Return what a score sees of patches (B, N) in the order of a host's rows, from that of their places."""
+    numbers = torch.arange(grid[0] * grid[1], device=values[0].device)
+    row_N = spread_rows(numbers.unsqueeze(1), (1, *grid), side, 1).flatten()
+    place_N = row_N.argsort()
+    in_order = [value_BN[:, place_N] for value_BN in values]
+    return [value_BN if value_BN.is_floating_point() else row_N[value_BN] for value_BN in in_order]
+
+
+def _padded(value_BN: Tensor, longest: int) -> Tensor:
+    """Return values of patches with zeros behind them, or places with those of the padding itself."""
+    pictures, patches = value_BN.shape
+    behind = torch.arange(patches, longest, device=value_BN.device).expand(pictures, -1)
+    return torch.cat([value_BN, torch.zeros_like(behind) if value_BN.is_floating_point() else behind], dim=1)
 
 
 class PatchesOfPass:

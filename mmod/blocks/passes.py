@@ -236,7 +236,7 @@ class Passes(Generic[AnyPass]):
             del call.passes[: 1 - UNFINISHED]
         if self.goes_on:
             call.passes.append(started)
-        if started.patches.grid is not None:
+        if started.patches.grid is not None or started.patches.seen is not None:
             # A recomputed first block finds them by its input.
             self.hand_on(started, x)
         return started

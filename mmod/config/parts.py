@@ -255,7 +255,8 @@ class Score(Checked, group="router"):
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
         tied: All routed layers score with one weight, stored once.
         reads_grid: The score reads the grid of patches, `Placement.patches`.
-        reads_pixels: The score reads what `see` returns of the patches' pixels, `Placement.patches`.
+        reads_pixels: The score reads what `see` returns of the patches' pixels, `Placement.patches`. In a language
+            model, the score of an image token is the largest first number of its patches.
         reads_frames: The score reads which token stands at the same place one frame earlier. First frames are never
             skipped.
         images: Successive images count as frames.
@@ -299,13 +300,14 @@ class Score(Checked, group="router"):
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 
-    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None) -> tuple[Tensor, ...]:
+    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1) -> tuple[Tensor, ...]:
         """Return what the score needs of the pixels of patches, as few numbers (B, N): a pass keeps them.
 
         Args:
             pixels_BRCHE: Pixels as the patch embedding gets them: B images, R rows and C columns of patches, H channels
                 of E pixels.
             std: What each channel was divided by when it was normalised; None where the model does not say.
+            frames: How many consecutive images are frames of one video.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what it reads of pixels")
 

@@ -231,4 +231,4 @@ def _fits(name: str, part: str) -> bool:
     router = config.router
     if part == "image":
         return not (spelled(config.language) or router.tied)
-    return not (config.joins or router.per_image or router.reads_grid)
+    return not (config.joins or router.per_image or (router.reads_grid and not router.reads_pixels))

@@ -165,7 +165,8 @@ class RoutingConfig:
     def decides_alone(self, training: bool) -> bool:
         """Return whether each token of a language model is decided by itself: by a threshold that its score meets."""
         infers = self.language.inference_threshold is not None and not training
-        return self.router.learns and (self.select != "topk" or infers)
+        by_itself = self.router.learns or self.router.reads_pixels
+        return by_itself and (self.select != "topk" or infers)
 
     def wants_importance(self, training: bool) -> bool:
         """Return whether the score, or in training a loss, reads importance."""

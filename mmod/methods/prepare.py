@@ -13,14 +13,13 @@ from torch import nn
 from mmod.adapters import BlockStack
 from mmod.blocks import (
     BlockCall,
-    GridSource,
     ImportanceState,
     Mixin,
     PatchesOfPass,
     RoutedBlock,
     RoutedState,
     Span,
-    check_cuts,
+    check_pixels,
     is_converted,
 )
 from mmod.config import CHANGE, Merged, RoutingConfig, Threshold, presets, spelled
@@ -149,13 +148,18 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
         raise ValueError(
             f"router {config.router.name!r} compares frames of videos in language models: {first} is no layer of one"
         )
-    if config.router.reads_grid and stack.grid is None:
+    # A language model reads the pixels of its tower's patches, and some towers get pixels in rows.
+    elsewhere = config.router.reads_pixels and (stack.language or stack.rows is not None)
+    if config.router.reads_grid and stack.grid is None and not elsewhere:
         raise ValueError(
             f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "
-            "show: it is no block of an image model, or of one whose patches are not made by one projection"
+            "show: it is no block of an image model, or of one whose patches are not made by one projection; or its "
+            "patches are rows in the order of windows, or in one that no spatial_merge_size of the tower tells"
         )
     if config.router.reads_pixels and stack.grid is not None:
-        _check_pixels(stack.grid, config, first)
+        check_pixels(stack.grid, config.router, first)
+    elif config.router.reads_pixels and stack.rows is not None:
+        config.router.see(torch.zeros(1, 1, 1, stack.rows.channels, 1), None)
     if config.router.reads_grid and stack.prefix and not config.protect_prefix:
         raise ValueError(
             f"protect_prefix must be True: router {config.router.name!r} reads the grid of patches, and {stack.prefix} "
@@ -166,19 +170,6 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
         raise ValueError(f"router.importance='class_token': the tokens of {first} do not begin with a class token")
     if importance in ("last_token", "vision_tower") and not stack.language:
         raise ValueError(f"router.importance={importance!r} is for language models: {first} is no layer of one")
-
-
-def _check_pixels(source: GridSource, config: RoutingConfig, first: str) -> None:
-    """Raise a ValueError unless the pixels of each patch can be read before the first block."""
-    try:
-        check_cuts(source.module)
-    except ValueError as error:
-        raise ValueError(
-            f"router {config.router.name!r} needs patches of pixels of their own, before {first}: {error}"
-        ) from error
-    # An option that does not fit these images is told of now and not in the first pass.
-    channels = cast(nn.Conv2d, source.module).in_channels
-    config.router.see(torch.zeros(1, 1, 1, channels, 1), source.std)
 
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[Row]) -> dict[int, RoutingConfig]:
@@ -298,7 +289,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         prefix=stack.prefix if config.protect_prefix and not config.router.per_image else 0,
         device=parameter.device,
         dtype=parameter.dtype,
-        patches=None if stack.grid is None else PatchesOfPass(stack.calls),
+        patches=None if stack.grid is None and stack.rows is None else PatchesOfPass(stack.calls),
     )
     return router.train(block.training)
 

@@ -19,6 +19,7 @@ from mmod.blocks import (
     OwnerState,
     RoutedBlock,
     RoutedState,
+    RowHook,
     WholeBatchHook,
     attach,
     convert,
@@ -176,6 +177,8 @@ class Route(Method):
             if score.reads_grid and stack.grid is not None:
                 see = partial(score.see, std=stack.grid.std) if score.reads_pixels else None
                 hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read, see)))
+            elif score.reads_pixels and stack.rows is not None:
+                hooks.append((stack.rows.module, RowHook(stack.calls, stack.rows, partial(score.see, std=None))))
         for name, stack in stacks.items():
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):

@@ -108,9 +108,27 @@ def pixelprune() -> dict[str, Any]:
     that the model gets; no weight and no calibration. Differences: the source removes patches, here they merge with one
     that is kept in their cell of 4 x 4 patches, attention counts them, and all patches go out. A patch is compared with
     the kept one, where the source compares neighbours; `router={"tolerance": 6, "std": ...}` joins patches that differ
-    by a few grey levels, as after JPEG. The source skips the same patches in the language model too.
+    by a few grey levels, as after JPEG. The language model has a preset of its own, "pixelprune-language".
     """
     return {"router": "duplicate", "select": Threshold(), "skipped": Merged(), "blocks": "all"}
+
+
+@register_preset("pixelprune-language")
+def pixelprune_language() -> dict[str, Any]:
+    """PixelPrune, arXiv 2604.00886, for language models: image tokens of patches whose pixels equal those of a
+    neighbour reach no layer.
+
+    Decided from the pixels that the vision tower gets, without weights or calibration; the tower stays dense, or has
+    the preset "pixelprune". A token that is made of several patches is skipped if all of them are duplicates. Text and
+    the ends of lines stay, and tokens keep their positions. Differences: a patch is compared with the kept one, where
+    the source compares neighbours, and skipped tokens remain in the output of the last layer.
+    """
+    return {
+        "router": score("duplicate", cell=None),
+        "select": Threshold(),
+        "blocks": "all",
+        "language": LanguageRouting(tokens="image"),
+    }
 
 
 @register_preset("ipcv")

@@ -14,6 +14,8 @@ from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.analysis.trace import trace
+from mmod.blocks import deciding_modules
 from mmod.compare.table import Measured
 from mmod.compare.times import Reading
 from mmod.io.store import fingerprint
@@ -156,7 +158,16 @@ class Prompts:
         """Return the bytes of the KV cache of a prompt of mean length."""
         images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
-        return flops(model, Prompt(tokens - images, images)).cache_bytes
+        return flops(model, Prompt(tokens - images, images), self._kept(model)).cache_bytes
+
+    def _kept(self, model: nn.Module) -> dict[str, float] | None:
+        """Return the share of the first batch's image tokens that each layer keeps; None where it is known before."""
+        if not any(module.cost_follows_data for module in deciding_modules(model).values()):
+            return None
+        with trace(model) as decisions:
+            self.check(model)
+        image_BN = (self.batches[0]["input_ids"] == self.image_token).cpu()
+        return {name: float(routing.keep_BN.cpu()[image_BN].float().mean()) for name, routing in decisions.items()}
 
     def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""

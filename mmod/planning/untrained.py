@@ -43,6 +43,7 @@ def image_candidates(stack: BlockStack, size: tuple[int, int], patch: tuple[int,
         Candidate(f"a-mod {capacity:g}", routing={"preset": "a-mod", "capacity": capacity}) for capacity in (0.75, 0.5)
     ]
     candidates.append(Candidate("random 0.5", routing={"router": "random", "capacity": 0.5}))
+    candidates.append(Candidate("pixelprune", routing={"preset": "pixelprune"}))
     if patch is None:
         return candidates
     grid = (size[0] // patch[0], size[1] // patch[1])
@@ -141,6 +142,7 @@ def language_candidates(
         Candidate(f"evenly spread {keep:g}", routing={"preset": "evenly-spread", "capacity": keep})
         for keep in (0.5, 0.25)
     ]
+    candidates.append(Candidate("pixelprune", routing={"preset": "pixelprune-language"}))
     for first in sorted({depth // 2, 3 * depth // 4}):
         frozen = {"blocks": tuple(range(first, depth)), "capacity": 0, "context": "all"}
         candidates.append(Candidate(f"frozen after {first}", routing=frozen))

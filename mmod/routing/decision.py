@@ -91,7 +91,7 @@ class TokenGroups(NamedTuple):
         strict: A capacity that keeps no token of a group is an error.
         alone: Every sample has one token, and a slot for it, kept or not.
         causal: Attention is causal over the valid tokens, whatever the mask.
-        importance: Returns importance (B, N) from outside the layers; None without.
+        importance: Returns importance, or scores of pixels, from outside the layers (B, N); None without.
         segments: The packed samples, if rows pack several; each is routed as if it were alone.
         earlier_BN: Index in its row of the token at the same position one frame earlier, -1 for none (B, N); None if no
             score reads frames.

@@ -83,7 +83,7 @@ class DecoderRouter(Router):
             if not groups.skips and (wanted or self.config.router.shared):
                 # Without a choice no importance was computed, and scores have no effect.
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
-            elif wanted and groups.importance is not None:
+            elif groups.importance is not None and (wanted or self.config.router.reads_pixels):
                 importance_BN = groups.importance().to(x_BND.device)
         elif groups.segments is not None and self.config.reads_attention(self.training):
             # A mean over the queries of the row becomes one over those of the sample.

@@ -31,7 +31,7 @@ from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 BY_DEPTH = ("evenly-spread", "gamma-mod", "gradual", "ipcv", "mindskip", "p-mod", "v2drop")
-FOR_LANGUAGE = ("evenly-spread", "evs", "gamma-mod", "v2drop", "videollm-mod")
+FOR_LANGUAGE = ("evenly-spread", "evs", "gamma-mod", "pixelprune-language", "v2drop", "videollm-mod")
 FOR_IMAGES = tuple(name for name in sorted(PRESETS) if name not in (*FOR_LANGUAGE, "contrast-mod"))
 
 

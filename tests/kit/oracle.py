@@ -31,28 +31,29 @@ def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def duplicates_by_loop(
-    pixels_RCHE: Tensor, tolerance: float, cell: int | None, levels: tuple[float, ...]
+    pixels_TRCHE: Tensor, tolerance: float, cell: int | None, levels: tuple[float, ...]
 ) -> tuple[list[float], list[int]]:
-    """Return, patch by patch of a picture, the difference to the patch that stands for it, and that patch.
+    """Return, patch by patch of a video, the difference to the patch that stands for it, and that patch.
 
     Args:
-        pixels_RCHE: Pixels in float64: R rows and C columns of patches, H channels of E pixels.
+        pixels_TRCHE: Pixels in float64: T frames, R rows and C columns of patches, H channels of E pixels.
         levels: Grey levels of a unit of each channel.
     """
-    rows, columns = pixels_RCHE.shape[:2]
+    frames, rows, columns = pixels_TRCHE.shape[:3]
+    pixels_PHE = pixels_TRCHE.flatten(0, 2)
     side = max(rows, columns) if cell is None else cell
     differences: list[float] = []
     stands: list[int] = []
-    for row, column in itertools.product(range(rows), range(columns)):
-        differences.append(256.0 if row % side == column % side == 0 else 255.0)
-        stands.append(row * columns + column)
+    for frame, row, column in itertools.product(range(frames), range(rows), range(columns)):
+        differences.append(256.0 if frame == row % side == column % side == 0 else 255.0)
+        stands.append((frame * rows + row) * columns + column)
         nearest = math.inf
         joined = stands[-1]
-        for up, left in ((0, 1), (1, 0), (1, 1)):
-            if row % side < up or column % side < left:
+        for back, up, left in ((0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0)):
+            if frame < back or row % side < up or column % side < left:
                 continue
-            other = stands[(row - up) * columns + column - left]
-            apart_H = (pixels_RCHE[row, column] - pixels_RCHE[other // columns, other % columns]).abs().amax(dim=1)
+            other = stands[((frame - back) * rows + row - up) * columns + column - left]
+            apart_H = (pixels_PHE[len(stands) - 1] - pixels_PHE[other]).abs().amax(dim=1)
             apart = max(float(value) * level for value, level in zip(apart_H, levels))
             if apart < nearest:
                 nearest = apart

@@ -82,16 +82,23 @@ def test_the_fast_rule_is_the_slow_one() -> None:
         tolerance = draw.choice([-1.0, 0.0, 1.5, 3.0])
         # Exact in fp32, so that ties are ties.
         levels = tuple(draw.choice([32.0, 64.0, 80.0]) for _ in range(channels))
-        pixels = torch.randint(0, 4, (2, rows, columns, channels, 2), generator=generator).double() / 64
+        frames = draw.choice([1, 1, 2, 4])
+        pixels = torch.randint(0, 4, (2 * frames, rows, columns, channels, 2), generator=generator).double() / 64
         # Rows that repeat: runs begin and end.
-        pixels[:, 1:] = torch.where(torch.rand(2, rows - 1, columns, 1, 1) < 0.4, pixels[:, :-1], pixels[:, 1:])
+        repeats = torch.rand(2 * frames, rows - 1, columns, 1, 1) < 0.4
+        pixels[:, 1:] = torch.where(repeats, pixels[:, :-1], pixels[:, 1:])
+        # And patches that stand still.
+        stay = torch.rand(2 * frames - 1, rows, columns, 1, 1) < 0.4
+        pixels[1:] = torch.where(stay, pixels[:-1], pixels[1:])
         if draw.random() < 0.2:
             pixels[0, -1, -1] = draw.choice([torch.nan, torch.inf, 1e30])
-        actual = find_duplicates(pixels.float(), tolerance, cell, torch.tensor(levels))
-        for picture in range(2):
-            expected, stands = duplicates_by_loop(pixels[picture], tolerance, cell, levels)
-            assert actual.stands_BN[picture].tolist() == stands
-            torch.testing.assert_close(actual.difference_BN[picture], torch.tensor(expected), atol=1e-3, rtol=1e-5)
+        actual = find_duplicates(pixels.float(), tolerance, cell, torch.tensor(levels), frames)
+        for number, video in enumerate(pixels.split(frames)):
+            own = slice(number * frames, (number + 1) * frames)
+            expected, stands = duplicates_by_loop(video, tolerance, cell, levels)
+            assert actual.stands_BN[own].flatten().tolist() == stands
+            difference = actual.difference_BN[own].flatten()
+            torch.testing.assert_close(difference, torch.tensor(expected), atol=1e-3, rtol=1e-5)
 
 
 def test_a_patch_is_compared_with_the_one_that_is_kept_for_it() -> None:

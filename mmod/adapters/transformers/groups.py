@@ -16,6 +16,7 @@ from mmod.adapters.transformers.families import gets_keys, number_of, parameters
 from mmod.adapters.transformers.generation import Generations, PassLabels, PromptPart, refuse_training_mode
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS
+from mmod.adapters.transformers.pixels import RowPixels, pixel_scores
 from mmod.adapters.transformers.structure import (
     Structure,
     pads_only,
@@ -24,7 +25,7 @@ from mmod.adapters.transformers.structure import (
     source_of,
     uses_cache,
 )
-from mmod.adapters.transformers.tower import TowerImportance
+from mmod.adapters.transformers.tower import TowerImportance, TowerReader
 from mmod.blocks import Arguments, ModelHook
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import TokenGroups, assign_groups, decoded_groups
@@ -169,10 +170,13 @@ class GroupHook(ModelHook):
                 "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
                 "different tokens: choose a router and losses that read no importance, such as router='linear'"
             )
-        elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
-        self.tower = TowerImportance(entry) if elsewhere else None
-        if elsewhere and self.tokens != "image":
-            raise ValueError("router.importance='vision_tower' is defined for image tokens: route with tokens='image'")
+        self.tower: TowerReader | RowPixels | None = None
+        if config.router.reads_pixels:
+            self.tower = pixel_scores(entry, config.router)
+        elif config.importance == "vision_tower" and config.wants_importance(training=True):
+            self.tower = TowerImportance(entry)
+        if self.tower is not None and self.tokens != "image":
+            raise ValueError(f"{self.tower.option} is defined for image tokens: route with tokens='image'")
         self._check_frames(config)
         if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")

@@ -84,7 +84,7 @@ def _hooks(
     if entry is not text:
         hooks.append((text, MaskHook(text)))
     if groups.tower is not None:
-        hooks.append((entry, groups.tower))
+        hooks += groups.tower.hooks
     return hooks
 
 

@@ -26,23 +26,22 @@ from mmod.threads import PerThread
 
 # How many layouts of images a model remembers.
 _LAYOUTS = 32
-_OPTION = "router.importance='vision_tower'"
 
 
 class TowerCall(NamedTuple):
-    """What a call of a tower's layer computed.
+    """What a call of a tower's layer, or of its patch embedding, computed.
 
     Args:
-        importance_IP: Importance of the patches (I, P).
+        value_IP: A number for each patch (I, P), such as its importance.
         valid_IP: False at padding (I, P); None without.
     """
 
-    importance_IP: Tensor
+    value_IP: Tensor
     valid_IP: Tensor | None
 
 
 class Noted:
-    """What a tower's layer notes in one thread.
+    """What a tower's layer, or its patch embedding, notes in one thread.
 
     Attributes:
         calls: What its calls computed, until it is taken.
@@ -70,8 +69,8 @@ class TowerState:
 
     call: BlockCall
     importance: str
+    noted: PerThread[Noted]
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner))
-    noted: PerThread[Noted] = field(default_factory=lambda: PerThread(Noted))
 
 
 class TowerLayer(ConvertedBlock):
@@ -96,17 +95,128 @@ class TowerLayer(ConvertedBlock):
         return y
 
 
-class TowerImportance(ModelHook):
-    """The attention that image tokens receive in the layer of the vision tower that provides the features.
-
-    It is the attention of the class token, or in a tower without one the mean over patches. A token that stands for a
-    fixed group of patches has their mean: for one patch, a square of the grid, or successive patches. Which of these it
-    is follows from the numbers of patches and tokens, and is tried once for each layout of images.
+class TowerReader(ModelHook):
+    """What image tokens get from the patches that they stand for, as it was noted of these in the vision tower.
 
     As a hook of the module that runs the tower, it drops what no layer has read, as after a pass that failed.
 
     Args:
         entry: The module that puts image features among the embedded tokens.
+        option: The option that asks for it.
+        reduce: How the value of a token follows from those of its patches: "mean" or "amax".
+        empty: The value of tokens without patches.
+
+    Raises:
+        ValueError: The model has no tower.
+    """
+
+    def __init__(self, entry: Any, option: str, reduce: str, empty: float) -> None:
+        part = vision_part(entry)
+        if part is None or not hasattr(entry, "get_image_features"):
+            raise ValueError(
+                f"{option} needs a model with a vision tower and a method get_image_features: this is a "
+                f"{type(entry).__name__}"
+            )
+        self.entry: nn.Module = entry
+        self.option = option
+        self.reduce = reduce
+        self.empty = empty
+        self.stack = part()
+        self.layer = self.stack.blocks[_last_used(entry.config, len(self.stack.blocks))]
+        self.noted: PerThread[Noted] = PerThread(Noted)
+        # Whether a call runs in a thread.
+        self._runs: PerThread[bool] = PerThread(bool)
+        # The token of each patch, and the number of tokens, by layout of the images.
+        self._known: dict[tuple[object, ...], tuple[Tensor, int]] = {}
+
+    @property
+    def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
+        """All hooks that it needs, with their modules."""
+        return [(self.entry, self)]
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
+        if self._runs.value:
+            self.noted.value.take()
+        self._runs.value = True
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+        """Drop what was noted."""
+        self._runs.value = False
+        self.noted.value.take()
+
+    @torch.compiler.disable
+    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments, copies: int) -> Tensor:
+        """Return the values of image tokens (B, N), the empty one at all other tokens.
+
+        Args:
+            kind_BN: The modality of every token that may be skipped, 0 of others (B, N).
+            arguments: Arguments of the model that describe the images.
+            copies: How many samples in a row are copies of one that the arguments describe.
+
+        Raises:
+            ValueError: The tower did not process the images in this call, or what tokens stand for is not known.
+        """
+        calls = self.noted.value.take()
+        names = [name for name in KINDS if pixels_of(arguments, name) is not None]
+        if not names:
+            raise ValueError(f"{self.option} needs the tower to process the images: pass pixel_values")
+        if not calls:
+            raise ValueError(f"{self.option} reads {self.stack.names[0]}, which did not process the {names[0]}s")
+        if len(names) > 1:
+            raise ValueError(f"{self.option} reads images or videos: this call has both")
+        token_Q, tokens = self._tokens(entry, names[0], _arguments_of(entry, names[0], arguments), calls)
+        # The tower may have run before, for another reason.
+        value_Q = torch.cat([call.value_IP.flatten() for call in calls])[-len(token_Q) :]
+        used_Q = (token_Q >= 0).to(value_Q.device)
+        number_Q = token_Q.to(value_Q.device)[used_Q]
+        value_T = value_Q.new_full((tokens,), self.empty).scatter_reduce(
+            0, number_Q, value_Q[used_Q], self.reduce, include_self=False
+        )
+        return place_values(value_T, kind_BN == KINDS[names[0]], copies, self.empty)
+
+    def _tokens(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> tuple[Tensor, int]:
+        """Return the token of each patch in the calls of the tower for a layout of images (Q), -1 for none, and T."""
+        shapes = tuple(call.value_IP.shape for call in calls)
+        layout = (name, shapes, *[(key, _layout(value)) for key, value in arguments.items()])
+        if layout not in self._known:
+            if len(self._known) == _LAYOUTS:
+                self._known.clear()
+            self._known[layout] = self._try(entry, name, arguments, calls)
+        return self._known[layout]
+
+    def _try(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> tuple[Tensor, int]:
+        """Return what `_tokens` does, by a pass of the tower on the images."""
+        raise NotImplementedError
+
+
+def place_values(value_T: Tensor, image_BN: Tensor, copies: int, empty: float) -> Tensor:
+    """Return the values of image tokens at their places (B, N).
+
+    Args:
+        value_T: Values of the tokens of all images.
+        image_BN: True at image tokens.
+        copies: How many samples in a row are copies of one that the values describe.
+        empty: The value of all other tokens.
+    """
+    counts = image_BN[::copies].sum(1).tolist()
+    if sum(counts) != len(value_T):
+        raise ValueError(f"the images of this call have {len(value_T)} image tokens, the prompts have {sum(counts)}")
+    if copies > 1:
+        repeated: list[Tensor] = []
+        for part_T in value_T.split(counts):
+            repeated += [part_T] * copies
+        value_T = torch.cat(repeated)
+    value_BN = torch.full(image_BN.shape, empty, dtype=value_T.dtype, device=image_BN.device)
+    return value_BN.masked_scatter(image_BN, value_T.to(image_BN.device))
+
+
+class TowerImportance(TowerReader):
+    """The attention that image tokens receive in the layer of the vision tower that provides the features.
+
+    It is the attention of the class token, or in a tower without one the mean over patches. A token that stands for a
+    fixed group of patches has their mean: for one patch, a square of the grid, or successive patches. Which of these it
+    is follows from the numbers of patches and tokens, and is tried once for each layout of images.
 
     Raises:
         ValueError: The model has no tower, or another method has changed the layer.
@@ -115,96 +225,22 @@ class TowerImportance(ModelHook):
     """
 
     def __init__(self, entry: Any) -> None:
-        part = vision_part(entry)
-        if part is None or not hasattr(entry, "get_image_features"):
+        super().__init__(entry, "router.importance='vision_tower'", "mean", 0.0)
+        if is_converted(self.layer):
             raise ValueError(
-                f"{_OPTION} needs a model with a vision tower and a method get_image_features: this is a "
-                f"{type(entry).__name__}"
+                f"{self.option} reads the attention of all patches in the tower's last layer that is used, which "
+                "another method has changed: leave that layer dense"
             )
-        self.entry: nn.Module = entry
-        self.stack = part()
-        layer = self.stack.blocks[_last_used(entry.config, len(self.stack.blocks))]
-        if is_converted(layer):
-            raise ValueError(
-                f"{_OPTION} reads the attention of all patches in the tower's last layer that is used, which another "
-                "method has changed: leave that layer dense"
-            )
-        self.reads: nn.Module = layer
+        self.reads: nn.Module = self.layer
         importance = "class_token" if self.stack.class_token else "mean"
-        self.state = TowerState(self.stack.call_of(layer, None), importance)
-        # Whether a call runs in a thread.
-        self._runs: PerThread[bool] = PerThread(bool)
-        # The token of each patch by layout of the images, after a trial of each.
-        self._known: dict[tuple[object, ...], Tensor] = {}
+        self.state = TowerState(self.stack.call_of(self.layer, None), importance, self.noted)
 
     def install(self) -> None:
         """Let the layer note the importance of patches."""
         convert(self.reads, TowerLayer, self.state, self.state.call.shell)
         remember(self.entry, self.stack)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
-        if self._runs.value:
-            self.state.noted.value.take()
-        self._runs.value = True
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
-        """Drop the importance."""
-        self._runs.value = False
-        self.state.noted.value.take()
-
-    @torch.compiler.disable
-    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments, copies: int) -> Tensor:
-        """Return the importance of image tokens (B, N), 0 at all other tokens.
-
-        Args:
-            kind_BN: The modality of every token that may be skipped, 0 of others (B, N).
-            arguments: Arguments of the model that describe the images.
-            copies: How many samples in a row are copies of one that the arguments describe.
-
-        Raises:
-            ValueError: The tower did not process the images in this call, or a token stands for no fixed group.
-        """
-        calls = self.state.noted.value.take()
-        names = [name for name in KINDS if pixels_of(arguments, name) is not None]
-        if not names:
-            raise ValueError(f"{_OPTION} needs the tower to process the images: pass pixel_values")
-        if not calls:
-            raise ValueError(f"{_OPTION} reads {self.stack.names[0]}, which did not process the {names[0]}s")
-        if len(names) > 1:
-            raise ValueError(f"{_OPTION} reads images or videos: this call has both")
-        token_Q = self._tokens(entry, names[0], _arguments_of(entry, names[0], arguments), calls)
-        image_BN = kind_BN == KINDS[names[0]]
-        counts = image_BN[::copies].sum(1).tolist()
-        tokens = 1 + int(token_Q.max())
-        if sum(counts) != tokens:
-            raise ValueError(f"the images of this call have {tokens} image tokens, the prompts have {sum(counts)}")
-        # The tower may have run before, for another reason.
-        value_Q = torch.cat([call.importance_IP.flatten() for call in calls])[-len(token_Q) :]
-        used_Q = (token_Q >= 0).to(value_Q.device)
-        number_Q = token_Q.to(value_Q.device)[used_Q]
-        importance_T = value_Q.new_zeros(tokens).scatter_reduce(
-            0, number_Q, value_Q[used_Q], "mean", include_self=False
-        )
-        if copies > 1:
-            repeated: list[Tensor] = []
-            for part_T in importance_T.split(counts):
-                repeated += [part_T] * copies
-            importance_T = torch.cat(repeated)
-        score_BN = torch.zeros(kind_BN.shape, dtype=importance_T.dtype, device=kind_BN.device)
-        return score_BN.masked_scatter(image_BN, importance_T.to(kind_BN.device))
-
-    def _tokens(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> Tensor:
-        """Return the token of each patch in the calls of the tower for a layout of images (Q), -1 for none."""
-        shapes = tuple(call.importance_IP.shape for call in calls)
-        layout = (name, shapes, *[(key, _layout(value)) for key, value in arguments.items()])
-        if layout not in self._known:
-            if len(self._known) == _LAYOUTS:
-                self._known.clear()
-            self._known[layout] = self._try(entry, name, arguments, calls)
-        return self._known[layout]
-
-    def _try(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> Tensor:
+    def _try(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> tuple[Tensor, int]:
         """Return the token of each patch (Q): where the patches of some tokens change, just these tokens do."""
         changes = [torch.zeros(1, 1)] * len(calls)
         before_TD = self._features(entry, name, arguments, changes)
@@ -214,15 +250,15 @@ class TowerImportance(ModelHook):
         chosen_T[0] = True
         for token_Q in _groupings(self._patches(calls), self.stack.prefix, tokens):
             change_Q = (token_Q >= 0) & chosen_T[token_Q.clamp(min=0)]
-            parts = change_Q.split([call.importance_IP.numel() for call in calls])
-            changes = [part_Q.view(call.importance_IP.shape) for part_Q, call in zip(parts, calls)]
+            parts = change_Q.split([call.value_IP.numel() for call in calls])
+            changes = [part_Q.view(call.value_IP.shape) for part_Q, call in zip(parts, calls)]
             after_TD = self._features(entry, name, arguments, changes)
             if torch.equal((after_TD != before_TD).any(-1).cpu(), chosen_T):
-                return token_Q
+                return token_Q, tokens
         raise ValueError(
-            f"{_OPTION} needs image tokens that stand for one patch, a square of patches or successive patches each: "
-            f"those of this {type(entry).__name__} do not. Choose another importance, or router='stride', which keeps "
-            "evenly spread tokens"
+            f"{self.option} needs image tokens that stand for one patch, a square of patches or successive patches "
+            f"each: those of this {type(entry).__name__} do not. Choose another importance, or router='stride', which "
+            "keeps evenly spread tokens"
         )
 
     def _patches(self, calls: list[TowerCall]) -> list[Tensor]:
@@ -232,14 +268,14 @@ class TowerImportance(ModelHook):
         masks = []
         for call in calls:
             valid_IP = call.valid_IP if added else None
-            everywhere_IP = torch.ones(call.importance_IP.shape, dtype=torch.bool)
+            everywhere_IP = torch.ones(call.value_IP.shape, dtype=torch.bool)
             masks.append(everywhere_IP if valid_IP is None else valid_IP.cpu())
         return masks
 
     @torch.no_grad()
     def _features(self, entry: nn.Module, name: str, arguments: Arguments, changes: list[Tensor]) -> Tensor:
         """Return the features of all images (T, D), where each call of the tower takes the next of some changes."""
-        noted = self.state.noted.value
+        noted = self.noted.value
         copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
         devices = {value.device for value in copied.values() if isinstance(value, Tensor) and value.is_cuda}
         noted.changes = changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -15,7 +16,7 @@ from mmod.adapters.base import BlockStack, Part
 from mmod.adapters.probe import GRIDS
 from mmod.adapters.tokens import find_blocks
 from mmod.adapters.transformers.families import is_decoder_layer
-from mmod.blocks import host_class
+from mmod.blocks import RowSource, host_class
 
 # Arguments of models that read images or videos, and of those that read text too.
 _PIXELS = ("pixel_values", "pixel_values_videos", GRIDS)
@@ -49,11 +50,39 @@ def vision_part(model: nn.Module) -> Part | None:
     return None
 
 
+def takes_rows(module: nn.Module) -> bool:
+    """Return whether a module is a tower that gets each patch of its images as a row, with their grid beside them."""
+    parameters = inspect.signature(host_class(module).forward).parameters
+    return GRIDS in parameters and not any(name in parameters for name in _TEXT)
+
+
+def row_source(tower: nn.Module) -> RowSource:
+    """Return where a tower gets patches as rows.
+
+    Raises:
+        ValueError: Nothing says in which order the rows are.
+    """
+    side: int | None = getattr(tower, "spatial_merge_size", None)
+    cuts = [module for module in tower.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
+    if not cuts or (side is None and "merge_sizes" not in inspect.signature(host_class(tower).forward).parameters):
+        raise ValueError(
+            f"router='duplicate' needs rows of pixels in a known order: the tower {type(tower).__name__} joins no "
+            "patches itself, by a spatial_merge_size of its own, that a convolution has embedded"
+        )
+    return RowSource(tower, side, cuts[0].in_channels)
+
+
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
     stack = find_blocks(tower, "transformers", "transformers")
     read = stack.proof.read if stack.proof is not None else ()
-    return dataclasses.replace(stack.below(path), read_blocks=functools.partial(read_blocks, frozenset(read)))
+    rows = None
+    # Blocks with windows get their rows in the order of these.
+    if takes_rows(tower) and stack.proof is not None and not stack.proof.numbers:
+        with contextlib.suppress(ValueError):
+            rows = row_source(tower)
+    reads = functools.partial(read_blocks, frozenset(read))
+    return dataclasses.replace(stack.below(path), read_blocks=reads, rows=rows)
 
 
 def read_blocks(always: frozenset[int]) -> Collection[int] | None:

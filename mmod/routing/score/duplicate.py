@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Patches, Placement, Score, register_score
-from mmod.ops import FIRST, Duplicates, find_duplicates, first_of_cells
-from mmod.ops.duplicates import alike_below
+from mmod.ops import FIRST, Duplicates, find_duplicates
+from mmod.ops.duplicates import alike_below, cell_sides
 from mmod.routing.joiner import Grouping
 
 
@@ -28,11 +28,16 @@ class Duplicate(Score):
     its upper-left neighbour in its cell, and joins the most similar one. With `select="threshold"`, at any threshold in
     (0, 1], patches that differ by at most `tolerance` are skipped. Top-k keeps the patches that differ most.
 
+    In a language model the same holds of image tokens: the difference of a token that is made of several patches is the
+    largest of theirs, so that it is skipped only if all of them are duplicates. Text is never skipped. In a video that
+    comes with `video_grid_thw`, a patch is also compared with the one that is kept for its place one frame earlier.
+
     Args:
         tolerance: Largest difference of a channel at which patches are duplicates, in grey levels of 255: 0 for equal
             pixels alone, and below 0 for no duplicates.
         cell: Patches along a side of a cell, of which at least one is kept; None for the whole image. The smaller, the
-            nearer is the patch that a skipped one joins.
+            nearer is the patch that a skipped one joins. Where s x s patches become a token of a language model,
+            cells must be larger than s, or none of these tokens is skipped.
         std: What pixels were divided by when they were normalised, one number or one for each channel, as the image
             processor says. None takes the model's. A tolerance above 0 needs it; without it, patches that differ are
             ranked by the pixels that the model gets.
@@ -51,7 +56,7 @@ class Duplicate(Score):
         """Return the module that scores tokens."""
         return DuplicateScore(placement.prefix, self.cell, placement.patches)
 
-    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None) -> Duplicates:
+    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1) -> Duplicates:
         """Return which patch stands for each patch, see `find_duplicates`."""
         channels = pixels_BRCHE.shape[3]
         by_channel = std if self.std is None else self.std
@@ -64,7 +69,7 @@ class Duplicate(Score):
             raise ValueError(f"router.std must be one number, or one for each of {channels} channels, got {by_channel}")
         # Equal pixels are equal on any scale.
         scale = torch.tensor(1 / 255 if by_channel is None else by_channel, device=pixels_BRCHE.device)
-        return find_duplicates(pixels_BRCHE, self.tolerance, self.cell, 255 * scale.expand(channels))
+        return find_duplicates(pixels_BRCHE, self.tolerance, self.cell, 255 * scale.expand(channels), frames)
 
     def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return 1 for patches that are no duplicates, and less than 0.5 for others, by their difference (B, N)."""
@@ -85,7 +90,7 @@ class DuplicateScore(Grouping):
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D)."""
-        _, seen = self._seen()
+        seen = self._seen()
         images, tokens = x_BND.shape[:2]
         if seen.difference_BN.shape != (images, tokens - self.prefix):
             raise ValueError(
@@ -97,26 +102,32 @@ class DuplicateScore(Grouping):
         return F.pad(seen.difference_BN.to(x_BND.device), (self.prefix, 0), value=FIRST)
 
     def groups(self, tokens: int) -> int:
-        """Return the number of cells and leading tokens."""
-        (rows, columns), _ = self._seen()
-        height, width = (rows, columns) if self.cell is None else (self.cell, self.cell)
-        return self.prefix + -(-rows // height) * -(-columns // width)
+        """Return the number of cells and leading tokens; where pictures differ in size, those of the smallest."""
+        grid = None if self.patches is None else self.patches().grid
+        if grid is not None:
+            height, width = cell_sides(grid, self.cell)
+            return self.prefix + -(-grid[0] // height) * -(-grid[1] // width)
+        seen = self._seen()
+        begins_BN = seen.difference_BN == FIRST
+        return self.prefix + int(begins_BN.sum(dim=1).amin())
 
     def leaders(self, keep_BN: Tensor) -> Tensor:
         """Return the patch that stands for each, or the first of the cell where that one is not kept (B, N)."""
-        grid, seen = self._seen()
+        seen = self._seen()
         token_N = torch.arange(keep_BN.shape[1], device=keep_BN.device)
-        first_N = torch.cat([token_N[: self.prefix], first_of_cells(grid, self.cell, keep_BN.device) + self.prefix])
-        stands_BN = seen.stands_BN.to(keep_BN.device) + self.prefix
-        stands_BN = torch.cat([token_N[: self.prefix].expand(keep_BN.shape[0], -1), stands_BN], dim=1)
-        joined_BN = torch.where(keep_BN.gather(1, stands_BN), stands_BN, first_N)
+        leading_BN = token_N[: self.prefix].expand(keep_BN.shape[0], -1)
+        stands_BN, first_BN = (
+            torch.cat([leading_BN, patch_BN.to(keep_BN.device) + self.prefix], dim=1)
+            for patch_BN in (seen.stands_BN, seen.first_BN)
+        )
+        joined_BN = torch.where(keep_BN.gather(1, stands_BN), stands_BN, first_BN)
         return torch.where(keep_BN, token_N, joined_BN)
 
-    def _seen(self) -> tuple[tuple[int, int], Duplicates]:
+    def _seen(self) -> Duplicates:
         patches = Patches() if self.patches is None else self.patches()
-        if patches.grid is None or patches.seen is None:
+        if patches.seen is None:
             raise ValueError(
                 "router 'duplicate' compares the pixels that the patch embedding gets, and knows none of this pass: "
                 "run the whole model on images of one size, one batch after the other"
             )
-        return patches.grid, Duplicates(*patches.seen)
+        return Duplicates(*patches.seen)

@@ -1,0 +1,373 @@
+"""The score "duplicate" in language models: image tokens whose patches all equal one that is kept do not run."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
+from mmod.blocks.grid import spread_rows
+from tests.kit.generation import check_cache_changes_nothing, generate
+from tests.kit.oracle import duplicates_by_loop
+from tests.kit.towers import make_deep, tower_of
+from tests.kit.vlm_types import FAMILIES
+from tests.kit.vlm_zoo import (
+    IMAGE,
+    MERGED,
+    VIDEO,
+    make_joint,
+    make_language,
+    merged_embeddings,
+    prompt,
+    type_of,
+    video,
+)
+
+CONFIG = mmod.RoutingConfig(router="duplicate", select="threshold", blocks="all")
+# Their image tokens are the patches, in order, or squares of 2 x 2 of them.
+PLAIN = ("llava", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3-vision", "internvl", "smolvlm", "idefics3")
+TILED = ("llava-next", "llava-onevision")
+HOSTS = (*PLAIN, *TILED, "paligemma", "aya_vision", "vipllava", "glm4v", "video_llama_3", "qwen2_5_omni_thinker")
+
+
+def picture(rows: int, columns: int, seed: int, patch: int = 4) -> Tensor:
+    """Return a picture (3, Y, X) whose patches have one of two colours, but one with a pixel of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    colours = torch.randint(0, 2, (3, rows, columns), generator=generator).float()[:1].expand(3, -1, -1)
+    pixels = colours.repeat_interleave(patch, 1).repeat_interleave(patch, 2).clone()
+    pixels[1, -1, -1] = 0.5
+    return pixels
+
+
+def cut(pixels: Tensor, patch: int = 4) -> Tensor:
+    """Return the pixels of patches (R, C, H, E), by loops."""
+    rows, columns = pixels.shape[1] // patch, pixels.shape[2] // patch
+    patches = []
+    for row in range(rows):
+        for column in range(columns):
+            patches.append(pixels[:, patch * row :, patch * column :][:, :patch, :patch].reshape(len(pixels), -1))
+    return torch.stack(patches).view(rows, columns, len(pixels), -1)
+
+
+def drawn(name: str, images: tuple[int, ...], seed: int = 0) -> dict[str, Any]:
+    """Return a prompt whose pictures repeat patches."""
+    batch = prompt(name, images)
+    key = FAMILIES[type_of(name)[0]].pictures.name
+    pixels = batch[key]
+    if pixels.ndim == 2:
+        pictures = [cut(picture(3, 3, seed + number)).flatten(2).flatten(0, 1) for number in range(len(pixels) // 9)]
+        batch[key] = torch.cat(pictures)
+        return batch
+    *leading, _, height, width = pixels.shape
+    count = int(torch.tensor(leading).prod())
+    pictures = [picture(height // 4, width // 4, seed + number) for number in range(count)]
+    batch[key] = torch.stack(pictures).view_as(pixels)
+    return batch
+
+
+def differing(pixels: Tensor, side: int, cell: int | None = 4) -> list[bool]:
+    """Return which squares of patches hold one that is no duplicate, by the slow rule."""
+    patches = cut(pixels).double()
+    _, stands = duplicates_by_loop(patches.unsqueeze(0), 0.0, cell, (255.0,) * 3)
+    own = torch.tensor([place == stand for place, stand in enumerate(stands)]).view(patches.shape[:2])
+    rows, columns = (extent // side for extent in own.shape)
+    squares = []
+    for row in range(rows):
+        for column in range(columns):
+            squares.append(bool(own[side * row :, side * column :][:side, :side].any()))
+    return squares
+
+
+@torch.no_grad()
+def route(model: Any, **changes: Any) -> Any:
+    return mmod.route_(model, language=CONFIG.replace(**changes))
+
+
+@torch.no_grad()
+def kept_images(model: Any, batch: dict[str, Any]) -> list[list[bool]]:
+    """Return which image tokens of each sample run, in every layer alike."""
+    with mmod.trace(model) as trace:
+        model(**batch)
+    first, *others = [routing.keep_BN for routing in trace.values()]
+    assert all(torch.equal(first, other) for other in others)
+    assert bool(first[(batch["input_ids"] != IMAGE) & batch["attention_mask"].bool()].all())
+    return [keep_N[row == IMAGE].tolist() for keep_N, row in zip(first, batch["input_ids"])]
+
+
+@pytest.mark.parametrize("cell", [3, 4, None])
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_token_is_dropped_if_all_of_its_patches_are_duplicates(name: str, cell: int | None) -> None:
+    side = 2 if name in MERGED or name == "idefics3" else 1
+    rows = 6 if side == 2 else 3
+    dropped = 0
+    for seed in range(3):
+        batch = drawn(name, (1, 2), seed=10 * seed)
+        expected = [differing(picture(rows, rows, 10 * seed + number), side, cell) for number in range(3)]
+        actual = kept_images(route(make_joint(name), router={"cell": cell}), batch)
+        assert actual == [expected[0], expected[1] + expected[2]]
+        dropped += sum(kept.count(False) for kept in actual)
+    assert dropped
+
+
+@pytest.mark.parametrize("name", TILED)
+def test_tiles_are_pictures_of_their_own_and_ends_of_lines_stay(name: str) -> None:
+    batch = drawn(name, (1,))
+    model = route(make_joint(name))
+    (kept,) = kept_images(model, batch)
+    tiles = batch["pixel_values"][0]
+    expected = differing(tiles[0], 1)
+    own = [torch.tensor(differing(tile, 1)).view(3, 3) for tile in tiles[1:]]
+    for row in torch.cat(own, dim=1).tolist():
+        expected += [*row, True]
+    assert kept == expected
+    assert not all(kept)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_it_keeps_all_below_0_and_a_batch_equals_its_samples(name: str) -> None:
+    batch = drawn(name, (1, 2))
+    real = batch["attention_mask"].bool()
+    model = make_joint(name)
+    dense = model(**batch).logits
+    for changes in ({"router": {"tolerance": -1.0}}, {"select": "topk", "capacity": 1.0}):
+        route(model, **changes)
+        torch.testing.assert_close(model(**batch).logits[real], dense[real], atol=1e-5, rtol=1e-4)
+        mmod.undo_(model)
+    for changes in ({}, {"select": "topk", "capacity": 0.6}):
+        route(model, **changes)
+        together = model(**batch).logits
+        assert not torch.allclose(together[real], dense[real], atol=1e-4)
+        torch.testing.assert_close(model(**first_of(batch)).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4)
+        mmod.undo_(model)
+    assert torch.equal(model(**batch).logits, dense)
+
+
+def first_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the first prompt of a batch of three images, without padding."""
+    real = batch["attention_mask"][0].bool()
+    alone = {}
+    for name, values in batch.items():
+        if values.shape == batch["input_ids"].shape:
+            alone[name] = values[:1, real]
+        elif len(values) == 1:
+            # Idefics 3 and SmolVLM take pictures with an axis of samples in front.
+            alone[name] = values[:, :1]
+        else:
+            alone[name] = values[: len(values) // 3]
+    return alone
+
+
+def answer(model: Any, batch: dict[str, Any]) -> Tensor:
+    """Return the words of the first sample's best beam."""
+    return generate(model, batch, num_beams=2)[0, batch["input_ids"].shape[1] :]
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-next", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl", "smolvlm"])
+def test_a_cache_changes_nothing_and_a_saved_model_is_the_same(name: str, tmp_path: Path) -> None:
+    batch = drawn(name, (1, 2))
+    model = route(make_joint(name), router={"cell": 3})
+    check_cache_changes_nothing(model, batch)
+    words = generate(model, batch)
+    assert torch.equal(generate(copy.deepcopy(model), batch), words)
+    assert torch.equal(answer(model, first_of(batch)), answer(model, batch))
+    model.save_pretrained(tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert mmod.routing_config(loaded).router == mmod.score("duplicate", cell=3)
+    assert torch.equal(generate(loaded, batch), words)
+
+
+@pytest.mark.parametrize("name", ["llava", "llava-next", "internvl", "smolvlm", "paligemma"])
+@torch.no_grad()
+def test_tower_and_language_model_make_the_same_decision(name: str) -> None:
+    batch = drawn(name, (1, 2))
+    model = make_joint(name)
+    alone = kept_images(route(model), batch)
+    mmod.undo_(model)
+    mmod.route_(model, language=CONFIG, vision="pixelprune")
+    with mmod.trace(model) as trace:
+        model(**batch)
+    image_BN = batch["input_ids"] == IMAGE
+    together = next(routing.keep_BN for place, routing in trace.items() if "layers" in place and "vision" not in place)
+    assert [keep_N[row].tolist() for keep_N, row in zip(together, image_BN)] == alone
+    in_tower = next(routing.keep_BN for place, routing in trace.items() if "vision" in place)
+    if name in ("llava", "paligemma"):
+        prefix = in_tower.shape[1] - 9
+        assert torch.equal(in_tower[:, prefix:].flatten(), together[image_BN])
+    # A second layout is followed through the routed tower too.
+    assert torch.isfinite(model(**first_of(batch)).logits).all()
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "internvl"])
+def test_a_picture_of_one_colour_keeps_one_token_of_each_cell(name: str) -> None:
+    batch = prompt(name, (1, 2))
+    batch["pixel_values"] = torch.full_like(batch["pixel_values"], 0.3)
+    (one, two) = kept_images(route(make_joint(name), router={"cell": None}), batch)
+    assert one == [True] + [False] * 8
+    assert two == one * 2
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "video_llama_3"])
+@torch.no_grad()
+def test_what_stands_still_in_a_video_is_shown_once(name: str) -> None:
+    batch = video(name, (1, 1), frames=3)
+    films = [[picture(3, 3, seed=number) for _ in range(3)] for number in range(2)]
+    # A patch of the second frame changes, and changes back in the third.
+    films[0][1] = films[0][1].clone()
+    films[0][1][:, 0, 5] = 0.25
+    cuts = [torch.stack([cut(frame) for frame in film]) for film in films]
+    batch["pixel_values_videos"] = torch.cat([film.flatten(3).flatten(0, 2) for film in cuts])
+    model = make_joint(name)
+    dense = model(**batch).logits
+    route(model)
+    with mmod.trace(model) as trace:
+        together = model(**batch).logits
+    assert not torch.allclose(together, dense, atol=1e-4)
+    keep_BN = next(iter(trace.values())).keep_BN
+    for row, film in enumerate(cuts):
+        _, stands = duplicates_by_loop(film.double(), 0.0, 4, (255.0,) * 3)
+        expected = [place == stand for place, stand in enumerate(stands)]
+        assert keep_BN[row][batch["input_ids"][row] == VIDEO].tolist() == expected
+        # The third frame differs from what was kept where the second one changed.
+        assert sum(expected[9:18]) == (row == 0)
+
+
+@torch.no_grad()
+def test_a_conversation_goes_on_with_another_picture_behind_a_cache() -> None:
+    model = route(make_joint("llava"))
+    first, second = drawn("llava", (1,)), drawn("llava", (1,), seed=7)
+    ids = torch.cat([first["input_ids"], second["input_ids"]], dim=1)
+    pixels = torch.cat([first["pixel_values"], second["pixel_values"]])
+    expected = model(input_ids=ids, pixel_values=pixels).logits
+    out = model(**first, use_cache=True)
+    more = {"input_ids": second["input_ids"], "pixel_values": second["pixel_values"]}
+    actual = model(**more, attention_mask=torch.ones_like(ids), **{CACHE: cache_of(out)}).logits
+    torch.testing.assert_close(actual, expected[:, -actual.shape[1] :], atol=1e-5, rtol=1e-4)
+
+
+def rows_of(pictures: list[Tensor], side: int) -> dict[str, Tensor]:
+    """Return the arguments of a tower that gets patches as rows, those of a token one after another, by loops."""
+    rows = []
+    for pixels in pictures:
+        patches = cut(pixels)
+        for top in range(0, patches.shape[0], side):
+            for left in range(0, patches.shape[1], side):
+                rows.append(patches[top : top + side, left : left + side].flatten(2).flatten(0, 1))
+    grid = torch.tensor([[1, pixels.shape[1] // 4, pixels.shape[2] // 4] for pixels in pictures])
+    return {"hidden_states": torch.cat(rows), "grid_thw": grid}
+
+
+SIZES = ((4, 6), (6, 4), (2, 8))
+
+
+@pytest.mark.parametrize("side", [1, 2])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "glm4v"])
+@torch.no_grad()
+def test_a_tower_that_gets_rows_decides_by_the_grids_of_its_pictures(name: str, side: int) -> None:
+    pictures = [picture(*size, seed=number) for number, size in enumerate(SIZES)]
+    model = make_deep(name, layers=3, spatial_merge_size=side, deepstack_visual_indexes=[0], intermediate_size=128)
+    tower = tower_of(model)
+    dense = tower(**rows_of(pictures, side)).last_hidden_state
+    for skipped in ("merge", "follow", "pass"):
+        mmod.route_(model, vision=mmod.preset("pixelprune", skipped=skipped, router={"tolerance": -1.0}))
+        torch.testing.assert_close(tower(**rows_of(pictures, side)).last_hidden_state, dense, atol=2e-5, rtol=2e-5)
+        mmod.undo_(model)
+        mmod.route_(model, vision=mmod.preset("pixelprune", skipped=skipped))
+        with mmod.trace(model) as trace:
+            together = tower(**rows_of(pictures, side)).last_hidden_state
+        assert together.shape == dense.shape
+        assert not torch.allclose(together, dense, atol=1e-4)
+        alone = torch.cat([tower(**rows_of([pixels], side)).last_hidden_state for pixels in pictures])
+        torch.testing.assert_close(together, alone, atol=2e-5, rtol=2e-5)
+        mmod.undo_(model)
+        assert len(trace) == 3
+        for routing in trace.values():
+            for keep_N, pixels, (rows, columns) in zip(routing.keep_BN, pictures, SIZES):
+                own = torch.tensor(differing(pixels, 1)).view(rows // side, side, columns // side, side)
+                assert torch.equal(keep_N[: rows * columns], own.transpose(1, 2).flatten())
+                assert not bool(keep_N[rows * columns :].any())
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "video_llama_3"])
+@torch.no_grad()
+def test_a_model_of_rows_is_routed_as_a_whole(name: str, tmp_path: Path) -> None:
+    batch = drawn(name, (1, 2))
+    real = batch["attention_mask"].bool()
+    model = make_joint(name)
+    mmod.route_(model, language=CONFIG, vision="pixelprune")
+    together = model(**batch).logits
+    torch.testing.assert_close(model(**first_of(batch)).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4)
+    words = generate(model, batch)
+    model.save_pretrained(tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert torch.equal(generate(loaded, batch), words)
+    assert torch.equal(loaded(**batch).logits[real], together[real])
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-vl", "paddleocr_vl", "mistral3"])
+def test_a_tower_whose_rows_are_in_another_order_is_refused(name: str) -> None:
+    model = make_joint(name)
+    with pytest.raises(ValueError, match=r"in the order of windows, or in one that no spatial_merge_size"):
+        mmod.route_(model, vision="pixelprune")
+    assert not mmod.is_routed(model)
+
+
+def test_rows_are_spread_as_the_processor_of_qwen_cut_the_picture() -> None:
+    processing = pytest.importorskip("transformers.models.qwen2_vl.image_processing_qwen2_vl")
+    pixels = torch.randint(0, 256, (3, 6 * 14, 8 * 14), dtype=torch.uint8)
+    given = processing.Qwen2VLImageProcessor()(
+        images=pixels, do_resize=False, do_normalize=False, do_rescale=False, return_tensors="pt"
+    )
+    (spread,) = spread_rows(given["pixel_values"], given["image_grid_thw"][0].tolist(), 2, 3)
+    # A still picture is two equal frames.
+    expected = cut(pixels, 14).unsqueeze(3).expand(-1, -1, -1, 2, -1).flatten(3)
+    torch.testing.assert_close(spread, expected.to(spread.dtype))
+
+
+def unordered() -> nn.Module:
+    return make_joint("paddleocr_vl")
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (lambda: make_language("llama"), {}, "needs a model with a vision tower and a method get_image_features"),
+        (
+            lambda: make_joint("mistral3"),
+            {},
+            "shows no rows and columns of patches, as where pictures of several sizes",
+        ),
+        (unordered, {}, "joins no patches itself, by a spatial_merge_size of its own"),
+        (lambda: make_joint("llava"), {"language": {"tokens": "all"}}, "is defined for image tokens"),
+        (lambda: make_joint("llava"), {"router": {"tolerance": 6.0}}, r"in grey levels.*set router\.std"),
+        (lambda: make_joint("qwen2-vl"), {"router": {"tolerance": 6.0}}, r"in grey levels.*set router\.std"),
+        (lambda: make_joint("qwen2-vl"), {"router": {"std": (0.5, 0.5)}}, "one for each of 3 channels"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_changes(
+    make: Any, options: dict[str, Any], message: str
+) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        route(model, **options)
+    assert not mmod.is_routed(model)
+
+
+@torch.no_grad()
+def test_images_without_pixels_are_refused_and_the_next_pass_is_not() -> None:
+    for name in ("llava", "qwen2-vl"):
+        batch = drawn(name, (1,))
+        embeds = merged_embeddings(make_joint(name), batch)
+        model = route(make_joint(name))
+        expected = model(**batch).logits
+        with pytest.raises(ValueError, match=r"pass pixel_values|reads the pixels of images: pass them"):
+            model(inputs_embeds=embeds, image_mask=batch["input_ids"] == IMAGE)
+        assert torch.equal(model(**batch).logits, expected)
+    with pytest.raises(ValueError, match="a patch reaches several image tokens"):
+        route(make_joint("idefics2"))(**prompt("idefics2", (1,)))
