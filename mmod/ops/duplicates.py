@@ -100,7 +100,7 @@ def find_duplicates(
         # Patches beyond the lower and right edges are nobody's left or upper neighbour.
         pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, across * width - columns, 0, down * height - rows))
     cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).unflatten(0, (-1, frames))
-    # Videos, rows and columns of cells; then frames, rows and columns of patches: one sequence of patches for each cell.
+    # Videos, rows and columns of cells; then frames, rows and columns of patches: one sequence for each cell.
     pixels_SPF = cells.permute(0, 2, 4, 1, 3, 5, 6, 7).reshape(-1, frames * height * width, *cells.shape[6:]).flatten(2)
     device = pixels_SPF.device
     limit = alike_below(tolerance)
