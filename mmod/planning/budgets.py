@@ -119,21 +119,29 @@ def _with(candidate: Candidate, value: Any) -> Candidate:
 def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> list[Candidate]:
     """Return candidates named by their share of the dense FLOPs where that is more than 3 % off the budget in the name.
 
-    Where that makes two of the same model, such as one size of images for two budgets, the other stays.
+    Of several that are the same model, such as one size of images for two budgets, one stays.
     """
-    names: dict[str, str] = {}
-    named: list[Candidate] = []
+    shares: dict[str, float] = {}
     for candidate in candidates:
         budget = candidate.budget
-        share = None
-        if budget is not None and candidate.name == f"{candidate.series}-{budget:g}":
-            share = share_of(candidate)
-        if budget is not None and share is not None and abs(share / budget - 1) > _TOLERANCE:
-            names[candidate.name] = f"{candidate.series}-{share:.2f}"
-            if any(_are_equal(candidate, other) for other in (*candidates, *named) if other is not candidate):
-                continue
-            candidate = dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2))
-        named.append(candidate)
+        if budget is None or candidate.name != f"{candidate.series}-{budget:g}":
+            continue
+        share = share_of(candidate)
+        if share is not None and abs(share / budget - 1) > _TOLERANCE:
+            shares[candidate.name] = share
+    named = [candidate for candidate in candidates if candidate.name not in shares]
+    names: dict[str, str] = {}
+    for candidate in candidates:
+        if candidate.name not in shares:
+            continue
+        share = shares[candidate.name]
+        names[candidate.name] = f"{candidate.series}-{share:.2f}"
+        if not any(_are_equal(candidate, other) for other in named):
+            named.append(dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2)))
+    order = {
+        names.get(candidate.name, candidate.name): index for index, candidate in reversed([*enumerate(candidates)])
+    }
+    named.sort(key=lambda candidate: order[candidate.name])
     return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from mmod.analysis.statistics import Resampling
 from mmod.io.store import Store
-from mmod.studies.features import mean_iou, right_patches
+from mmod.studies.image import mean_iou, right_patches
 from scripts.pages_and_screens import sources
 from scripts.pages_and_screens.duplicates import FORMS
 from scripts.pages_and_screens.rows import DENSE

@@ -14,10 +14,14 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's counter, which in torch 2.11 leaves out fused attention on a CPU."""
-    if _FORWARD in flop_registry:
-        return FlopCounterMode(display=False)
-    return FlopCounterMode(display=False, custom_mapping={_FORWARD: _forward, _BACKWARD: _backward})
+    """Return torch's counter, which in torch 2.11 leaves out fused attention on a CPU and products with vectors."""
+    formulas = {_FORWARD: _forward, _BACKWARD: _backward, torch.ops.aten.mv: _matrix_vector}
+    lacking = {op: formula for op, formula in formulas.items() if op not in flop_registry}
+    return FlopCounterMode(display=False, custom_mapping=lacking)
+
+
+def _matrix_vector(matrix: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * prod(matrix)
 
 
 # Torch's formulas for other devices refuse keys of fewer heads than queries.

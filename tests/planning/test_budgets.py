@@ -48,6 +48,21 @@ def test_the_nearest_value_is_found_in_few_counts(
     assert (renamed.name == "a-0.5") == (abs(share_of(found) - 0.5) <= 0.015)
 
 
+def test_of_equal_models_of_several_budgets_one_stays_with_its_share() -> None:
+    smaller = [
+        Candidate(f"small-{share:g}", image_size=80, series="small", budget=share) for share in (0.9, 0.71, 0.64)
+    ]
+    other = Candidate("a-0.5", image_size=64, series="a", budget=0.5, control="small-0.64")
+    shares = {80: 0.683, 64: 0.5}
+    named = named_by_share([*smaller, other], lambda candidate: shares[candidate.image_size])
+    assert [(one.name, one.image_size, one.control) for one in named] == [
+        ("small-0.68", 80, None),
+        ("a-0.5", 64, "small-0.68"),
+    ]
+    # One whose name tells the truth is not renamed for one whose name does not.
+    assert [one.name for one in named_by_share(smaller, lambda _: 0.71)] == ["small-0.71"]
+
+
 def test_what_cannot_be_fitted_is_refused() -> None:
     candidate = Candidate("a", routing={"router": "norm", "capacity": "fit", "gate": "fit"}, series="a", budget=0.5)
     with pytest.raises(ValueError, match="one value 'fit', got capacity, gate"):
