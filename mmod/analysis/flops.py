@@ -219,9 +219,11 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
             raise ValueError("kept is for models whose cost follows from the data; this one's follows from its config")
         return {}
     if kept is None:
+        first, *others = by_data
         raise ValueError(
-            f"what {', '.join(by_data)} cost follows from the data: pass kept, the share of tokens or images that they "
-            "keep, or a trace over representative images"
+            f"what {first}{f' and {len(others)} others' if others else ''} cost follows from the data: pass kept=, the "
+            "share of tokens or images that they keep, or `decisions` of `with mmod.trace(model) as decisions`, in "
+            "which the model saw representative images"
         )
     shares = kept.kept_shares() if isinstance(kept, Trace) else kept
     if not isinstance(shares, Mapping):

@@ -313,7 +313,7 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     patch = image_facts(model).patch
     if patch is None:
         return images
-    report = redundancy(timed_images(config, _MEASURED), patch[0])
+    report = redundancy(sample_images(config, _MEASURED), patch[0])
     return f"{images}; {report}. {report.suggestion}"
 
 

@@ -206,7 +206,7 @@ class _Trainer:
         available = getattr(self.train_stream, "num_samples", samples_per_epoch)
         left_out = ""
         if available > samples_per_epoch:
-            left_out = f", {available - samples_per_epoch:,} of {available:,} samples left out"
+            left_out = f", {available - samples_per_epoch:,} of {available:,} samples in no full batch"
 
         bar = progress_bar(
             desc=f"epoch {self.epoch + 1}/{self.epochs}{left_out}",

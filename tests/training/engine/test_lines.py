@@ -64,7 +64,7 @@ def test_an_epoch_says_how_many_samples_it_leaves_out(
     config = digits_config(tmp_path / "run", epochs=1, accumulate=accumulate)
     fit(replace(config, data=replace(config.data, batch_size=batch_size)))
     line = next(line for line in lines_of(capsys) if line.startswith("epoch 1/1"))
-    left_out = f", {256 - seen} of 256 samples left out" if seen < 256 else ""
+    left_out = f", {256 - seen} of 256 samples in no full batch" if seen < 256 else ""
     assert line.startswith(f"epoch 1/1{left_out}: {seen} of {seen} sample, ")
 
 
