@@ -45,7 +45,7 @@ COMMANDS = {
         for name, row in KINDS.items()
     },
     "train open-clip [ROUTING] -- ARGUMENTS": Command(
-        "mmod.training.pairs.open_clip_program", "run open_clip's own training program on a routed model"
+        "mmod.registry.open_clip.program", "run open_clip's own training program on a routed model"
     ),
     "isoflop CONFIG": Command(
         "mmod.studies.command",

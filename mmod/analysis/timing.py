@@ -12,13 +12,20 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from mmod.io.progress import progress_bar
 
 Name = TypeVar("Name", bound=Hashable)
+
+
+class Reading(NamedTuple):
+    """Forward passes to be timed, and the number of samples that they read together."""
+
+    call: Callable[[], object]
+    samples: int
 
 
 @dataclass(frozen=True)

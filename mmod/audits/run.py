@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mmod import audit, is_routed
 from mmod.analysis.audit.choices import choices, default_choices
 from mmod.analysis.audit.evaluations import check_classes
 from mmod.analysis.audit.generation import Generation, evaluate_generation
 from mmod.analysis.audit.plots import draw_audit
 from mmod.analysis.audit.result import Audit
+from mmod.analysis.audit.run import audit
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
@@ -30,6 +30,7 @@ from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
 from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
+from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of

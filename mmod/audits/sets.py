@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mmod import is_routed
 from mmod.adapters import find_stack, image_stack, patch_grid
 from mmod.analysis.audit.choices import REFERENCE_ENTROPY
 from mmod.analysis.audit.evaluations import LabelledBatch
@@ -27,7 +26,7 @@ from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.images import spread
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
-from mmod.methods.route import routing_configs
+from mmod.methods.route import is_routed, routing_configs
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import Kind, LoopKind, device_of
 from mmod.training.kinds import kind_of

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
-from mmod.analysis.timing import interleave, relative_times
+from mmod.analysis.timing import Reading, interleave, relative_times
 from mmod.compare.table import DENSE, Table
 from mmod.io.threads import on_timing_threads
 
 Input = TypeVar("Input")
 """Names what a timed pass reads, such as the kind of its samples and their number."""
-
-
-class Reading(NamedTuple):
-    """Forward passes to be timed, and the number of samples that they read together."""
-
-    call: Callable[[], object]
-    samples: int
 
 
 Readings = Mapping[str, Mapping[Input, Reading]]

@@ -16,10 +16,10 @@ from mmod.adapters import find_library
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.yaml import read_yaml
 from mmod.methods.base import methods_of, undo_
+from mmod.methods.resolve import resolve_methods
 from mmod.opening.opened import Opened, Preprocessing, refuse_options
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
 from mmod.opening.weights import find_weights, load_weights, read_weights
-from mmod.planning.resolve import resolve_methods
 from mmod.pretrained import CONFIG, load_pretrained
 from mmod.values import check_module
 

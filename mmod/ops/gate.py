@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmod.config import GATES
-from mmod.values import one_of
-
 
 def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
     """Return the weight of a block's update, of the scores' shape, or None where it is 1.
@@ -36,8 +33,7 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
     if gate == "tanh":
         # One operation for `1 + scale * tanh`: at batch 1 launch overhead dominates.
         return torch.rsub(torch.tanh(score), 1, alpha=-scale)
-    one_of("gate", gate, GATES)
-    raise AssertionError(gate)
+    raise ValueError(f"gate must be 'identity', 'step', 'linear', 'sigmoid' or 'tanh', got {gate!r}")
 
 
 def step_gate(level: Tensor, threshold: float) -> Tensor:

@@ -12,9 +12,9 @@ from torch import nn
 
 from mmod.io.yaml import merged
 from mmod.methods import METHODS
+from mmod.methods.resolve import resolve_methods
 from mmod.model import apply_
 from mmod.planning.options import PlanOptions
-from mmod.planning.resolve import resolve_methods
 
 # The part of a model that has no other.
 ONLY = "image"

@@ -14,10 +14,10 @@ from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.analysis.timing import Reading
 from mmod.analysis.trace import trace
 from mmod.blocks import deciding_modules
 from mmod.compare.table import Measured
-from mmod.compare.times import Reading
 from mmod.io.store import fingerprint
 from mmod.ops.grids import resized
 from mmod.planning.divergence import compared, outputs, real_tokens

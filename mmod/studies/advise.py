@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError(f"--prompts {options.prompts!r} is no file")
     import torch
 
-    import mmod
+    from mmod.planning.trials import advise
     from mmod.training.engine.distributed import choose_device
 
     check_value("--number", options.number, int, "[1, inf)")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         note = " ".join(filter(None, [facts, note]))
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")
-    advice = mmod.advise(
+    advice = advise(
         model.to(choose_device(options.device)),
         batches,
         images=options.number,

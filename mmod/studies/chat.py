@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mmod import is_routed, trace
 from mmod.adapters import watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure, save_picture
+from mmod.analysis.timing import Reading
+from mmod.analysis.trace import trace
 from mmod.compare.table import Measured, Table
-from mmod.compare.times import Reading
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
+from mmod.methods.route import is_routed
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told

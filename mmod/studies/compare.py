@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from mmod.analysis.timing import Reading
 from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of, measure_jobs, measured_once
-from mmod.compare.times import Reading, sample_times
+from mmod.compare.times import sample_times
 from mmod.io.files import sha256
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import STORE, Store

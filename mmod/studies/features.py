@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod import is_routed, routed_blocks
 from mmod.compare.table import DENSE, Measured, Outcomes, Table, Weigh, gap, gaps, measured_once
 from mmod.data.config import DataConfig
 from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback
 from mmod.io.store import Store
+from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.studies import image
 from mmod.studies.compare import Plans, Run, fit, identity_of, ready

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from mmod.analysis.timing import Reading
 from mmod.compare.table import Measured, Table, Weigh
-from mmod.compare.times import Reading
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Run

@@ -34,8 +34,10 @@ SEARCHES = extended(Searched)
 
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
     """Search a plan for the model that a run would start from, and write plan and picture into a folder."""
-    from mmod import Option, RoutingConfig, search_plan
+    from mmod.config import RoutingConfig
     from mmod.io.store import STORE
+    from mmod.planning.plan_search import Option
+    from mmod.planning.search import search_plan
 
     kind = kind_of(config)
     if getattr(config, "routing", None) is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mmod.analysis.timing import Reading
 from mmod.compare import times
 from mmod.compare.table import DENSE, Table
-from mmod.compare.times import Reading, sample_times, time_models
+from mmod.compare.times import sample_times, time_models
 
 
 def test_all_models_and_passes_are_timed_in_turns() -> None:

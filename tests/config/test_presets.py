@@ -22,7 +22,7 @@ from torch import nn
 
 import mmod
 from mmod.config import PRESETS, Preset, preset_arguments, read_routing, rescaled
-from mmod.planning.resolve import resolve_methods, resolve_routing
+from mmod.methods.resolve import resolve_methods, resolve_routing
 from mmod.training import TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip

@@ -25,11 +25,11 @@ from mmod.compare.table import Measured, measured_once
 from mmod.compare.tolerance import missing_samples
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
+from mmod.methods.resolve import resolve_routing
 from mmod.planning import samples, trials
 from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
-from mmod.planning.resolve import resolve_routing
 from tests.kit.clip_zoo import make_clip, make_images
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 

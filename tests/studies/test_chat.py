@@ -12,7 +12,7 @@ import yaml
 
 from mmod import RoutingConfig
 from mmod.io.yaml import read_yaml
-from mmod.planning.resolve import resolve_routing
+from mmod.methods.resolve import resolve_routing
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.study import plan, run_study
 from mmod.training.chat.config import TrainConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
+from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import model_folder
-from mmod.planning.resolve import resolve_methods
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.values import Checked, check_value
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ReplacingChats, find_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
+from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.preflight import check_start, steps_of

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod import trace
 from mmod.analysis.modes import in_mode
+from mmod.analysis.trace import trace
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.records import plain_answer

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from transformers import IntervalStrategy
 
-from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
 from mmod.analysis.audit.evaluations import evaluate_answers
-from mmod.compare.times import Reading
+from mmod.analysis.timing import Reading
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, find_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
 from mmod.io.processes import gathered
+from mmod.methods.route import is_routed
 from mmod.opening.runs import FINAL_MODEL
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod import is_routed, routed_blocks
 from mmod.adapters import find_parts, used_parameters
 from mmod.blocks import RoutedBlock, model_hooks
+from mmod.methods.resolve import resolve_methods
+from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.open import TRANSFORMERS, open_model
-from mmod.planning.resolve import resolve_methods
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor

@@ -20,7 +20,6 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import seed_worker
 from transformers.utils import logging as hf_logging
 
-from mmod import auxiliary_loss
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
@@ -29,6 +28,7 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingCh
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
 from mmod.io.tensors import tensor_names
+from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
 from mmod.opening.weights import SUMS, check_sums, newest_first
 from mmod.training.chat.config import TrainConfig

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
-from mmod.planning.resolve import resolve_methods
+from mmod.methods.resolve import resolve_methods
 from mmod.values import Checked, check_fields, check_value, from_plain
 
 if TYPE_CHECKING:
-    # From the package, which can be imported without torch to read the types of fields.
-    from mmod import methods as package
+    from mmod.methods.base import Method
 
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
 """Learning-rate schedules that are functions of the step."""
@@ -374,7 +373,7 @@ class LoopConfig(RunConfig):
             )
 
     @cached_property
-    def applied(self) -> tuple[package.Method, ...]:
+    def applied(self) -> tuple[Method, ...]:
         """The methods that the run applies to its model, in order."""
         return resolve_methods(self.methods, self.routing_parts(), self.depths())
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod import Routing, is_routed, routed_blocks
 from mmod.analysis.audit.replace import free_tokens, only_free
 from mmod.config import RoutingConfig, Threshold
 from mmod.io.tables import write_csv
-from mmod.routing import Router, TokenGroups
+from mmod.methods.route import is_routed, routed_blocks
+from mmod.routing import Router, Routing, TokenGroups
 
 Row = dict[str, Any]
 

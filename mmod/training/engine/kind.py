@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis import FlopReport
+from mmod.analysis.timing import Reading
 from mmod.blocks import deciding_modules
-from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig

@@ -12,13 +12,12 @@ from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
-from mmod.planning.resolve import resolve_methods
+from mmod.methods.resolve import resolve_methods
 from mmod.training.engine import config as engine
 from mmod.values import Checked, check_value
 
 if TYPE_CHECKING:
-    # From the package, which can be imported without torch to read the types of fields.
-    from mmod import methods as package
+    from mmod.methods.base import Method
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class InTrainingConfig(Checked, group="in_training"):
             raise ValueError(f"in_training: {', '.join(adding)} adds weights, which the dense model cannot keep")
 
     @cached_property
-    def applied(self) -> tuple[package.Method, ...]:
+    def applied(self) -> tuple[Method, ...]:
         """The methods, in order."""
         return resolve_methods(self.methods, {"image": self.routing})
 

@@ -10,12 +10,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod import is_routed, trace
 from mmod.adapters import find_library, find_part, image_facts, image_output, load_adapter
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.modes import in_mode
+from mmod.analysis.trace import trace
 from mmod.data.loader import BatchStream
 from mmod.io.store import Store
+from mmod.methods.route import is_routed
 from mmod.training.engine.kind import seed_draws
 from mmod.training.engine.task import autocast
 

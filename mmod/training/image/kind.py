@@ -14,14 +14,16 @@ from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod import flops, freeze_dense_, set_capacity_, undo_
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
-from mmod.compare.times import Reading
+from mmod.analysis.flops import flops
+from mmod.analysis.timing import Reading
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
+from mmod.methods.base import undo_
+from mmod.model import freeze_dense_, set_capacity_
 from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
 from mmod.opening.transformers import read_state

@@ -12,10 +12,11 @@ from timm.data import Mixup
 from timm.utils import accuracy
 from torch import Tensor, nn
 
-from mmod import auxiliary_loss, set_capacity_
 from mmod.adapters import image_facts, image_output
 from mmod.adapters.grids import resized_to_labels
 from mmod.data.labels import IGNORED
+from mmod.losses import auxiliary_loss
+from mmod.model import set_capacity_
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, divergence, total
 from mmod.training.image.config import ElasticConfig
 

@@ -15,7 +15,7 @@ from open_clip.push_to_hf_hub import save_config_for_hf
 from torch import Tensor, nn
 
 from mmod.analysis import FlopReport, flops
-from mmod.compare.times import Reading
+from mmod.analysis.timing import Reading
 from mmod.data.loader import BatchStream, find_pairs, pairs_stream
 from mmod.io.files import is_of_transformers
 from mmod.io.tensors import write_tensors

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod import auxiliary_loss
+from mmod.losses import auxiliary_loss
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, to_device
 
 TensorDict = dict[str, Tensor]

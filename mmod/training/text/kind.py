@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.compare.times import Reading
+from mmod.analysis.timing import Reading
 from mmod.data.loader import BatchStream, find_text, text_stream
 from mmod.methods import Method
 from mmod.opening.weights import read_weights

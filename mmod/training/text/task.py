@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod import auxiliary_loss
+from mmod.losses import auxiliary_loss
 from mmod.training.engine.task import Task, autocast, divergence, total
 from mmod.training.text.model import every_token, logits_of
 

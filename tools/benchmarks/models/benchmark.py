@@ -16,8 +16,8 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.config import Preset, RoutingConfig, score
 from mmod.io.tables import Column
+from mmod.methods.resolve import resolve_routing
 from mmod.opening.open import open_model
-from mmod.planning.resolve import resolve_routing
 from mmod.values import check_distinct
 from tools.benchmarks.models.variants import DENSE, Step, Variant, Variants
 from tools.benchmarks.report import HIDDEN, Row, Runs, TimedOptions

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mmod.config import RoutingConfig
 from mmod.io.yaml import parse_option
-from mmod.planning.resolve import resolve_routing
+from mmod.methods.resolve import resolve_routing
 
 _DESCRIPTION = """Run open_clip's training program on a routed model: everything after `--` is open_clip's own.
 

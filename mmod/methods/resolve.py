@@ -9,8 +9,7 @@ from mmod.config import RoutingConfig, read_routing
 from mmod.values import check_value
 
 if TYPE_CHECKING:
-    # Imported without torch otherwise.
-    from mmod import methods as package
+    from mmod.methods.base import Method
 
 
 def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
@@ -35,7 +34,7 @@ def resolve_methods(
     listed: Sequence[Mapping[str, Any]],
     routing: Mapping[str, Mapping[str, Any] | None],
     depths: Mapping[str, int] | None = None,
-) -> tuple[package.Method, ...]:
+) -> tuple[Method, ...]:
     """Create the methods of a config, in the order in which they are applied.
 
     Args:
@@ -54,7 +53,7 @@ def resolve_methods(
         depth = {"depth": depths[name]} if "preset" in fields and depths and name in depths else {}
         return resolve_routing({**depth, **fields})
 
-    created: list[package.Method] = []
+    created: list[Method] = []
     for entry in entries:
         if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
             entry = {**entry, "parts": {name: resolved(name, fields) for name, fields in entry["parts"].items()}}
