@@ -57,7 +57,7 @@ COMMANDS = {
         "mmod.studies.assess", "score and cost of a model of any kind as it is", _WEIGHTS
     ),
     "audit CONFIG_OR_RUN": Command(
-        "mmod.audits.command",
+        "mmod.studies.audit.command",
         "what the routers of a trained model learned, by counterfactuals",
         "digits/a-mod --model.checkpoint runs/digits/a-mod",
     ),

@@ -1,1 +1,1 @@
-"""Trade-off studies: dense, routed and control models compared."""
+"""Comparisons of models: studies, evaluations, plan searches, advice and audits of runs."""

@@ -15,13 +15,13 @@ import timm
 import torch
 from PIL import Image
 
-from mmod.audits.sets import read_set
 from mmod.data.config import DataConfig
 from mmod.data.labels import read_classes
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.studies.advise import read_images
+from mmod.studies.audit.sets import read_set
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
 from mmod.training.image.kind import ImageKind

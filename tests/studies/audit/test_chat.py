@@ -11,9 +11,9 @@ import torch
 
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import Audit
-from mmod.audits.command import main
-from mmod.audits.config import AUDITS
-from mmod.audits.sets import roles_of
+from mmod.studies.audit.command import main
+from mmod.studies.audit.config import AUDITS
+from mmod.studies.audit.sets import roles_of
 from mmod.training import fit
 from tests.kit.chat_configs import vlm_config
 

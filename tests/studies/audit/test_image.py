@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from mmod.analysis.audit.result import Audit
-from mmod.audits.command import main
-from mmod.audits.config import AUDITS, AuditOptions
-from mmod.audits.run import audit_run
-from mmod.audits.sets import regions_of
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.store import STORE
+from mmod.studies.audit.command import main
+from mmod.studies.audit.config import AUDITS, AuditOptions
+from mmod.studies.audit.run import audit_run
+from mmod.studies.audit.sets import regions_of
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind

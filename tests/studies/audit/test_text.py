@@ -10,10 +10,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from mmod.analysis.audit.result import Audit
-from mmod.audits.command import main
-from mmod.audits.config import AUDITS
-from mmod.audits.run import audit_run
 from mmod.report.sources import read_sources
+from mmod.studies.audit.command import main
+from mmod.studies.audit.config import AUDITS
+from mmod.studies.audit.run import audit_run
 from mmod.training import fit
 from mmod.training.text.evaluate import evaluate_batch
 from mmod.training.text.model import create_dense

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmod.analysis.audit.result import Audit
-from mmod.audits.command import main
+from mmod.studies.audit.command import main
 from mmod.training.pairs.evaluate import evaluate_batch
 from tests.kit.pair_files import png, write_tar
 from tests.kit.pairs_worker import clip_config, run

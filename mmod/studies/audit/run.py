@@ -23,8 +23,6 @@ from mmod.analysis.audit.run import audit
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
-from mmod.audits.config import AUDITS, record_of
-from mmod.audits.sets import Batches, read_set, sets_of, shifts_of
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
@@ -32,6 +30,8 @@ from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
+from mmod.studies.audit.config import AUDITS, record_of
+from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of
 from mmod.training.engine.parse import read_config
