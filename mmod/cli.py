@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mmod.io.configs import config_names, existing_config
-from mmod.training.engine.command import one_line_errors
+from mmod.io.refusals import one_line_errors
 from mmod.training.table import KINDS
 
 
@@ -41,11 +41,11 @@ COMMANDS = {
         "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
     **{
-        f"train {name} CONFIG": Command("mmod.training.kinds", row.purpose, row.example, name)
+        f"train {name} CONFIG": Command("mmod.training.command", row.purpose, row.example, name)
         for name, row in KINDS.items()
     },
     "train open-clip [ROUTING] -- ARGUMENTS": Command(
-        "mmod.registry.open_clip.program", "run open_clip's own training program on a routed model"
+        "mmod.registry.open_clip_program", "run open_clip's own training program on a routed model"
     ),
     "isoflop CONFIG": Command(
         "mmod.studies.command",

@@ -9,7 +9,7 @@ if __name__ == "__main__":
     # The benchmarks, and the definition in `tests/kit` that they check models with, are not in the package.
     sys.path.insert(0, str(CLONE))
     from mmod.cli import wait_passively
-    from mmod.training.engine.command import one_line_errors
+    from mmod.io.refusals import one_line_errors
 
     wait_passively()
     with one_line_errors(CLONE / "tools"):

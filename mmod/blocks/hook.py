@@ -49,11 +49,11 @@ def model_hooks(model: nn.Module) -> list[ModelHook]:
     return found
 
 
-def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
+def detach_hooks(model: nn.Module, hook_class: type = ModelHook) -> None:
     """Remove the hooks of a class from a model, by default all of its routing."""
     for module in model.modules():
         for before in list(module._forward_pre_hooks.values()):
-            if isinstance(before, kind):
+            if isinstance(before, hook_class):
                 detach(module, before)
 
 

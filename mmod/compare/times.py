@@ -9,7 +9,7 @@ import torch
 
 from mmod.analysis.timing import Reading, interleave, relative_times
 from mmod.compare.table import DENSE, Table
-from mmod.io.threads import on_timing_threads
+from mmod.io.timing_threads import on_timing_threads
 
 Input = TypeVar("Input")
 """Names what a timed pass reads, such as the kind of its samples and their number."""

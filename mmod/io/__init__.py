@@ -1,1 +1,1 @@
-"""File formats and folders: strict YAML and JSON, atomic writes, locks."""
+"""Files, YAML, configs, stores, records, tables and tensors; jobs, processes, signals, progress bars and refusals."""

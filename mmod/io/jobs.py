@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from mmod.io.progress import progress_bar, say
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
-from mmod.io.threads import timing_threads
+from mmod.io.timing_threads import timing_threads
 
 Config = TypeVar("Config")
 AnyJob = TypeVar("AnyJob", bound="Job[Any]")

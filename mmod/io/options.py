@@ -30,17 +30,17 @@ def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def with_options(fields: Mapping[str, Any], options: Iterable[tuple[str, str]], kind: Any) -> dict[str, Any]:
+def with_options(fields: Mapping[str, Any], options: Iterable[tuple[str, str]], config_class: Any) -> dict[str, Any]:
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML."""
     result = dict(fields)
     for key, text in options:
-        result = _with_option(result, key.split("."), text, kind)
+        result = _with_option(result, key.split("."), text, config_class)
     return result
 
 
-def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, kind: Any) -> dict[str, Any]:
+def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, config_class: Any) -> dict[str, Any]:
     name, *inner = keys
-    hint = Any if kind is None else typing.get_type_hints(kind).get(name, Any)
+    hint = Any if config_class is None else typing.get_type_hints(config_class).get(name, Any)
     group = dataclass_in(hint)
     old = fields.get(name)
     if inner:
@@ -56,23 +56,23 @@ def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, kind
     return {**fields, name: value}
 
 
-def add_fields(parser: argparse.ArgumentParser, kind: Any) -> None:
+def add_fields(parser: argparse.ArgumentParser, config_class: Any) -> None:
     """Add the fields of a config without groups to a parser: those without a default by position, others as options.
 
     The parser keeps their texts; see `with_options`.
     """
-    required = required_fields(kind)
-    meanings = field_meanings(kind)
-    for item in dataclasses.fields(kind):
+    required = required_fields(config_class)
+    meanings = field_meanings(config_class)
+    for item in dataclasses.fields(config_class):
         name = item.name if item.name in required else f"--{item.name}"
         parser.add_argument(name, default=argparse.SUPPRESS, help=meanings.get(item.name, "").replace("%", "%%"))
 
 
-def field_meanings(kind: type) -> dict[str, str]:
+def field_meanings(config_class: type) -> dict[str, str]:
     """Return the descriptions of a dataclass's fields, its bases' among them."""
     meanings = {}
     # Bases first: a class may describe an inherited field anew.
-    for cls in reversed(kind.__mro__):
+    for cls in reversed(config_class.__mro__):
         meanings.update({item.arg_name: item.description or "" for item in parse(cls.__doc__ or "").params})
     return meanings
 

@@ -25,12 +25,12 @@ from mmod.methods.mixture import (
     TokenRouter,
     all_of,
     balance_loss,
+    choice_cross_entropy,
     choose_tokens,
     chosen_expert,
     computed,
     expert_decisions,
     first_floating,
-    membership_loss,
     numbered,
     refuse_generation,
     refuse_packed,
@@ -365,4 +365,4 @@ class ExpertMlp(Added, Deciding):
             counted = prob_BNJ if valid_BN is None else prob_BNJ[valid_BN].unsqueeze(0)
             return config.balance * balance_loss(counted)
         assert logit_EBN is not None
-        return config.membership * membership_loss(logit_EBN, computed(rows, prob_BNJ))
+        return config.membership * choice_cross_entropy(logit_EBN, computed(rows, prob_BNJ))

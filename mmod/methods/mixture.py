@@ -199,7 +199,7 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
     return count * (share_J * prob_BNJ.mean(dim=(0, 1))).sum()
 
 
-def membership_loss(logit: Tensor, keep: Tensor, counted: Tensor | None = None) -> Tensor:
+def choice_cross_entropy(logit: Tensor, keep: Tensor, counted: Tensor | None = None) -> Tensor:
     """Return the cross-entropy of independent decisions against the choice in training, over some tokens or all."""
     loss = F.binary_cross_entropy_with_logits(logit, keep.to(logit.dtype), reduction="none")
     return loss.mean() if counted is None else loss[counted].mean()

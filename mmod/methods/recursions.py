@@ -23,8 +23,8 @@ from mmod.methods.mixture import (
     Mixture,
     TokenRouter,
     balance_loss,
+    choice_cross_entropy,
     first_floating,
-    membership_loss,
     numbered,
     refuse_generation,
     refuse_packed,
@@ -276,7 +276,7 @@ class Cycle(Added, Deciding):
             if depths is None:
                 routing = self._choose(x_BND, previous_BN, valid_BN, recursion)
                 if learns and recursion:
-                    loss = membership_loss(routing.evidence.logit_BN, routing.keep_BN, previous_BN)
+                    loss = choice_cross_entropy(routing.evidence.logit_BN, routing.keep_BN, previous_BN)
                     losses.append(config.membership * loss)
             else:
                 routing = self._follow(depths, recursion)

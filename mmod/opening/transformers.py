@@ -46,7 +46,7 @@ def open_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -
 
 def preprocessing_of(folder: str | Path) -> Preprocessing:
     """Return how the processor in a folder prepares images."""
-    return Preprocessing(evaluation_fields(folder), "of the folder's processor")
+    return Preprocessing(processor_fields(folder), "of the folder's processor")
 
 
 def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
@@ -163,7 +163,7 @@ def _mapped(auto: Any, config: Any) -> Any:
     return mapped[0] if isinstance(mapped, tuple) else mapped
 
 
-def evaluation_fields(folder: str | Path) -> dict[str, Any]:
+def processor_fields(folder: str | Path) -> dict[str, Any]:
     """Return the arguments of timm's `create_transform` that prepare images as a folder's processor does."""
     from transformers import AutoImageProcessor
 

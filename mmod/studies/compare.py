@@ -241,7 +241,7 @@ def measure_run(run: Run, callback: Callback, *, store: Store, plans: Plans, bef
     further = {}
     if run.is_tuned and before is not None:
         further["before"] = evaluate_start(store, run.config).figures[before]
-    rows = rows_of(fit(run.config, callback))
+    rows = measured_of(fit(run.config, callback))
     return rows._replace(figures={**rows.figures, **further})
 
 
@@ -253,7 +253,7 @@ def evaluate_start(store: Store, config: RunConfig) -> Measured:
     def measure() -> Measured:
         result, outcomes = kind.assess(kind.load())
         samples = max(map(len, outcomes.values()), default=0)
-        return rows_of(result)._replace(samples=samples, outcomes=outcomes)
+        return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
     return measured_once(store, identity, measure)
 
@@ -267,7 +267,7 @@ def fit(config: Any, callback: Callback) -> Any:
     return evaluation
 
 
-def rows_of(evaluation: RoutedResult) -> Measured:
+def measured_of(evaluation: RoutedResult) -> Measured:
     """Return what the table of a comparison keeps of an evaluation."""
     return Measured(evaluation.columns(), evaluation.kept, getattr(evaluation, "samples", 0))
 

@@ -24,7 +24,7 @@ from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Plans, Run, best_rates, check_runs, compare, fit, rows_of, runs_of
+from mmod.studies.compare import Plans, Run, best_rates, check_runs, compare, fit, measured_of, runs_of
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.training.engine.kind import steps_of_epoch
@@ -214,7 +214,7 @@ def _find_rates(
 
 
 def _train(run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
-    return rows_of(fit(run.config, callback))
+    return measured_of(fit(run.config, callback))
 
 
 def _gain(run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:

@@ -1,23 +1,22 @@
-"""The kinds of training by name: their configs, and the commands `mmod train KIND`."""
+"""The kinds of training by name: their configs, and what makes and trains them."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.io.yaml import parse_option, stack_configs
+from mmod.io.yaml import stack_configs
 from mmod.lazy import import_path
 from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.table import KINDS
-from mmod.values import check_value, one_of
+from mmod.values import one_of
 
 if TYPE_CHECKING:
     from mmod.training.chat import config as chat
@@ -151,56 +150,3 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] =
 def finished_run(config: Any, run: Path, weights: str | Path) -> Any:
     """Return the config in a run folder, changed to start from the weights there."""
     return dataclasses.replace(config, output=str(run)).finished(str(weights))
-
-
-_DRY = "--dry-run"
-# What advice reads besides the model.
-ADVISED = {"image": "--images FOLDER", "chat": "--prompts FILE"}
-
-
-def is_first_process() -> bool:
-    """Return whether this process is the first, or the only one, that `torchrun` or Slurm started."""
-    from timm.utils.distributed import world_info_from_env
-
-    return world_info_from_env()[1] == 0
-
-
-def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
-    """Return the commands that a finished run may be followed by, and where its model is."""
-    folder = shlex.quote(result.folder)
-    model = "final model" if result.average is None else "final model, the moving average of the weights,"
-    lines = [f"next: the {model} is in {folder}/model"]
-    commands = {}
-    if result.evaluation is not None:
-        commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
-        if config.routing is not None:
-            commands[f"mmod audit {folder}"] = "what its routers learned"
-        elif not config.methods:
-            commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
-            if config.kind in ADVISED:
-                commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
-    width = max(map(len, commands), default=0)
-    lines += [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str], kind: str) -> None:
-    """Train as the command line says and print the result, or what the run would cost.
-
-    Args:
-        arguments: `CONFIG [--key value] [--dry-run[=RATE]]`; with a rate, in TFLOP/s of each process, hours too.
-    """
-    dry = [word for word in arguments if word.partition("=")[0] == _DRY]
-    config = parse_config([word for word in arguments if word not in dry], config_class(kind))
-    if not dry:
-        result = kind_of(config).fit()
-        if is_first_process():
-            print(f"{result}\n{next_commands(config, result)}")
-        return
-    rate = parse_option(dry[-1].partition("=")[2])
-    # Before the model is made.
-    check_value(_DRY, rate, float | None, "(0, inf)")
-    estimate = kind_of(config).estimate()
-    print(estimate)
-    if rate is not None:
-        print(f"{estimate.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")

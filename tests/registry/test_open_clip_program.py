@@ -11,7 +11,7 @@ import webdataset
 
 import mmod
 from mmod.data.synthetic.scenes import SCENES
-from mmod.registry.open_clip.program import readable_shards, train_open_clip
+from mmod.registry.open_clip_program import readable_shards, train_open_clip
 from tests.kit.pairs_worker import MODEL
 
 ARGUMENTS = ["--dataset-type", "webdataset", "--epochs", "1", "--batch-size", "32", "--workers", "1"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.config import ROUTING_FIELDS, RoutingConfig, preset
 from mmod.model import route_
-from mmod.registry import keep_new_routers
+from mmod.registry.routers import keep_new_routers
 
 
 def routed_name(dense: str) -> str:

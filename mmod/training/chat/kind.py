@@ -38,7 +38,7 @@ from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end, training_arguments
 from mmod.training.engine.distributed import together, wait_for_all
-from mmod.training.engine.evaluate import Evaluated, Rows, decisions_of, kept_rows
+from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, device_of, load
 from mmod.training.engine.preflight import check_warmup
@@ -97,7 +97,7 @@ class ChatKind:
         rank = int(os.environ.get("RANK", 0))
         world = int(os.environ.get("WORLD_SIZE", 1))
         train = partial(self._train, progress, after_step)
-        return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), train)
+        return run_once(self.config, rank, world, partial(read_fit, result_class=EvalResult), train)
 
     def _train(
         self, progress: bool, after_step: AfterStep, claim: Callable[[], object]
@@ -160,7 +160,7 @@ class ChatKind:
         """Count what the run would cost; see `Kind.estimate`."""
         return estimate(self.config)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return "loss" and "outcome", whether all tokens of the answers are the most likely, of every conversation."""
         with decisions_of(model) as decisions:
             loss_B, outcome_B = evaluate_answers(model, batch)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mmod.data.corrupt import CorruptReport
 from mmod.io.processes import gathered
+from mmod.io.refusals import LostProcessError
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
-from mmod.training.engine.command import LostProcessError
 
 
 @dataclass(frozen=True)

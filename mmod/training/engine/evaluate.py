@@ -22,7 +22,7 @@ from mmod.training.engine.task import Batch, to_device
 
 KEPT = "kept/"
 """Prefix of the columns of kept shares; the name of a module follows."""
-Rows = dict[str, Tensor]
+Columns = dict[str, Tensor]
 """Values of samples by column: "loss", "outcome" in [0, 1], kept shares, and a kind's own, (B, ...) each."""
 
 
@@ -66,13 +66,13 @@ class Evaluated(NamedTuple):
 
 
 def read_rows(
-    evaluate: Callable[[nn.Module, Batch], Rows],
+    evaluate: Callable[[nn.Module, Batch], Columns],
     model: nn.Module,
     stream: BatchStream,
     device: torch.device,
     *,
     progress: bool = False,
-) -> Rows:
+) -> Columns:
     """Return the rows of all samples of a stream, over all processes, on the CPU; a ValueError for an empty one.
 
     The model is in evaluation mode, without gradients; its mode is restored at the end.
@@ -106,11 +106,11 @@ def decisions_of(model: nn.Module) -> Iterator[Mapping[str, Routing]]:
         yield decisions
 
 
-def kept_rows(decisions: Mapping[str, Routing], prefix: str = KEPT) -> Rows:
+def kept_rows(decisions: Mapping[str, Routing], prefix: str = KEPT) -> Columns:
     """Return the share of tokens that each module kept of each sample, float64 (B,)."""
     return {f"{prefix}{name}": routing.keep_BN.double().mean(1) for name, routing in decisions.items()}
 
 
-def kept_means(rows: Rows, prefix: str = KEPT) -> dict[str, float]:
+def kept_means(rows: Columns, prefix: str = KEPT) -> dict[str, float]:
     """Return the mean kept share by module over all samples."""
     return {name.removeprefix(prefix): float(value.mean()) for name, value in rows.items() if name.startswith(prefix)}

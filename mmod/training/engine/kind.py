@@ -18,7 +18,7 @@ from mmod.data.loader import BatchStream
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, choose_device
-from mmod.training.engine.evaluate import Evaluated, Rows
+from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
@@ -68,7 +68,7 @@ class Kind(Protocol):
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
 
     def load(self) -> nn.Module:
-        """Create that model as `load` does: drawn as in training, on the run's device, in evaluation mode."""
+        """Create that model, drawn as in training, on the run's device, in evaluation mode."""
 
     def sketch(self) -> nn.Module:
         """Create that model on the meta device, from names and sizes alone; a ValueError if methods do not fit it."""
@@ -82,7 +82,7 @@ class Kind(Protocol):
     def estimate(self) -> Any:
         """Count what the run would cost, without training; the result's text is for the terminal."""
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
     def assess(self, model: nn.Module, progress: bool = False) -> Evaluated:

@@ -73,7 +73,7 @@ def fit(
             with stop_signals() as trainer.stop:
                 return trainer.run()
 
-        return run_once(config, process.rank, process.world, partial(read_fit, kind=kind.result), train)
+        return run_once(config, process.rank, process.world, partial(read_fit, result_class=kind.result), train)
 
 
 class _Trainer:

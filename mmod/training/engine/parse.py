@@ -24,8 +24,10 @@ Config = TypeVar("Config")
 _PRINT = "--print_config"
 
 
-def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
-    """Create a config of class `kind` from the command line `CONFIG [--key.sub value ...]`.
+def parse_config(
+    arguments: Sequence[str], config_class: type[Config], start: Mapping[str, Any] | None = None
+) -> Config:
+    """Create a config from the command line `CONFIG [--key.sub value ...]`.
 
     `--help` prints the keys and `--print_config` the config with its defaults; both end the program. An unknown key or
     a refused value ends it with code 2 and one line.
@@ -35,10 +37,10 @@ def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[st
     """
     words = [word for word in arguments if word != _PRINT]
     if {"-h", "--help"} & set(words):
-        print(_help(kind))
+        print(_help(config_class))
         sys.exit(0)
     try:
-        config = read_config(words, kind, start)
+        config = read_config(words, config_class, start)
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -49,13 +51,15 @@ def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[st
     return config
 
 
-def read_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
+def read_config(arguments: Sequence[str], config_class: type[Config], start: Mapping[str, Any] | None = None) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
     fields, words = stack_configs(arguments)
     # The config in a run folder also records the number of processes.
     (fields or {}).pop("world_size", None)
     try:
-        return from_plain(kind, with_options(merged(start or {}, fields or {}), split_options(words), kind))
+        return from_plain(
+            config_class, with_options(merged(start or {}, fields or {}), split_options(words), config_class)
+        )
     except ValueError as error:
         # Without a file all required keys are missing, and the list of them hides the one mistake.
         if fields is None and "required: " in str(error):
@@ -63,23 +67,23 @@ def read_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str
         raise
 
 
-def _help(kind: type) -> str:
+def _help(config_class: type) -> str:
     usage = f"usage: {Path(sys.argv[0]).name} CONFIG [--config CONFIG ...] [--key value] [--group.key value] [{_PRINT}]"
     purpose = "Do what a config file says; options override the file. --print_config prints the result."
-    return "\n\n".join([usage, purpose, *_sections(kind, "--"), *_routing_sections(kind)])
+    return "\n\n".join([usage, purpose, *_sections(config_class, "--"), *_routing_sections(config_class)])
 
 
-def _sections(kind: type, prefix: str) -> Iterator[str]:
+def _sections(config_class: type, prefix: str) -> Iterator[str]:
     """Yield the description of a config, then those of its groups."""
-    yield _describe(kind, prefix)
-    for name, hint in typing.get_type_hints(kind).items():
+    yield _describe(config_class, prefix)
+    for name, hint in typing.get_type_hints(config_class).items():
         group = dataclass_in(hint)
         if group is not None:
             yield from _sections(group, f"{prefix}{name}.")
 
 
-def _routing_sections(kind: type) -> Iterator[str]:
-    routing = typing.get_type_hints(kind).get("routing")
+def _routing_sections(config_class: type) -> Iterator[str]:
+    routing = typing.get_type_hints(config_class).get("routing")
     if routing is None:
         return
     # A model of several parts has a routing for each of them.
@@ -91,13 +95,13 @@ def _routing_sections(kind: type) -> Iterator[str]:
     yield _entry(f"{key}preset", f"In place of the others, a preset and the fields to change: {', '.join(PRESETS)}.")
 
 
-def _describe(kind: Any, prefix: str) -> str:
+def _describe(config_class: Any, prefix: str) -> str:
     """Return the fields of a dataclass that are no groups with descriptions, types and defaults, as options."""
-    meanings = field_meanings(kind)
-    hints = typing.get_type_hints(kind)
-    parameters = inspect.signature(kind).parameters
-    lines = [parse(kind.__doc__ or "").short_description or kind.__name__]
-    for item in dataclasses.fields(kind):
+    meanings = field_meanings(config_class)
+    hints = typing.get_type_hints(config_class)
+    parameters = inspect.signature(config_class).parameters
+    lines = [parse(config_class.__doc__ or "").short_description or config_class.__name__]
+    for item in dataclasses.fields(config_class):
         hint = hints[item.name]
         factory = item.default_factory
         if dataclasses.is_dataclass(hint):

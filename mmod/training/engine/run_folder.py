@@ -176,7 +176,7 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
 
 
-def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:
+def read_fit(folder: Path, result_class: type[Any]) -> FitResult[Any] | None:
     """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
     path = folder / _RESULT
     if not path.exists():
@@ -191,7 +191,7 @@ def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:
         ) from error
     try:
         fields = {**parse_json(path.read_bytes(), path.name), "folder": str(folder), "reused": True}
-        results = {name: fields[name] and kind(**fields[name]) for name in ("evaluation", "average")}
+        results = {name: fields[name] and result_class(**fields[name]) for name in ("evaluation", "average")}
         return FitResult(**{**fields, **results})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(

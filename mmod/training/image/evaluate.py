@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from mmod.data.labels import IGNORED, Classes
 from mmod.data.loader import BatchStream
-from mmod.training.engine.evaluate import Evaluated, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
+from mmod.training.engine.evaluate import (
+    Columns,
+    Evaluated,
+    RoutedResult,
+    decisions_of,
+    kept_means,
+    kept_rows,
+    read_rows,
+)
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_targets
 from mmod.values import check_value
@@ -107,7 +115,7 @@ def evaluate_set(
     return Evaluated(score(rows, getattr(stream, "classes", None)), outcomes_of(rows))
 
 
-def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
+def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
     """Return the rows of a batch: "loss" and "outcome", means over an image's labels, and "five" and "labels".
 
     "five" is the share of labels among the first five guesses and "labels" their number. Patches have "guess" and
@@ -145,7 +153,7 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
     return rows
 
 
-def score(rows: Rows, classes: Classes | None = None) -> EvalResult:
+def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
     """Return the result of the rows of all images.
 
     Args:
@@ -171,7 +179,7 @@ def score(rows: Rows, classes: Classes | None = None) -> EvalResult:
     )
 
 
-def outcomes_of(rows: Rows) -> dict[str, np.ndarray]:
+def outcomes_of(rows: Columns) -> dict[str, np.ndarray]:
     """Return what is right of each image: "top1" (N,), or of patches their confusion (N, classes, classes)."""
     if "guess" not in rows:
         return {"top1": rows["outcome"].float().numpy()}

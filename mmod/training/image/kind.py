@@ -32,7 +32,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
-from mmod.training.engine.evaluate import Evaluated, Rows
+from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_outputs
@@ -166,7 +166,7 @@ class ImageKind:
             **start.task_options(self, teacher),
         )
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 

@@ -12,7 +12,7 @@ from torch import nn
 from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
 from mmod.io.files import is_of_transformers
-from mmod.opening.transformers import evaluation_fields
+from mmod.opening.transformers import processor_fields
 from mmod.training.image.config import LossConfig
 
 
@@ -57,7 +57,7 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
 def _published_statistics(model: Any) -> Mapping[str, Any]:
     """Return the "mean" and "std" of the images that a model's weights were trained on, where they are known."""
     if is_of_transformers(getattr(model, "name_or_path", "")):
-        return evaluation_fields(model.name_or_path)
+        return processor_fields(model.name_or_path)
     return getattr(model, "pretrained_cfg", {})
 
 

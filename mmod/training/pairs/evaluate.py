@@ -23,7 +23,15 @@ from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.processes import process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import Evaluated, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
+from mmod.training.engine.evaluate import (
+    Columns,
+    Evaluated,
+    RoutedResult,
+    decisions_of,
+    kept_means,
+    kept_rows,
+    read_rows,
+)
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite
 
@@ -134,7 +142,7 @@ def evaluate_set(
     return Evaluated(score(rows, device, top1, top5), {"recall1": recall_N.cpu().numpy()})
 
 
-def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
+def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
     """Return the rows of a batch: embeddings, the captions' tokens, and "loss" and "outcome" among its pairs.
 
     These two are cross entropy and recall at 1, the mean of both directions. Images with equal captions match each
@@ -161,7 +169,7 @@ def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "f
     }
 
 
-def score(rows: Rows, device: torch.device, top1: float | None = None, top5: float | None = None) -> EvalResult:
+def score(rows: Columns, device: torch.device, top1: float | None = None, top5: float | None = None) -> EvalResult:
     """Return the result of the rows of all pairs.
 
     Args:

@@ -28,7 +28,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
-from mmod.training.engine.evaluate import Evaluated, Rows
+from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
@@ -122,7 +122,7 @@ class PairsKind:
         criterion = create_loss(self.config.loss, process)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 

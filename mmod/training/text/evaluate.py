@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.data.stream import BatchStream
 from mmod.methods.base import decided_alone, deciding_together, methods_of
-from mmod.training.engine.evaluate import KEPT, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
+from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import every_token, logits_of
 from mmod.values import check_value
@@ -93,7 +93,7 @@ def evaluate(
     return score(read_rows(read, model, stream, device, progress=progress), model)
 
 
-def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
+def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
     """Return the rows of a batch of windows, as the model decides in its mode, in one pass.
 
     These are "loss" in nats per byte, "outcome", the share of bytes that are right, and kept shares.
@@ -109,7 +109,7 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
     return {"loss": loss_BN.double().mean(1), "outcome": right_BN.double().mean(1), **kept_rows(decisions)}
 
 
-def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, elastic: bool) -> Rows:
+def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, elastic: bool) -> Columns:
     """Return the rows of a batch in every way in which the model can decide.
 
     Decisions as in training have the names of `evaluate_batch`. "causal_loss" and "causal_kept/" are for tokens that
@@ -134,7 +134,7 @@ def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str
     return rows
 
 
-def score(rows: Rows, model: nn.Module) -> EvalResult:
+def score(rows: Columns, model: nn.Module) -> EvalResult:
     """Return the result of the rows of all windows of a model."""
     losses = {name: float(rows[name].mean()) for name in ("loss", "causal_loss", "full_loss") if name in rows}
     for loss in losses.values():

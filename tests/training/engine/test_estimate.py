@@ -13,7 +13,8 @@ from mmod.analysis.memory import ActivationMemory
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
-from mmod.training.kinds import kind_of, main
+from mmod.training.command import main
+from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import MODEL
 
 

@@ -9,7 +9,7 @@ import yaml
 
 from mmod import RoutingConfig
 from mmod.training import TrainConfig
-from mmod.training.kinds import main
+from mmod.training.command import main
 from tests.kit.scripts import run_script
 
 ROOT = Path(__file__).parents[3]

@@ -16,7 +16,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters import find_stack, image_facts, image_output
 from mmod.methods import methods_of
-from mmod.opening.transformers import create_images, evaluation_fields
+from mmod.opening.transformers import create_images, processor_fields
 from mmod.studies.assess import assess
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
@@ -138,7 +138,7 @@ def test_images_are_prepared_as_by_the_folders_processor(options: dict[str, Any]
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
     picture = Image.effect_noise((50, 40), 60).convert("RGB")
     expected = processor(picture, return_tensors="pt")["pixel_values"][0]
-    actual = create_transform(**evaluation_fields(tmp_path / "model"), is_training=False)(picture)
+    actual = create_transform(**processor_fields(tmp_path / "model"), is_training=False)(picture)
     # Pillow and torchvision round in other places.
     torch.testing.assert_close(actual, expected, rtol=0, atol=0.02)
 
@@ -147,7 +147,7 @@ def test_processors_that_keep_sizes_are_refused(tmp_path: Path) -> None:
     save_image_model("vit", tmp_path)
     transformers.ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="must resize, rescale and normalise images"):
-        evaluation_fields(tmp_path)
+        processor_fields(tmp_path)
 
 
 def test_a_changed_folder_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from mmod.adapters.open_clip import MODELS
 from mmod.config import RoutingConfig
 from mmod.methods.route import is_routed
 from mmod.model import route_
-from mmod.registry import keep_new_routers
+from mmod.registry.routers import keep_new_routers
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmod.lazy import name_missing_extra
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
 
 # EX_TEMPFAIL of sysexits.h: the same command may succeed.

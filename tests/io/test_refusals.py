@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import mmod
 from mmod.data.corrupt import original_errors
-from mmod.training.engine.command import one_line_errors
+from mmod.io.refusals import one_line_errors
 from tests.kit.scripts import run_script
 
 
