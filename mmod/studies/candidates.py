@@ -22,26 +22,27 @@ from mmod.values import one_of, refuse_unknown
 _CONTROL = "random"
 
 
-def candidates_of(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
-    """Return what a study compares, the dense model first.
-
-    Args:
-        dense: Training config of the dense model.
-        tuned: Training config of fine-tuning it.
-    """
+def routed_candidates(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
+    """Return the dense model and the routed ones of a study, see `StudyKind.candidates`."""
     dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
-    candidates = [dense_candidate, *_routed(config)]
-    if isinstance(config, TimmStudyConfig):
-        epochs = dense.epochs + (tuned.epochs if config.tune else 0)
-        if config.isoflop == "scratch":
-            candidates += _shallow(candidates, dense, epochs)
-        baselines = {series: _run_budgets(config, budgets) for series, budgets in config.baselines.items()}
-        candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
-        if config.names_budgets:
-            candidates = _at_budgets(candidates, dense)
-    elif isinstance(config, ChatStudyConfig):
-        candidates += create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)
-    return candidates
+    return [dense_candidate, *_routed(config)]
+
+
+def image_candidates(config: TimmStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
+    """Return them with shallower dense models and baselines, fitted to the budgets that the study names."""
+    candidates = routed_candidates(config, dense, tuned)
+    epochs = dense.epochs + (tuned.epochs if config.tune else 0)
+    if config.isoflop == "scratch":
+        candidates += _shallow(candidates, dense, epochs)
+    baselines = {series: _run_budgets(config, budgets) for series, budgets in config.baselines.items()}
+    candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
+    return _at_budgets(candidates, dense) if config.names_budgets else candidates
+
+
+def chat_candidates(config: ChatStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
+    """Return them with baselines of smaller images."""
+    baselines = create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)
+    return [*routed_candidates(config, dense, tuned), *baselines]
 
 
 def _at_budgets(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:

@@ -25,6 +25,7 @@ from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
 from mmod.methods.route import is_routed
+from mmod.studies.candidates import chat_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
@@ -145,6 +146,7 @@ def _derive(costs: Mapping[str, dict[str, float]]) -> None:
 
 STUDY = StudyKind(
     run_config=TrainConfig,
+    candidates=chat_candidates,
     measures={RIGHT: "right answers"},
     weigh={RIGHT: right_answers},
     axes=_axes,

@@ -105,6 +105,11 @@ class StudyConfig(Checked):
         """Names of all series apart from the dense model's; some kinds have baselines."""
         return [*self.routers, *getattr(self, "baselines", ())]
 
+    @property
+    def rates(self) -> list[float] | None:
+        """Factors of the learning rate, of which every model uses the best; None where a kind searches none."""
+        return None
+
     def following(self) -> StudyConfig | None:
         """Return the study that follows this one, in a folder of its `output`; None for none."""
         if self.then is None:

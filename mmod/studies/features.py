@@ -289,6 +289,7 @@ def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, row
 
 STUDY = StudyKind(
     run_config=TrainConfig,
+    candidates=image.STUDY.candidates,
     measures=_MEASURES,
     measure=measure,
     weigh=WEIGH,

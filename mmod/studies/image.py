@@ -34,6 +34,7 @@ from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import ONLY, Candidate
+from mmod.studies.candidates import image_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
@@ -250,6 +251,7 @@ def _with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str
 
 STUDY = StudyKind(
     run_config=TrainConfig,
+    candidates=image_candidates,
     measures=_MEASURES,
     weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
     axes=axes,

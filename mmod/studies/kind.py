@@ -12,6 +12,7 @@ from mmod.analysis.timing import Reading
 from mmod.compare.table import Measured, Table, Weigh
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
+from mmod.studies.candidates import routed_candidates
 from mmod.studies.compare import Run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.kind import Kind
@@ -63,6 +64,8 @@ class StudyKind:
         measures: Titles of the figures by which candidates may be compared; the config's `score` is one of them.
         axes: Columns of costs that the score is drawn against, with the titles of their axes; times name the batch.
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
+        candidates: What is compared, the dense model first, from the study's config and the training configs of the
+            dense model and of fine-tuning it.
         count: Counts the costs of a candidate, and draws the tokens it keeps.
         tell: Says what follows from the table.
         weigh: See `Table.weigh`.
@@ -80,6 +83,7 @@ class StudyKind:
     times: Mapping[str, tuple[str, str]]
     count: Callable[[Any, Run, nn.Module, Measured], dict[str, float]]
     tell: Callable[[Any, Table, Candidates, Lines, Facts], Told]
+    candidates: Callable[[Any, Any, Any], list[Candidate]] = routed_candidates
     measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Any, Kind], Facts] | None = None

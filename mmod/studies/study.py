@@ -14,9 +14,8 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
-from mmod.studies.candidates import candidates_of
 from mmod.studies.compare import BASE, Measure, Run, Timing, best_rates, check_runs, compare, measure_run, runs_of
-from mmod.studies.config import StudyConfig, TimmStudyConfig
+from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind
 from mmod.studies.report import StudyResult, write_study
 from mmod.training.engine.config import LoopConfig
@@ -97,11 +96,12 @@ def plan(config: StudyConfig) -> tuple[list[Candidate], list[Run]]:
 
 def _compared(config: StudyConfig) -> dict[str, Any]:
     """Return what a study compares, as the arguments of `runs_of`."""
-    run_config: Any = study_kind(config).run_config
+    study = study_kind(config)
+    run_config: Any = study.run_config
     dense = run_config.from_dict(config.dense_fields)
     tuned = run_config.from_dict(config.tuned_fields)
     config.check(dense, tuned)
-    candidates = candidates_of(config, dense, tuned)
+    candidates = study.candidates(config, dense, tuned)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
@@ -127,11 +127,9 @@ def _time_columns(config: StudyConfig, study: StudyKind, inputs: str, size: int)
     return config.time_columns(study.times[inputs], size)
 
 
-def _find_rates(
-    config: StudyConfig, study: StudyKind, runs: Sequence[Run], kind: Any, runner: Runner
-) -> dict[str, float]:
+def _find_rates(config: Any, study: StudyKind, runs: Sequence[Run], kind: Any, runner: Runner) -> dict[str, float]:
     """Return the best factor of the learning rate by model, once it was searched; empty without a search."""
-    if not isinstance(config, TimmStudyConfig) or config.rates is None:
+    if config.rates is None:
         return {}
     check_runs(kind, runs)
     before = [run for run in runs[:1] if starts_others(run)]

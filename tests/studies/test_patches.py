@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from mmod.analysis import flops
-from mmod.studies.candidates import candidates_of
+from mmod.studies.candidates import image_candidates
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.study import plan, run_study
 from mmod.training import TrainConfig
@@ -70,7 +70,7 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
     config = parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig)
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
-    for candidate in candidates_of(config, dense, dense):
+    for candidate in image_candidates(config, dense, dense):
         config = candidate.configure(dense, dense)
         size = config.data.image_size
         costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
