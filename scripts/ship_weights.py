@@ -27,7 +27,7 @@ def main(run: str, name: str) -> None:
         write_tensors(Path(folder) / "model.safetensors", weights, {})
         model = dataclasses.replace(config.model, checkpoint=folder)
         recipe = ImageKind(dataclasses.replace(config, model=model))
-        top1 = recipe.assess(recipe.load(), progress=True).result.top1
+        top1 = recipe.evaluate(recipe.load(), progress=True).result.top1
     recipe_of_run = {key: value for key, value in config.to_dict().items() if key != "output"}
     FOLDER.mkdir(exist_ok=True)
     write_tensors(FOLDER / f"{name}.safetensors", weights, {"config": json.dumps(recipe_of_run), "top1": f"{top1:g}"})

@@ -41,7 +41,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     model = kind.load()
-    evaluation = kind.assess(model, progress).result
+    evaluation = kind.evaluate(model, progress).result
     readings = {}
     for size in _SAMPLES:
         for name, reading in kind.readings(model, size).items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,10 +32,8 @@ BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
 # Epochs that take about as long as evaluating once.
 _EVALUATION = 0.05
-Plans = dict[str, dict[str, Any]]
-"""Searched plans by `Search`; runs ask for theirs several times."""
-Measure = Callable[..., Measured]
-"""From a run and a callback, with `store` and `plans`, to its rows; other processes get it pickled."""
+Measure = Callable[["Run", Callback, Store], Measured]
+"""Does a run whose plan is known; the store keeps evaluations without training."""
 Count = Callable[["Run", nn.Module, Measured], dict[str, float]]
 """From a run, its final model and its rows to the costs of a sample, by column."""
 
@@ -54,6 +52,31 @@ class Run(Job[Any]):
     is_tuned: bool = False  # It starts from the dense model's weights.
     is_trained: bool = True
     search: Search | None = None
+
+
+@dataclass(frozen=True)
+class Measurer:
+    """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled."""
+
+    measure: Measure
+    store: Store
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)  # Searched so far, by `Search`.
+
+    def __call__(self, run: Run, callback: Callback) -> Measured:
+        """Return the rows of a run."""
+        return self.measure(self.ready(run), callback, self.store)
+
+    def ready(self, run: Run) -> Run:
+        """Return a run whose plan is searched."""
+        if run.search is None:
+            return run
+        options, folder = run.search
+        key = str(run.search)
+        if key not in self.plans:
+            self.plans[key] = search_for(run.config, options, folder).plan.to_dict()
+        part = options.part or kind_of(run.config).part
+        routing = self.plans[key] if part == ONLY else {part: self.plans[key]}
+        return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
 
 
 class Timing(NamedTuple):
@@ -120,17 +143,16 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     store = Store(folder / STORE) if store is None else store
     runs = [dataclasses.replace(run, config=with_rate(run.config, (rates or {}).get(run.name, 1.0))) for run in runs]
-    plans: Plans = {}
     table = Table(weigh=weigh or {})
     first = {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
-    work = functools.partial(measure or measure_run, store=store, plans=plans)
-    for run in measure_jobs(table, runs, work, Runner(progress=False) if runner is None else runner):
+    measurer = Measurer(measure or measure_run, store)
+    for run in measure_jobs(table, runs, measurer, Runner(progress=False) if runner is None else runner):
         if run.seed == 0 and run.name in first and count is not None:
-            run = first[run.name] = ready(plans, run)
+            run = first[run.name] = measurer.ready(run)
             table.costs[run.name] = count(run, load(run), table.runs[run.name][0])
         each(table, run)
     if timing is not None:
-        finished = {name: ready(plans, run) for name, run in first.items()}
+        finished = {name: measurer.ready(run) for name, run in first.items()}
         _time(table, finished, timing, store, shown=runner is not None and runner.progress)
     return table
 
@@ -206,19 +228,6 @@ def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
             raise ValueError(f"model {run.name!r} of the study: {error}") from error
 
 
-def ready(plans: Plans, run: Run) -> Run:
-    """Return a run with the plan of its seed's dense model, where one is searched; it joins the plans."""
-    if run.search is None:
-        return run
-    options, folder = run.search
-    key = str(run.search)
-    if key not in plans:
-        plans[key] = search_for(run.config, options, folder).plan.to_dict()
-    part = options.part or kind_of(run.config).part
-    routing = plans[key] if part == ONLY else {part: plans[key]}
-    return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
-
-
 def final_config(run: Run) -> Any:
     """Return the config of a run's final model."""
     return run.config.finished(run.config.output) if run.is_trained else run.config
@@ -229,13 +238,12 @@ def load(run: Run) -> nn.Module:
     return kind_of(final_config(run)).load()
 
 
-def measure_run(run: Run, callback: Callback, *, store: Store, plans: Plans, before: str | None = None) -> Measured:
+def measure_run(run: Run, callback: Callback, store: Store, before: str | None = None) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
         before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
     """
-    run = ready(plans, run)
     if not run.is_trained:
         return evaluate_start(store, run.config)
     further = {}
@@ -251,7 +259,7 @@ def evaluate_start(store: Store, config: RunConfig) -> Measured:
     identity = {"work": "rows of samples", **identity_of(config)}
 
     def measure() -> Measured:
-        result, outcomes = kind.assess(kind.load())
+        result, outcomes = kind.evaluate(kind.load())
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
@@ -345,7 +353,7 @@ def best_rates(
     runs: Sequence[Run],
     rates: Sequence[float],
     figure: str,
-    measure: Measure,
+    measurer: Measurer,
     runner: Runner,
     folder: str | Path,
     *,
@@ -358,7 +366,7 @@ def best_rates(
         runs: One of each candidate.
         rates: The factors to try. One at which the loss is no longer finite is not chosen.
         figure: The figure that decides.
-        measure: Does a trial, see `compare`.
+        measurer: Does a trial.
         folder: Trials go there, by candidate and factor.
         data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
         before: Runs that the trials start from.
@@ -377,7 +385,7 @@ def best_rates(
     for by_name in trials.values():
         jobs += by_name.values()
     table = Table()
-    for _ in measure_jobs(table, jobs, functools.partial(_try, measure, figure), runner):
+    for _ in measure_jobs(table, jobs, functools.partial(_try, measurer, figure), runner):
         pass
     best = {}
     for name, by_name in trials.items():
@@ -389,10 +397,10 @@ def best_rates(
     return best
 
 
-def _try(measure: Measure, figure: str, run: Run, callback: Callback) -> Measured:
+def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured:
     """Return the rows of a trial, with the worst figure where its loss diverges."""
     try:
-        return measure(run, callback)
+        return measurer(run, callback)
     except FloatingPointError:
         return Measured({figure: -float("inf")})
 

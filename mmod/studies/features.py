@@ -23,7 +23,7 @@ from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.studies import image
-from mmod.studies.compare import Plans, Run, fit, identity_of, ready
+from mmod.studies.compare import Run, fit, identity_of
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
 from mmod.studies.report import listed
@@ -141,9 +141,8 @@ def _evaluated_by(config: FeaturesStudyConfig) -> list[str]:
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
+def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, store: Store) -> Measured:
     """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
-    run = ready(plans, run)
     started = run.config
     further: dict[str, float] = {}
     if run.is_trained:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +23,7 @@ from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Plans, Run, best_rates, check_runs, compare, fit, measured_of, runs_of
+from mmod.studies.compare import Measurer, Run, best_rates, check_runs, compare, fit, measured_of, runs_of
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.training.engine.kind import steps_of_epoch
@@ -208,17 +207,17 @@ def _find_rates(
     check_runs(kind, runs)
     rates = sorted(config.rates)
     factors = {rate / kind.config.optim.lr: rate for rate in rates}
-    gain = partial(_gain, store=Store(Path(config.output) / STORE), plans={})
+    gain = Measurer(_gain, Store(Path(config.output) / STORE))
     best = best_rates(runs, list(factors), _GAIN, gain, runner, Path(config.output) / "rates")
     return {name: factors[factor] for name, factor in best.items()}
 
 
-def _train(run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
+def _train(run: Run, callback: Callback, store: Store) -> Measured:
     return measured_of(fit(run.config, callback))
 
 
-def _gain(run: Run, callback: Callback, *, store: Store, plans: Plans) -> Measured:
-    return Measured({_GAIN: -_train(run, callback, store=store, plans=plans).figures["loss"]})
+def _gain(run: Run, callback: Callback, store: Store) -> Measured:
+    return Measured({_GAIN: -_train(run, callback, store).figures["loss"]})
 
 
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:

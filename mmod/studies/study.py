@@ -14,7 +14,18 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import BASE, Measure, Run, Timing, best_rates, check_runs, compare, measure_run, runs_of
+from mmod.studies.compare import (
+    BASE,
+    Measure,
+    Measurer,
+    Run,
+    Timing,
+    best_rates,
+    check_runs,
+    compare,
+    measure_run,
+    runs_of,
+)
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind
 from mmod.studies.report import StudyResult, write_study
@@ -135,10 +146,10 @@ def _find_rates(config: Any, study: StudyKind, runs: Sequence[Run], kind: Any, r
     before = [run for run in runs[:1] if starts_others(run)]
     tried = [run for run in runs[len(before) :] if run.seed == 0 and run.is_trained]
     # Only the trained models count.
-    measure = partial(_measure_of(config, study, before=False), store=Store(Path(config.output) / STORE), plans={})
+    measurer = Measurer(_measure_of(config, study, before=False), Store(Path(config.output) / STORE))
     data = {"val_split": config.rate_split}
     folder = f"{config.output}/rates"
-    return best_rates(tried, config.rates, config.score, measure, runner, folder, data=data, before=before)
+    return best_rates(tried, config.rates, config.score, measurer, runner, folder, data=data, before=before)
 
 
 def starts_others(first: Run) -> bool:

@@ -67,7 +67,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     assert kind_named([str(path), "--seed", "1"]) == kind
 
     figure = PAIRED.get(kind)
-    result, outcomes = kind_of(done).assess(kind_of(done).load())
+    result, outcomes = kind_of(done).evaluate(kind_of(done).load())
     assert bool(outcomes) == (figure is not None)
     if figure is not None:
         # What models are paired by gives what is shown, the same samples weighted alike.

@@ -116,11 +116,11 @@ def test_each_budget_is_spent(tmp_path: Path) -> None:
 def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, train, trained = isoflop(tmp_path), study._train, []
 
-    def watched(job: Any, callback: Any, **options: Any) -> Any:
+    def watched(job: Any, callback: Any, store: Any) -> Any:
         trained.append((job.config.output, job.seed))
         if len(trained) == 15:
             raise KeyboardInterrupt
-        return train(job, callback, **options)
+        return train(job, callback, store)
 
     monkeypatch.setattr(study, "_train", watched)
     with pytest.raises(KeyboardInterrupt):
@@ -142,10 +142,10 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
 def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = study._train
 
-    def diverging(job: Any, callback: Any, **options: Any) -> Any:
+    def diverging(job: Any, callback: Any, store: Any) -> Any:
         if job.config.optim.lr > least:
             raise FloatingPointError("the loss stopped being finite")
-        return train(job, callback, **options)
+        return train(job, callback, store)
 
     monkeypatch.setattr(study, "_train", diverging)
     config, least = isoflop(tmp_path, sizes={"w8": SIZES["w8"]}, seeds=1), 5e-3

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from mmod import RoutingConfig
-from mmod.io.store import STORE
-from mmod.studies.compare import Plans, ready
+from mmod.io.store import STORE, Store
+from mmod.studies.compare import Measurer, measure_run
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
 from mmod.studies.study import plan, run_study
 from tests.kit.chat_configs import vlm_config
@@ -79,10 +79,10 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
         plans = [RoutingConfig.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
     jobs = {job.name: job for job in plan(config)[1] if job.seed == 0}
-    plans: Plans = {}
-    cheap, dear = (ready(plans, jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
+    measurer = Measurer(measure_run, Store(tmp_path / STORE))
+    cheap, dear = (measurer.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
     assert cheap.routing != dear.routing
-    assert ready(plans, jobs["dense"]) is jobs["dense"]
+    assert measurer.ready(jobs["dense"]) is jobs["dense"]
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("scored again")

@@ -95,7 +95,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
 
 def _evaluate(kind: Kind, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Return loss and accuracy of every sample of a batch."""
-    rows = kind.evaluate(model, _on_device(kind, batch))
+    rows = kind.evaluate_batch(model, _on_device(kind, batch))
     if "labels" in rows:
         check_classes(rows["labels"])
     return rows["loss"], rows["outcome"]
@@ -116,7 +116,7 @@ def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
     """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
     # Evaluated, because what a model keeps may depend on the sample.
     with torch.inference_mode():
-        parts = [kind.evaluate(model, _on_device(kind, labelled.batch)) for labelled in batches]
+        parts = [kind.evaluate_batch(model, _on_device(kind, labelled.batch)) for labelled in batches]
     rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return float(sum(kind.cost(model, kept_means(rows)).values()))
 

@@ -160,14 +160,14 @@ class ChatKind:
         """Count what the run would cost; see `Kind.estimate`."""
         return estimate(self.config)
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
         """Return "loss" and "outcome", whether all tokens of the answers are the most likely, of every conversation."""
         with decisions_of(model) as decisions:
             loss_B, outcome_B = evaluate_answers(model, batch)
         return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
-    def assess(self, model: nn.Module, progress: bool = False) -> Evaluated:
-        """Generate answers to the evaluation questions; see `Kind.assess`."""
+    def evaluate(self, model: nn.Module, progress: bool = False) -> Evaluated:
+        """Generate answers to the evaluation questions; see `Kind.evaluate`."""
         answers: list[Answer] = []
         result = self._ask(model, self.collator, self.questions, progress, answers)
         return Evaluated(result, outcomes_of(answers))

@@ -82,10 +82,10 @@ class Kind(Protocol):
     def estimate(self) -> Any:
         """Count what the run would cost, without training; the result's text is for the terminal."""
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
-    def assess(self, model: nn.Module, progress: bool = False) -> Evaluated:
+    def evaluate(self, model: nn.Module, progress: bool = False) -> Evaluated:
         """Evaluate a model on the full evaluation set, in this process."""
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:

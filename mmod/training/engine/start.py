@@ -131,8 +131,8 @@ def check_start(kind: LoopKind, world: int = 1) -> None:
     check_schedule(kind.config, step_samples(kind.config, world))
 
 
-def assess(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evaluated:
-    """Evaluate a model on the full evaluation set, in this process; see `Kind.assess`."""
+def evaluate(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evaluated:
+    """Evaluate a model on the full evaluation set, in this process; see `Kind.evaluate`."""
     process = Process(0, 1, device_of(kind))
     return kind.evaluate_set(model, kind.create_stream(process, model), process, progress)
 

@@ -59,7 +59,7 @@ class ImageKind:
     check_schedule = start.check_start
     fit = fit
     estimate = estimate
-    assess = start.assess
+    evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; with published weights it is checked that it can read the images."""
@@ -166,7 +166,7 @@ class ImageKind:
             **start.task_options(self, teacher),
         )
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 

@@ -54,7 +54,7 @@ class PairsKind:
     create_teacher = start.create_teacher
     fit = fit
     estimate = estimate
-    assess = start.assess
+    evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model, with published weights or an image tower's; refuse a loss that does not fit."""
@@ -122,7 +122,7 @@ class PairsKind:
         criterion = create_loss(self.config.loss, process)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 

@@ -43,7 +43,7 @@ class TextKind:
     create_teacher = start.create_teacher
     fit = fit
     estimate = estimate
-    assess = start.assess
+    evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; none has published weights. See `LoopKind.prepare`."""
@@ -84,7 +84,7 @@ class TextKind:
         """Create the task with the config's distillation and auxiliary losses."""
         return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))
 
-    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 

@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
     kind = ImageKind(config)
     model = kind.load()
-    return kind.assess(model).result, model
+    return kind.evaluate(model).result, model
 
 
 def of_run(trained: Path, data: Path, **changes: Any) -> TrainConfig:

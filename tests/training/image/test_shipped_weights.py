@@ -42,7 +42,7 @@ def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
         data=dataclasses.replace(config.data, root=str(scenes)),
     )
     shipped = ImageKind(config)
-    evaluation = shipped.assess(shipped.load()).result
+    evaluation = shipped.evaluate(shipped.load()).result
     assert (evaluation.samples, evaluation.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
 
 

@@ -78,7 +78,7 @@ def test_a_routed_run_is_trained_evaluated_and_reopened(saved: tuple[Path, Any],
     assert isinstance(reopened, type(host))
     again = config_of(tmp_path / "run" / "model", tmp_path / "again", loss=loss)
     kind = PairsKind(again)
-    assert kind.assess(kind.load()).result.columns() == pytest.approx(result.evaluation.columns())
+    assert kind.evaluate(kind.load()).result.columns() == pytest.approx(result.evaluation.columns())
     dense = config_of(folder, tmp_path / "dense", model={"name": str(folder), "checkpoint": str(tmp_path / "run")})
     with pytest.raises(ValueError, match="router"):
         PairsKind(dense).load()
@@ -89,7 +89,7 @@ def test_capacity_1_is_evaluated_as_the_dense_model(saved: tuple[Path, Any], tmp
     results = []
     for name, routing in {"dense": None, "routed": {"image": {"router": "linear", "capacity": 1.0}}}.items():
         kind = PairsKind(config_of(folder, tmp_path / name, routing=routing))
-        results.append(kind.assess(kind.load()).result.columns())
+        results.append(kind.evaluate(kind.load()).result.columns())
     dense, routed = ({key: value for key, value in columns.items() if "kept" not in key} for columns in results)
     assert routed == pytest.approx(dense)
 
