@@ -70,7 +70,7 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     table = Table()
     table.add(DENSE, 0, evaluate(DENSE, 0, len(places)))
     first = min(FIRST_LOOK, len(places))
-    compare_early(table, candidates, evaluate, lambda: recorded.times, AGREEMENT, first, progress=False)
+    compare_early(table, candidates, evaluate, lambda: {"batch": recorded.times}, AGREEMENT, first, progress=False)
     rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
 
@@ -182,7 +182,7 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
         for name in models:
             rows = evaluate_once(store, samples, by_name, models, name, 0, len(samples))
             scores[name] = rows.outcomes[AGREEMENT]
-        readings = {name: {"batch": samples.reading(changed)} for name, changed in models.items()}
+        readings = {name: samples.readings(changed) for name, changed in models.items()}
         times = time_models(readings, rounds=ROUNDS, device=torch.device("cpu"))["batch"]
     store.put(identity, [scores, times], timed_on="cpu")
     return Recorded(scores, times)

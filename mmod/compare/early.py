@@ -9,7 +9,7 @@ from mmod.compare.table import DENSE, Measured, Table, evaluated, mean_of, measu
 from mmod.io.jobs import Callback, Job, Runner
 
 BATCH = "batch"
-"""Name of the pass that is timed."""
+"""Name of the timed pass that decides."""
 # A candidate is dropped after the first look if another one is as fast and scores more by this share.
 _SLACK = 0.02
 
@@ -18,7 +18,7 @@ def compare_early(
     table: Table,
     names: Iterable[str],
     evaluate: Callable[[str, int, int], Measured],
-    time: Callable[[], dict[str, list[float]]],
+    time: Callable[[], dict[str, dict[str, list[float]]]],
     figure: str,
     first: int,
     *,
@@ -30,7 +30,8 @@ def compare_early(
         table: Rows of the dense model; rows of the others and times join them.
         names: The others.
         evaluate: Returns the rows of a candidate by name, from one sample to another.
-        time: Returns the milliseconds of all by round, which are measured between the two looks.
+        time: Returns the milliseconds of all by pass, name and round, which are measured between the two looks; `BATCH`
+            decides.
         figure: The outcome that decides who is better.
         first: Samples of the first look.
     """
@@ -46,7 +47,7 @@ def compare_early(
             pass
 
     look(names, first)
-    table.times[BATCH] = time()
+    table.times = time()
     ms = milliseconds(table, BATCH)
     # Evaluated before any gets more samples: a score of more would not compare.
     means = {name: mean_of(table, figure, name) for name in ms}

@@ -30,12 +30,13 @@ class AdviceRow:
         speedup: Time of the dense model over the candidate's, over the rounds: median and quartiles.
         score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
             are the dense model's; 95 % interval over images or prompts.
-        accuracy: Difference of top-1 accuracy, or of prompts next-token accuracy, to the dense model's, where there are
-            labels; 95 % interval. It replaces the score in every comparison.
+        accuracy: Difference of top-1 accuracy, or of the share of right answers to prompts, to the dense model's, where
+            there are labels; 95 % interval. It replaces the score in every comparison.
         images: Number of images; few for candidates that were far from the front.
         code: The line of Python that applies it; `config` the key of a training config that does.
         on_front: No other row is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
+        mix: Speed-up on prompts of different lengths, padded to one; None for images, and for prompts of equal length.
     """
 
     name: str
@@ -48,6 +49,7 @@ class AdviceRow:
     advice: str
     on_front: bool = False
     cache: int | None = None
+    mix: Spread | None = None
 
     @property
     def loss(self) -> Estimate:
@@ -64,8 +66,8 @@ class Advice:
         rows: The candidates, the fastest first.
         refused: Reasons why candidates were left out, by name.
         measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
-        accuracy: Accuracy of the dense model where there are labels: top-1 of images; of prompts, the share of their
-            answers' tokens that are the most probable ones after the true tokens before them.
+        accuracy: Accuracy of the dense model where there are labels: top-1 of images; of prompts, the share that it
+            answers right, greedily.
         milliseconds: Time of a batch of `batch_size` images or prompts in the dense model.
         tolerance: Share of agreement, or of accuracy, that may be lost.
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
@@ -91,12 +93,16 @@ class Advice:
 
     @property
     def metric(self) -> str:
-        """What decides: "accuracy" or "next-token accuracy" where there are labels, else the `measure`."""
-        return self.measure if self.accuracy is None else self._accuracy_name
+        """What decides: "accuracy" or "right answers" where there are labels, else the agreement or cosine."""
+        return self._measure_name if self.accuracy is None else self._accuracy_name
 
     @property
     def _accuracy_name(self) -> str:
-        return "accuracy" if self.samples == "images" else "next-token accuracy"
+        return "accuracy" if self.samples == "images" else "right answers"
+
+    @property
+    def _measure_name(self) -> str:
+        return self.measure if self.samples == "images" else f"next-token {self.measure}"
 
     @property
     def samples(self) -> str:
@@ -180,7 +186,7 @@ class Advice:
         if row.accuracy is not None:
             return f"{100 * row.accuracy:+.1f} points of {self.metric}"
         if self.measure == AGREEMENT:
-            return f"{100 * row.score} % agreement with the dense model"
+            return f"{100 * row.score} % {self._measure_name} with the dense model"
         return f"a {self.measure} of {row.score:.3f} with the dense model"
 
     @property
@@ -194,7 +200,8 @@ class Advice:
         columns = {
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
-            "score": (self.measure, ".1f" if in_percent else ".3f"),
+            "mix": ("speed-up, mix", "[.2f"),
+            "score": (self._measure_name, ".1f" if in_percent else ".3f"),
             "accuracy": (f"change of {self._accuracy_name}", "+.1f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
@@ -226,15 +233,15 @@ class Advice:
         if self.accuracy is not None:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
         unit = f"{'in %, ' if self.measure == AGREEMENT else ''}with a 95 % interval over {self.samples}"
-        columns = (
-            f"Speed-up: median and quartiles over rounds. The {self.measure} is that with the dense model, {unit}."
-        )
+        columns = "Speed-up: median and quartiles over rounds. "
+        columns += f"The {self._measure_name} is that with the dense model, {unit}."
         if self.accuracy is not None:
             columns += f" The change of {self.metric}, in points, decides."
-        if self.accuracy is not None and self.samples == "prompts":
+        if self.samples == "prompts":
             columns += (
-                " It is the share of the answers' tokens that are the most probable ones after the true tokens before "
-                "them; whole answers are right less often, see `mmod evaluate`."
+                " The prompts have no answers, so that next tokens decide."
+                if self.accuracy is None
+                else " Answers are generated greedily; one is right as a whole or not."
             )
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}. {self.redundancy.suggestion}"]
         return [
@@ -281,7 +288,7 @@ class Advice:
         axis = figure.subplots()
         draw_marks(axis, marks, styles, faster=True)
         axis.axhline(factor * (lossless - self.tolerance), color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
-        title = f"{self.measure} with the dense model{', in %' if is_share else ''}"
+        title = f"{self._measure_name} with the dense model{', in %' if is_share else ''}"
         if self.accuracy is not None:
             title = f"change of {self.metric} in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,11 +18,13 @@ from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.analysis.timing import Reading
 from mmod.analysis.trace import trace
 from mmod.blocks import deciding_modules
+from mmod.compare.early import BATCH
 from mmod.compare.table import Measured
 from mmod.io.store import fingerprint
 from mmod.ops.grids import resized
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
+from mmod.planning.prompts import IsRight, of_equal_length, pad_token, questions_of, right_of
 
 # Samples of the first look at all candidates; the others are run for candidates near the front.
 FIRST_LOOK = 64
@@ -30,7 +33,9 @@ _AT_ONCE = 32
 AGREEMENT = "agreement"
 """The measure and the outcome of samples: whether the most probable class or token is the dense model's."""
 CORRECT = "correct"
-"""The outcome of samples with labels: whether the most probable class or token is theirs."""
+"""The outcome of samples with labels: whether the most probable class is theirs, or the generated answer right."""
+MIX = "mix"
+"""Name of the timed pass over prompts of different lengths."""
 
 
 class Images:
@@ -43,7 +48,10 @@ class Images:
         first: Number of samples of the first look.
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is evaluated.
+        note: What is said of the samples in the report.
     """
+
+    note = ""
 
     def __init__(
         self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
@@ -91,10 +99,10 @@ class Images:
         """Run a model on one image; raises a ValueError where it cannot be run."""
         outputs(model, self.pixels[:1].to(self.device), self.part)
 
-    def reading(self, model: nn.Module) -> Reading:
+    def readings(self, model: nn.Module) -> dict[str, Reading]:
         """Return the pass over a batch."""
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
-        return Reading(lambda: image_output(model, x), self.batch_size)
+        return {BATCH: Reading(lambda: image_output(model, x), self.batch_size)}
 
     def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
         """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""
@@ -123,14 +131,15 @@ class Images:
 
 
 class Prompts:
-    """Batches of prompts, evaluated by the next token at the answers where there are labels, and at all text otherwise.
+    """Batches of prompts, evaluated by generated answers where there are labels, else by the next tokens of all text.
 
     Attributes are those of `Images`.
     """
 
     redundancy = None
+    note = ""
 
-    def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]], is_right: IsRight) -> None:
         self.measure = AGREEMENT
         self.part = part
         self.batches = batches
@@ -139,9 +148,25 @@ class Prompts:
         self.first = next((start for start in self.starts if start >= FIRST_LOOK), len(self))
         self.batch_size = self.starts[1]
         self.has_labels = all(batch.get("labels") is not None for batch in batches)
+        self.is_right = is_right
+        self.pad = pad_token(model, self.image_token)
+        self.questions = [questions_of(batch, self.pad) for batch in batches] if self.has_labels else []
+        self.timed = {BATCH: batches[0]}
+        equal = of_equal_length(model, batches[0])
+        if equal is None:
+            self.note = "Times are of prompts padded to one length, in which the dense model computes padding too."
+        elif equal is not batches[0]:
+            self.timed = {BATCH: equal, MIX: batches[0]}
+            self.note = (
+                "Speed-ups are those of prompts of equal length, and decide. Those of the mix are of prompts as they "
+                "come, padded to one length; computing padding slows down the dense model most."
+            )
         tops = [self._top(model, batch) for batch in batches]
         self.dense_T = [top_T for top_T, _ in tops]
-        self.identity = _identity(model, part, len(self), [told for _, told in tops])
+        self.identity = {
+            **_identity(model, part, len(self), [told for _, told in tops]),
+            "is_right": getattr(is_right, "__qualname__", type(is_right).__name__),
+        }
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -150,9 +175,9 @@ class Prompts:
         """Run a model on the first batch."""
         self._top(model, self.batches[0])
 
-    def reading(self, model: nn.Module) -> Reading:
-        """Return the prefill of the first batch, vision tower included."""
-        return Reading(lambda: run_batch(model, self.batches[0]), self.batch_size)
+    def readings(self, model: nn.Module) -> dict[str, Reading]:
+        """Return the prefill of prompts of equal length and of the first batch, vision tower included."""
+        return {name: Reading(partial(run_batch, model, batch), self.batch_size) for name, batch in self.timed.items()}
 
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a prompt of mean length."""
@@ -170,9 +195,9 @@ class Prompts:
         return {name: float(routing.keep_BN.cpu()[image_BN].float().mean()) for name, routing in decisions.items()}
 
     def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
-        """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
+        """Return the share of a prompt's next tokens that are the dense model's, and whether its answer is right."""
         scores: list[float] = []
-        correct: list[float] = []
+        correct: list[bool] = []
         for place in range(self.starts.index(start), self.starts.index(stop)):
             batch = self.batches[place]
             top_T, _ = self._top(model, batch)
@@ -180,11 +205,10 @@ class Prompts:
             counts = compared_BN.sum(1).tolist()
             scores += [float(x.double().mean()) for x in (top_T == self.dense_T[place]).split(counts)]
             if self.has_labels:
-                is_right_T = top_T == batch["labels"][:, 1:][compared_BN[:, :-1]].cpu()
-                correct += [float(x.double().mean()) for x in is_right_T.split(counts)]
+                correct += right_of(model, self.questions[place], self.pad, self.image_token, self.is_right)
         outcomes = {AGREEMENT: np.array(scores)}
         if self.has_labels:
-            outcomes[CORRECT] = np.array(correct)
+            outcomes[CORRECT] = np.array(correct, np.float64)
         return _measured(outcomes)
 
     def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, str]:

@@ -21,7 +21,8 @@ from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import ONLY, Candidate
-from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
+from mmod.planning.prompts import IsRight, same_tokens
+from mmod.planning.samples import AGREEMENT, CORRECT, MIX, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import copy_of, faster_candidates, image_candidates, language_candidates
 from mmod.values import check_value
 
@@ -38,6 +39,7 @@ def advise(
     tolerance: float = 0.02,
     faster: float | None = None,
     candidates: Sequence[Candidate] | None = None,
+    is_right: IsRight = same_tokens,
     folder: str | Path | None = None,
     note: str = "",
     title: str | None = None,
@@ -48,14 +50,15 @@ def advise(
     All candidates run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
     model with a head is evaluated by how often its top class is the dense model's, another one by the cosine of
     features, and one with an output per patch (`global_pool=""`) by the cosine of its patches. A language model is
-    evaluated by how often its next token is the dense model's, and timed by the prefill. Where batches have labels, the
-    change of accuracy decides.
+    evaluated by its greedy answers where batches have labels, else by how often its next token is the dense model's. It
+    is timed by the prefill of prompts of equal length. Where batches have labels, the change of accuracy decides.
 
     Args:
         model: A dense image model of timm, of transformers or of your own, a CLIP model, or a language model of
             transformers that reads images; it runs in evaluation mode and is unchanged.
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
-            For a language model, what its processor returns, perhaps with `labels`; plans are searched on the first
+            For a language model, what its processor returns, perhaps with `labels` at the answers' tokens (-100
+            elsewhere), of which the last answer of each prompt is generated; plans are searched on the first
             fifth of these batches, and all candidates are evaluated on the others.
         part: The part to make cheaper; None takes "image" where there are several, or "language".
         images: Number of images or prompts, the first of the batches.
@@ -66,6 +69,7 @@ def advise(
         candidates: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
             pruning; for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
             tokens that late layers do not update, random and evenly spread ones.
+        is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
             call resumes. None writes nothing.
         note: A sentence about the data, for the report.
@@ -98,7 +102,7 @@ def advise(
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
     with in_mode(False, model), torch.no_grad():
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, candidates, store)
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
         else:
             samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
             if faster is not None:
@@ -125,7 +129,7 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        note,
+        " ".join(filter(None, [note, samples.note])),
         samples.cache_bytes(model),
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
@@ -178,17 +182,18 @@ def _prompts(
     batches: Iterable[Any],
     count: int,
     candidates: Sequence[Candidate] | None,
+    is_right: IsRight,
     store: Path | None,
 ) -> tuple[Prompts, Sequence[Candidate]]:
     """Return prompts to evaluate candidates on, and the candidates; plans are searched on a fifth of the batches."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
     if candidates is not None:
-        return Prompts(model, part, prompts), candidates
+        return Prompts(model, part, prompts, is_right), candidates
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
         raise ValueError("one batch of prompts cannot both find plans and evaluate them: pass two or more")
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
-    return Prompts(model, part, prompts[searched:]), candidates
+    return Prompts(model, part, prompts[searched:], is_right), candidates
 
 
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
@@ -244,17 +249,17 @@ def evaluate_once(
 
 def _times(
     store: Store, samples: Images | Prompts, candidates: Mapping[str, Candidate], models: Mapping[str, nn.Module]
-) -> dict[str, list[float]]:
+) -> dict[str, dict[str, list[float]]]:
     """Time all candidates in turns, once on a machine: times of other candidates are of other turns."""
     device = next(models[DENSE].parameters()).device
 
-    def measure() -> dict[str, list[float]]:
-        readings = {name: {BATCH: samples.reading(model)} for name, model in models.items()}
-        return time_models(readings, rounds=ROUNDS, device=device, warmup=1)[BATCH]
+    def measure() -> dict[str, dict[str, list[float]]]:
+        readings = {name: samples.readings(model) for name, model in models.items()}
+        return time_models(readings, rounds=ROUNDS, device=device, warmup=1)
 
     codes = {name: candidate.code(samples.part, 0) for name, candidate in candidates.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": ROUNDS}
-    times: dict[str, list[float]] = store.once(identity, measure, timed_on=str(device))
+    times: dict[str, dict[str, list[float]]] = store.once(identity, measure, timed_on=str(device))
     return times
 
 
@@ -285,4 +290,5 @@ def rows_of(
             candidate.advice,
             name in front,
             caches[name],
+            ratios(table.times[MIX][DENSE], table.times[MIX][name]) if MIX in table.times else None,
         )

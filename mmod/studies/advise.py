@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from mmod.opening.opened import Opened, Preprocessing
+    from mmod.planning.prompts import IsRight
 
 MEASURES = ("top1", "features", "patches")
 
@@ -31,6 +32,7 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError(f"--prompts {options.prompts!r} is no file")
     import torch
 
+    from mmod.planning.prompts import same_tokens
     from mmod.planning.trials import advise
     from mmod.training.engine.distributed import choose_device
 
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     batches: Iterable[Any]
+    is_right: IsRight = same_tokens
     if options.prompts is None:
         from mmod.studies.advised import open_advised
 
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
         model = opened.model
         batches = [batch]
     else:
-        model, batches, facts = read_prompts(options)
+        model, batches, is_right, facts = read_prompts(options)
         note = "Plans were searched on a fifth of the prompts, and all candidates evaluated on the others."
         note = " ".join(filter(None, [facts, note]))
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
@@ -65,6 +68,7 @@ def main(arguments: Sequence[str]) -> None:
         batch_size=options.batch_size,
         tolerance=options.tolerance,
         faster=options.faster,
+        is_right=is_right,
         folder=folder,
         note=note,
         title=f"Advice for {options.model}",
@@ -134,9 +138,13 @@ def _checked(preprocessing: Preprocessing, options: argparse.Namespace) -> Prepr
     return preprocessing.changed(mean=options.mean, std=options.std)
 
 
-def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], str]:
-    """Load a vision-language model from a folder, read prompts for it, and say what was opened."""
+def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], IsRight, str]:
+    """Load a vision-language model, read prompts for it, and say what was opened.
+
+    Answers are right by their texts, as in an evaluation of chats: but for case and spacing.
+    """
     from mmod.data.readers.conversations import ConversationsConfig
+    from mmod.data.records import plain_answer
     from mmod.opening.open import open_model
     from mmod.opening.runs import find_run
     from mmod.training.chat.config import ModelConfig, TrainConfig
@@ -160,7 +168,14 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     kind = ChatKind(config)
     opened = open_model(kind.load(), dense=True)
     prompts = kind.calibration(opened.model, -(-options.number // options.batch_size), options.batch_size)
-    return opened.model, prompts, f"The model is {opened.sentence}."
+    tokenizer = kind.collator.processor.tokenizer
+
+    def is_right(given_A: Tensor, answer_A: Tensor) -> bool:
+        texts = tokenizer.batch_decode([given_A, answer_A], skip_special_tokens=True)
+        given, answer = map(plain_answer, texts)
+        return given == answer
+
+    return opened.model, prompts, is_right, f"The model is {opened.sentence}."
 
 
 def read_images(

@@ -32,7 +32,7 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
     times = {name: [value] * 3 for name, value in ms.items()}
-    compare_early(table, models, evaluate, lambda: times, "right", FIRST, progress=False)
+    compare_early(table, models, evaluate, lambda: {"batch": times}, "right", FIRST, progress=False)
     assert milliseconds(table, "batch") == ms
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))

@@ -178,13 +178,13 @@ def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
     assert "![accuracy over speed-up]" in (tmp_path / "with/advice.md").read_text()
     # With a cache it is advice for prompts.
     prompts = dataclasses.replace(advice, cache=2**20)
-    assert prompts.metric == "next-token accuracy"
-    assert prompts.sentence.endswith(" points of next-token accuracy.")
+    assert prompts.metric == "right answers"
+    assert prompts.sentence.endswith(" points of right answers.")
     prompts.save(tmp_path / "prompts")
     page = (tmp_path / "prompts/advice.md").read_text()
-    assert "change of next-token accuracy" in page
-    assert "and has 90.0 % next-token accuracy." in page
-    assert "accuracy" not in page.replace("next-token accuracy", "")
+    assert "change of right answers" in page
+    assert "and has 90.0 % right answers." in page
+    assert "accuracy" not in page
     without = advice_of([(*row[:3], None) for row in (wrong, right)])
     assert without.metric == "agreement"
     assert without.sentence.startswith("Use wrong: 2.00 times as fast at 100.0 [99.0, 100.0] % agreement")
@@ -341,13 +341,35 @@ def questions(number: int, labels: bool = False) -> list[dict[str, Any]]:
     return batches
 
 
+def answered(model: Any, batch: Mapping[str, Any], place: int) -> Tensor:
+    """Return the tokens that a model answers to one prompt alone."""
+    is_asked = batch["attention_mask"][place].bool()
+    if "labels" in batch:
+        is_asked &= batch["labels"][place] == -100
+    pictures = batch["pixel_values"][:1] if place == 0 else batch["pixel_values"][1:]
+    image = model.config.image_token_id
+    ids_BN = batch["input_ids"][place][is_asked][None]
+    options = {"max_new_tokens": 2, "do_sample": False, "suppress_tokens": [image]}
+    return model.generate(input_ids=ids_BN, pixel_values=pictures, pad_token_id=0, **options)[0, ids_BN.shape[1] :]
+
+
+def with_answers_of(model: nn.Module, batches: list[dict[str, Any]]) -> None:
+    """Let the answer of every second prompt be the model's."""
+    for batch in batches:
+        given = answered(model, batch, 1)
+        for column in ("input_ids", "labels"):
+            batch[column][1][batch["labels"][1] != -100] = given
+
+
 @pytest.mark.parametrize("labels", [False, True])
-def test_a_language_model_is_evaluated_by_its_next_tokens(
+def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
     labels: bool, clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({"as FastV": 5.0})
     monkeypatch.setattr(samples, "FIRST_LOOK", 3)
     batches = questions(4, labels)
+    if labels:
+        with_answers_of(make_joint("llava"), batches)
     advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
     assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 6)
     assert {
@@ -363,7 +385,8 @@ def test_a_language_model_is_evaluated_by_its_next_tokens(
     assert advice.cache is not None
     assert "| cache" in str(advice)
     assert "95 % interval over prompts" in str(advice)
-    assert advice.metric == ("next-token accuracy" if labels else "agreement")
+    assert advice.metric == ("right answers" if labels else "next-token agreement")
+    assert ("no answers, so that next tokens decide" in str(advice)) != labels
     dense = make_joint("llava")
     for row in advice.rows:
         model = make_joint("llava")
@@ -379,8 +402,8 @@ def test_a_language_model_is_evaluated_by_its_next_tokens(
                     if labels:
                         asked = torch.cat([batch["labels"][place, 1:] != -100, torch.zeros(1, dtype=torch.bool)])
                         answer = batch["labels"][place][batch["labels"][place] != -100]
-                        right.append(float((other[place][asked] == answer).double().mean()))
-                        base.append(float((dense_words[place][asked] == answer).double().mean()))
+                        right.append(torch.equal(answered(model, batch, place), answer))
+                        base.append(torch.equal(answered(dense, batch, place), answer))
                     alike.append(float((dense_words[place] == other[place])[asked].double().mean()))
         assert row.score.value == pytest.approx(sum(alike) / len(alike))
         assert (row.accuracy is not None) == labels

@@ -19,6 +19,7 @@ from mmod.data import DataConfig
 from mmod.methods import methods_of
 from mmod.studies.advised import open_advised
 from mmod.training import fit
+from mmod.training.chat.processor import create_word_processor
 from mmod.training.engine.config import ScheduleConfig
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of
@@ -162,6 +163,19 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
         main(["advise", "run", "--images", str(folder), "--mean", "0.5", "0.5", "0.5"])
     with pytest.raises(SystemExit, match="'run' has its own weights and size of images: leave out image_size"):
         main(["advise", "run", "--images", str(folder), "--image_size", "64"])
+
+
+def test_answers_to_prompts_are_right_but_for_case_and_spacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judges: list[Any] = []
+    monkeypatch.setattr(mmod, "advise", lambda *_, is_right, **__: judges.append(is_right))
+    make_prompts(tmp_path)
+    main(["advise", str(tmp_path / "llava"), "--prompts", str(tmp_path / "questions.json"), "--output", str(tmp_path)])
+    tokenizer = create_word_processor(image_size=8, patch_size=4).tokenizer
+    two, three = (torch.tensor(tokenizer(word)["input_ids"]) for word in ("2", "3"))
+    ended = torch.cat([two, torch.tensor([tokenizer.eos_token_id])])
+    assert judges[0](two, ended)
+    assert not judges[0](three, ended)
+    assert not judges[0](torch.cat([two, two]), ended)
 
 
 def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
