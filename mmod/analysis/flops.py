@@ -33,6 +33,8 @@ def flops(
 ) -> FlopReport: ...
 
 
+# In inference mode torch runs a linear layer as one operation, which is no product of matrices to a counter.
+@torch.inference_mode(False)
 def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> FlopReport | PrefillFlops:
     """Count the FLOPs and activation memory of a model for one image, caption or prompt, without running it.
 

@@ -83,6 +83,16 @@ def test_equals_torchs_counter_dense_and_routed(case: str) -> None:
         mmod.unroute_(model)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_count_is_the_same_in_every_mode_of_gradients(mode: Callable[[], Any]) -> None:
+    model, side = make("vit")
+    mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
+    language = make_joint("llava")
+    expected = [flops(model, side), flops(language, mmod.Prompt(5, 9))]
+    with mode():
+        assert [flops(model, side), flops(language, mmod.Prompt(5, 9))] == expected
+
+
 def test_attention_written_out_is_counted_too() -> None:
     model, side = make("vit")
     for block in model.blocks:
