@@ -18,6 +18,11 @@ from mmod.planning.samples import AGREEMENT
 
 # Series of pictures to which candidates belong by their first word, where that is not their name.
 _SERIES = {"images": "smaller-image", "ToMe": "tome"}
+# From `python -m scripts.gradual_size`.
+_GRADUAL_PAYS = (
+    "No `gradual` saves time here: on so little work, decisions take longer than what they save. On one CPU thread it "
+    "pays from 196 tokens of width 192, or 196 tokens of width 64 in batches of 8."
+)
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
 
@@ -243,10 +248,13 @@ class Advice:
                 if self.accuracy is None
                 else " Answers are generated greedily; one is right as a whole or not."
             )
+        gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
+        too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < LEAST_SPEEDUP else []
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}. {self.redundancy.suggestion}"]
         return [
             f"{dense}.",
             f"Rows with * are on the Pareto front: none is faster and loses less. {columns}",
+            *too_small,
             *redundancy,
             *filter(None, [self.note]),
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],

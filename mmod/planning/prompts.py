@@ -96,6 +96,8 @@ def pad_token(model: Any, image_token: int) -> int:
 def of_equal_length(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return as many prompts without padding: the batch itself, or its prompt of median length with images, repeated.
 
+    Where all prompts have as many image tokens, each keeps its own images.
+
     Returns:
         None where an input of the batch does not tell which of its rows belong to that prompt.
     """
@@ -110,6 +112,9 @@ def of_equal_length(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any] |
     equal: dict[str, Any] = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor):
+            equal[name] = value
+            continue
+        if value.shape[:2] != ids_BN.shape and bool((images_B == images_B[0]).all()):
             equal[name] = value
             continue
         if value.shape[:2] == ids_BN.shape:

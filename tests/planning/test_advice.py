@@ -307,6 +307,16 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     assert len(ran) == 5 + 1
 
 
+@pytest.mark.parametrize(("milliseconds", "told"), [(10.0, True), (8.0, False)])
+def test_advice_says_from_which_size_on_gradual_pays(
+    milliseconds: float, told: bool, clock: Callable[..., None]
+) -> None:
+    clock({"gradual 0.5": milliseconds})
+    candidates = [Candidate(f"gradual {mean}", routing={"preset": "gradual", "mean": mean}) for mean in (0.5, 0.8)]
+    advice = mmod.advise(make(), [pictures(2)], candidates=candidates, progress=False)
+    assert any("it pays from 196 tokens of width 192" in fact for fact in advice.facts) == told
+
+
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
     clock({})
     both = Candidate("both", methods=({"kind": "experts", "experts": 2},), routing={"router": "stride"})

@@ -66,6 +66,17 @@ def test_prompts_without_question_or_answer_are_refused(labels: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_with_as_many_image_tokens_keep_their_images(name: str) -> None:
+    model: Any = make_joint(name)
+    batch = prompt(name, (1, 1, 1))
+    equal = of_equal_length(model, batch)
+    assert equal is not None
+    assert real_tokens(equal).all()
+    assert torch.equal(equal["pixel_values"], batch["pixel_values"])
+    assert (equal["input_ids"] == equal["input_ids"][0]).all()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_of_equal_length_are_one_prompt_of_the_batch_without_padding(name: str) -> None:
     model: Any = make_joint(name)
     batch = prompt(name, (2, 1, 3))
