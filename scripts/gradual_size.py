@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm
@@ -39,7 +40,7 @@ def cpu_seconds(call: Callable[[], object], times: int) -> float:
 def make(width: int, side: int) -> nn.Module:
     """Return a dense ViT with heads of 64 channels."""
     torch.manual_seed(0)
-    options = {"embed_dim": width, "num_heads": width // 64, "img_size": side, "num_classes": 10}
+    options: dict[str, Any] = {"embed_dim": width, "num_heads": width // 64, "img_size": side, "num_classes": 10}
     return timm.create_model("vit_tiny_patch16_224", **options).eval()
 
 
