@@ -250,7 +250,7 @@ class Advice:
             )
         gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
         too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < LEAST_SPEEDUP else []
-        redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}. {self.redundancy.suggestion}"]
+        redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
         return [
             f"{dense}.",
             f"Rows with * are on the Pareto front: none is faster and loses less. {columns}",

@@ -316,7 +316,7 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     if patch is None:
         return images
     report = redundancy(sample_images(config, _MEASURED), patch[0])
-    return f"{images}; {report}. {report.suggestion}"
+    return f"{images}; {report}."
 
 
 def _of_chance(points: float, images: int, is_paired: bool) -> str:
