@@ -250,7 +250,7 @@ CALLS = {
     "FLOPs by threshold": Call(
         "model = mmod.route_(vit(), mmod.RoutingConfig(router='norm', select=mmod.Threshold(1.0))); kept = None",
         "mmod.flops(model, 160, kept)",
-        "pass kept, the share of tokens",
+        "pass kept=, the share of tokens",
         ("kept = 0.5",),
     ),
     "losses in evaluation": Call(

@@ -16,9 +16,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
-from tqdm import tqdm
 
-from mmod.io.progress import progress_bar, say
+from mmod.io.progress import Bar, progress_bar, say
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from mmod.io.timing_threads import timing_threads
 
@@ -146,7 +145,7 @@ class Runner:
 class _Bar:
     """A bar over all jobs, weighed by their work."""
 
-    def __init__(self, jobs: Sequence[Job[Any]], bar: tqdm) -> None:
+    def __init__(self, jobs: Sequence[Job[Any]], bar: Bar) -> None:
         self.jobs = jobs
         self.bar = bar
         self.shares = [0.0] * len(jobs)

@@ -15,6 +15,8 @@ _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} l
 
 say = tqdm.write
 """Print a line above the bars."""
+Bar = tqdm
+"""A bar that `progress_bar` returns."""
 
 
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:

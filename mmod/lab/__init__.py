@@ -13,7 +13,7 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.lab.capacity import LearnedCapacity, LearnedPlan, fit_capacity, learn_capacity_, settle_capacity_
     from mmod.lab.drafts import DraftReport, evaluate_drafts, full_pass
-    from mmod.lab.horizon import Horizon, horizon
+    from mmod.lab.image_horizon import Horizon, horizon
     from mmod.lab.thresholds import calibrate_thresholds, match_topk_
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -21,7 +21,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "mmod.lab.capacity": ["LearnedCapacity", "LearnedPlan", "fit_capacity", "learn_capacity_", "settle_capacity_"],
         "mmod.lab.drafts": ["DraftReport", "evaluate_drafts", "full_pass"],
-        "mmod.lab.horizon": ["Horizon", "horizon"],
+        "mmod.lab.image_horizon": ["Horizon", "horizon"],
         "mmod.lab.thresholds": ["calibrate_thresholds", "match_topk_"],
     },
 )

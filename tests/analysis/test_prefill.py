@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
@@ -43,7 +42,7 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
     batch = prompt(name, (2,))
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
     report = flops(model, Prompt(tokens - images, [images // 2] * 2))
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         cache = cache_of(model(**batch, logits_to_keep=1))
     counts = counter.get_flop_counts()
     for row in report.blocks:
@@ -102,7 +101,7 @@ def test_products_of_all_pairs_are_counted(router: Any) -> None:
     batch = prompt("llava", (2,))
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
     report = flops(model, Prompt(tokens - images, [images // 2] * 2))
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model(**batch, logits_to_keep=1)
     for row in report.blocks[1:3]:
         counted = sum(counter.get_flop_counts()[f"{type(model).__name__}.{row.name}"].values())

@@ -93,7 +93,7 @@ def test_models_that_scale_skipped_tokens_pass() -> None:
     check_dense(model, torch.randn(2, 3, 64, 64))
 
 
-def _shift_rows(x_BND: torch.Tensor, index_BK: torch.Tensor, y_BKD: torch.Tensor) -> torch.Tensor:
+def _shift_rows(x_BND: torch.Tensor, index_BK: torch.Tensor, y_BKD: torch.Tensor, *_: Any) -> torch.Tensor:
     return x_BND.scatter(1, index_BK.unsqueeze(-1).expand_as(y_BKD), y_BKD.roll(1, dims=1))
 
 
@@ -105,9 +105,9 @@ def _off_by_one(score_BN: torch.Tensor, *args: Any, **kwargs: Any) -> Selection:
 @pytest.mark.parametrize(
     ("target", "wrong", "message"),
     [
-        ("mmod.ops.rows.put_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
+        ("mmod.blocks.rows.put_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
         ("mmod.routing.router.select_topk", _off_by_one, "against dense|by its scores it must keep"),
-        ("mmod.ops.rows.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
+        ("mmod.blocks.rows.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
     ],
 )
 def test_a_wrong_path_is_never_timed(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.lab.horizon import Horizon, horizon
+from mmod.lab.image_horizon import Horizon, horizon
 from mmod.planning.divergence import kl_divergence, outputs
 from tests.kit.vlm_zoo import IMAGE, JOINT, PAD, make_joint, make_language, merged_embeddings, prompt, video
 

@@ -64,7 +64,7 @@ CASES: dict[str, list[Case]] = {
         row_case("fp32", "x out", {}, SIGNED=False, ROWS=1, CHANNELS=4096),
     ],
     "alike.redundancy_kernel": [
-        row_case("fp32", "x out", {"place": "*i32", "valid": "*u8"}, HAS_VALID=valid, **_ALIKE)
+        row_case("fp32", "x out", {"position": "*i32", "valid": "*u8"}, HAS_VALID=valid, **_ALIKE)
         for valid in (True, False)
     ],
     "alike.nearest_kernel": [

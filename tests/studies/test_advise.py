@@ -167,7 +167,7 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
 
 def test_answers_to_prompts_are_right_but_for_case_and_spacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judges: list[Any] = []
-    monkeypatch.setattr(mmod, "advise", lambda *_, is_right, **__: judges.append(is_right))
+    monkeypatch.setattr("mmod.planning.trials.advise", lambda *_, is_right, **__: judges.append(is_right))
     make_prompts(tmp_path)
     main(["advise", str(tmp_path / "llava"), "--prompts", str(tmp_path / "questions.json"), "--output", str(tmp_path)])
     tokenizer = create_word_processor(image_size=8, patch_size=4).tokenizer

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
 from mmod.io.files import replacing
 from mmod.io.processes import gathered
-from mmod.io.progress import progress_bar
+from mmod.io.progress import Bar, progress_bar
 from mmod.io.tables import write_csv
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS
 from mmod.opening.weights import list_checkpoints
@@ -313,7 +312,7 @@ class _Trainer:
             "precision fp32 may help"
         )
 
-    def _log(self, bar: tqdm) -> None:
+    def _log(self, bar: Bar) -> None:
         rows = self.health.take(self.step)
         self.routers += rows
         means = self.meters.means()

@@ -69,7 +69,7 @@ LOAD_ALONE = {"select": mmod.Threshold(0.5), "gate": "sigmoid", "losses": {"load
     [
         (routed(constant), "its scores are the same for all tokens", "router='attention'"),
         (routed(constant, losses={"membership": 0.1}), "its scores are the same", r"losses\.membership=0\.1"),
-        (routed(position), "keeps the same places in every image", "router='stride'"),
+        (routed(position), "keeps the same positions in every image", "router='stride'"),
         (routed(high, **LOAD_ALONE), "keeps nearly all tokens", "the loss 'load' alone may leave it there"),
         (routed(high, **STEP, gate="step"), "keeps nearly all tokens", r"Raise select\.threshold above 0\.5"),
         (routed(high, select=mmod.Threshold(0.99)), "keeps hardly any", r"Lower select\.threshold below 0\.99"),
