@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
 }
 
 
-# Presets that decide for whole images, merge or restore tokens (no language model takes them), or read pixels or videos.
+# Presets that decide for whole images, merge or restore tokens (no language model does), or read pixels or videos.
 @pytest.mark.parametrize(
     "name", sorted(set(PRESETS) - {"mindskip", "gradual", "ipcv", "evs", "pixelprune", "pixelprune-language"})
 )
