@@ -6,7 +6,7 @@ Axes: L routed blocks, G quarters, B images, N tokens, K slots per image, D chan
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,16 +28,9 @@ from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
 from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks, Weights
 from mmod.threads import PerThread
-from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.kind import Step
-from mmod.training.engine.run_folder import FitResult
-from mmod.training.image.config import TrainConfig
-from mmod.training.image.evaluate import EvalResult
-from mmod.training.kinds import fit
 from mmod.values import check_value, one_of
 
 COSTS = ("flops", "milliseconds")
-PLAN = "plan.json"
 """The learned plan in the folder of a run."""
 # A capacity between two eighths weighs the tokens between them by a fraction.
 STEPS = 8
@@ -421,98 +414,6 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
     end_learning(model)
     set_capacity_(model, list(map(float, chosen)))
     return LearnedPlan(hook.names, learned, plan, shares, hook.budget - room, hook.budget, hook.cost)
-
-
-def fit_capacity(
-    config: TrainConfig, budget: float, steps: int, *, cost: str = "flops", rate: float = 100.0, **options: Any
-) -> FitResult[EvalResult]:
-    """Train an image classifier as `mmod.training.fit` does, and learn its capacities in the first steps.
-
-    The first step trains the capacities of `config.routing`. Those up to the last of `steps` train learned ones, by
-    Adam at the run's learning rate, and all others the plan that was learned. It is written to `plan.json` in the run's
-    folder. A run that was interrupted while it learned cannot resume.
-
-    Args:
-        config: A run with routing, in fp32 or bf16, not compiled and without gradient checkpointing, FSDP or `elastic`.
-        budget: See `learn_capacity_`, and for `cost` and `rate` too.
-        steps: Number of optimiser steps that end the learning, below that of the run.
-        options: Further arguments of `mmod.training.fit`.
-
-    Raises:
-        ValueError: The config has one of these, or the run is too short, or it resumes.
-
-    Example:
-        >>> import tempfile, mmod
-        >>> from mmod.data.config import DataConfig
-        >>> from mmod.training import ModelConfig
-        >>> folder = tempfile.mkdtemp()
-        >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
-        >>> model = ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
-        >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
-        >>> routing = {"router": "linear", "blocks": "all"}
-        >>> config = TrainConfig(output=f"{folder}/run", model=model, data=data, routing=routing, epochs=1)
-        >>> result = fit_capacity(config, 0.7, steps=3, progress=False)
-        >>> mmod.RoutingConfig.load(f"{folder}/run/plan.json").blocks
-        (0, 1)
-    """
-    check_value("steps", steps, int, "[2, inf)")
-    if not config.routings:
-        raise ValueError("capacities are learned of routed blocks: set routing")
-    taken = [name for name in ("compile", "grad_checkpointing", "elastic") if getattr(config, name)]
-    taken += ["distributed.kind='fsdp'"] if config.distributed.sharded else []
-    taken += ["precision='fp16'"] if config.precision == "fp16" else []
-    if taken:
-        raise ValueError(f"learned capacities cannot be combined with {', '.join(taken)}")
-
-    def learn(model: nn.Module, example: Tensor) -> LearnedCapacity:
-        return learn_capacity_(model, budget, example, cost=cost, rate=rate)
-
-    return fit(config, after_step=_Learning(config, steps, learn), **options)
-
-
-class _Learning:
-    """Learns the capacities of a run: `fit` calls it after each step."""
-
-    def __init__(self, config: TrainConfig, steps: int, learn: Callable[[nn.Module, Tensor], LearnedCapacity]) -> None:
-        self.config = config
-        self.steps = steps
-        self.learn = learn
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    def __call__(self, step: Step) -> None:
-        if self.optimizer is None:
-            self._begin(step)
-        elif step.done <= self.steps:
-            self._update(step)
-        if step.done == self.steps:
-            plan = settle_capacity_(step.model).plan
-            if step.average is not None:
-                set_capacity_(step.average, plan.capacity)
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                plan.save(Path(self.config.output) / PLAN, overwrite=True)
-
-    def _begin(self, step: Step) -> None:
-        if step.done > 1:
-            raise ValueError(
-                f"capacities are learned from the first step on, and {self.config.output!r} goes on after step "
-                f"{step.done - 1}: choose another output"
-            )
-        if self.steps >= step.total:
-            raise ValueError(f"steps must be below {step.total}, those of the run, got {self.steps}")
-        data = self.config.data
-        device = next(step.model.parameters()).device
-        example = torch.zeros(data.batch_size, data.channels, data.image_size, data.image_size, device=device)
-        self.optimizer = torch.optim.Adam(self.learn(step.model, example).parameters())
-
-    def _update(self, step: Step) -> None:
-        assert self.optimizer is not None
-        (group,) = self.optimizer.param_groups
-        group["lr"] = max(other["lr"] for other in step.optimizer.param_groups)
-        for offsets in group["params"]:
-            # The sum serves as well as the mean: Adam's updates do not depend on the scale of gradients.
-            offsets.grad = sum_over_processes(offsets.grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def capacity_hook(model: nn.Module) -> CapacityHook | None:

@@ -50,38 +50,38 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[int], patches:
 
 
 def _nearest(values: Sequence[float], share: Callable[[float], float], budget: float) -> int:
-    """Return the place of the value, of ascending shares, whose share is nearest to a budget."""
+    """Return the index of the value, of ascending shares, whose share is nearest to a budget."""
     # Behind the largest number stands the dense model.
     high = len(values)
     known = {high: 1.0}
     low = -1
-    place = min(round(budget * high), high - 1)
+    index = min(round(budget * high), high - 1)
     refusal: ValueError | None = None
-    while low < place < high:
+    while low < index < high:
         try:
-            known[place] = share(values[place])
+            known[index] = share(values[index])
         except ValueError as error:
             # Too few tokens for the model.
             refusal = error
-            low = place
-            place = (low + high) // 2
+            low = index
+            index = (low + high) // 2
             continue
-        if abs(known[place] / budget - 1) < _TOLERANCE / 6:
-            return place
-        if known[place] < budget:
-            low = place
+        if abs(known[index] / budget - 1) < _TOLERANCE / 6:
+            return index
+        if known[index] < budget:
+            low = index
         else:
-            high = place
-        # FLOPs are nearly a line, here through the two places that are nearest to the budget.
-        near, other = sorted(known, key=lambda place: abs(known[place] - budget))[:2]
+            high = index
+        # FLOPs are nearly a line, here through the two values that are nearest to the budget.
+        near, other = sorted(known, key=lambda index: abs(known[index] - budget))[:2]
         rise = (known[other] - known[near]) / (other - near)
         guess = near + round((budget - known[near]) / rise) if rise > 0 else (low + high) // 2
         # By half at most: few tokens are a staircase.
-        place = min(max(guess, low + 1, high // 2 if low < 0 else 0), high - 1)
+        index = min(max(guess, low + 1, high // 2 if low < 0 else 0), high - 1)
     del known[len(values)]
     if not known and refusal is not None:
         raise refusal
-    return min(known, key=lambda place: abs(known[place] - budget))
+    return min(known, key=lambda index: abs(known[index] - budget))
 
 
 def _share(candidate: Candidate, share_of: Share, value: float) -> float:
