@@ -13,7 +13,7 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
@@ -36,7 +36,7 @@ Limit = str | tuple[str, ...]
 """Valid values within a type: an interval such as "[0, 1)" for numbers, or the valid strings."""
 
 _FINITE = "(-inf, inf)"
-# More names than these are no help in a message.
+# Of more names than these, a message lists similar ones alone.
 _MANY = 20
 
 
@@ -46,7 +46,12 @@ def one_of(name: str, value: object, valid: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}")
 
 
-def near_names(name: str, known: Iterable[str], listing: str) -> str:
+def similar(name: object, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Return up to three known names that look like a misspelt one, the most similar first."""
+    return difflib.get_close_matches(str(name), known, n=3, cutoff=cutoff)
+
+
+def near_names(name: object, known: Iterable[str], listing: str = "") -> str:
     """Return similar names as a hint for an error message, or the command that lists all.
 
     Example:
@@ -55,12 +60,29 @@ def near_names(name: str, known: Iterable[str], listing: str) -> str:
         >>> near_names("x", ["resnet18", "vit_tiny"], "timm.list_models()")
         'timm.list_models() lists the known ones'
     """
-    near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-    return f"near ones: {', '.join(near)}" if near else f"{listing} lists the known ones"
+    near = similar(name, known)
+    if near:
+        return f"near ones: {', '.join(near)}"
+    return f"{listing} lists the known ones" if listing else ""
+
+
+def valid_names(name: object, valid: Sequence[str], lead: str) -> str:
+    """Return the valid names as a hint for an error message, those similar to an unknown one first.
+
+    Many are left out if some are similar.
+
+    Example:
+        >>> valid_names("learning_rat", ["epochs", "learning_rate"], "valid ones are")
+        'near ones: learning_rate; valid ones are epochs, learning_rate'
+    """
+    near = near_names(name, valid)
+    if near and len(valid) > _MANY:
+        return near
+    return "; ".join(filter(None, [near, f"{lead} {', '.join(valid)}"]))
 
 
 def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> None:
-    """Raise a ValueError unless all `names` are among `valid`; of many valid names, it lists those near an unknown one.
+    """Raise a ValueError unless all `names` are among `valid`; see `valid_names`.
 
     Example:
         >>> refuse_unknown("argument", ["learning_rat"], [*map(str, range(30)), "learning_rate"])
@@ -68,14 +90,8 @@ def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> Non
         ValueError: unknown argument learning_rat; near ones: learning_rate
     """
     unknown = sorted(map(str, set(names) - set(valid)))
-    if not unknown:
-        return
-    hint = f"valid ones are {', '.join(valid)}"
-    if len(valid) > _MANY:
-        # Few valid names are all listed, which is more help than near ones.
-        near = difflib.get_close_matches(unknown[0], valid)
-        hint = f"near ones: {', '.join(near)}" if near else hint
-    raise ValueError(f"unknown {noun} {', '.join(unknown)}; {hint}")
+    if unknown:
+        raise ValueError(f"unknown {noun} {', '.join(unknown)}; {valid_names(unknown[0], valid, 'valid ones are')}")
 
 
 def check_distinct(config: object, *names: str) -> None:
@@ -210,9 +226,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
         # All mistakes of a file are collected, so that the user mends them at once.
         try:
             if key not in hints:
-                where = f"in group {name!r}" if name else "at the top level"
-                valid = ", ".join(sorted(hints))
-                raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; valid keys {where}: {valid}")
+                raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; {_known_keys(config_class, key, name)}")
             fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
             check_value(f"{prefix}{key}", fields[key], hints[key], limit)
         except (TypeError, ValueError) as error:
@@ -223,6 +237,33 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     if errors:
         raise _together(errors)
     return cls(**fields)
+
+
+def _known_keys(cls: Any, key: object, name: str) -> str:
+    """Return the keys of a config as a hint for an unknown one: similar ones, and those that a group below it has."""
+    valid = sorted(_hints(cls))
+    lead = f"valid keys in group {name!r}:" if name else "valid keys at the top level:"
+    elsewhere = [path for path in _paths_in_groups(cls) if path.rpartition(".")[2] == key]
+    if elsewhere:
+        return f"near ones: {', '.join(elsewhere)}; {lead} {', '.join(valid)}"
+    return valid_names(key, valid, lead)
+
+
+def _paths_in_groups(cls: Any) -> Iterator[str]:
+    """Yield the dotted keys of the groups in a config."""
+    for name, hint in _hints(cls).items():
+        group = dataclass_in(hint)
+        # Items of a list have no key of their own.
+        if group is not None and typing.get_origin(hint) not in (list, tuple):
+            yield from (f"{name}.{key}" for key in (*_hints(group), *_paths_in_groups(group)))
+
+
+def dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type is or allows; None if its keys are free."""
+    for item in (hint, *typing.get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None
 
 
 class _SeveralError(ValueError):

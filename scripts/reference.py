@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mmod.io.options import dataclass_in, field_meanings
-from mmod.values import describe
+from mmod.io.options import field_meanings
+from mmod.values import dataclass_in, describe
 
 DOCS = Path(__file__).parents[1] / "docs"
 PLACE = re.compile(r"^<!-- (api|options|names)( [^>]+)? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -25,9 +25,9 @@ from PIL import Image
 
 import mmod
 from mmod import cli
-from mmod.io.options import dataclass_in
 from mmod.training.kinds import config_class
 from mmod.training.table import KINDS
+from mmod.values import dataclass_in
 from scripts import doc_tables, reference
 from tests.kit.pages import BENCHMARK, COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
 from tests.kit.scripts import ROOT, run_script

@@ -17,8 +17,8 @@ Call = Callable[[Any], object]
 CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
     (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig, got 'attention'"),
-    (lambda m: mmod.route_(m, "gradul"), ValueError, "got 'gradul'; near ones: 'gradual'"),
-    (lambda m: mmod.route_(m, image="gradul"), ValueError, "got 'gradul'; near ones: 'gradual'"),
+    (lambda m: mmod.route_(m, "gradul"), ValueError, "got 'gradul'; near ones: gradual"),
+    (lambda m: mmod.route_(m, image="gradul"), ValueError, "got 'gradul'; near ones: gradual"),
     (lambda m: mmod.route_(m, preset="gradual"), ValueError, r"no part preset; .*mmod.route_\(model, 'gradual'\)"),
     (lambda m: mmod.route_(m, "gamma-mod"), ValueError, "no layer of a language model: .* for images are 'a-mod', "),
     (lambda m: mmod.route_(m, language="gamma-mod"), ValueError, "no part language; it has image$"),

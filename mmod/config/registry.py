@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold
-from mmod.values import brief, check_value, one_of, refuse_unknown
+from mmod.values import brief, check_value, near_names, one_of, refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,10 +53,10 @@ class Registry(Generic[Entry]):
         # Iterating imports the entries of this package, which a name that is known already can do without.
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
-            near = difflib.get_close_matches(str(name), self, n=3)
-            hint = f"; near ones: {', '.join(map(repr, near))}" if near else ""
+            near = near_names(name, self)
+            hint = f"{near}; " if near else ""
             raise ValueError(
-                f"{self._noun} must be one of {valid}, got {name!r}{hint}; for a name of another package, import the "
+                f"{self._noun} must be one of {valid}, got {name!r}; {hint}for a name of another package, import the "
                 f"module that calls mmod.{self._register}"
             )
 

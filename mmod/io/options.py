@@ -11,7 +11,7 @@ from typing import Any
 from docstring_parser import parse
 
 from mmod.io.yaml import merged, parse_option
-from mmod.values import fits, required_fields
+from mmod.values import dataclass_in, fits, required_fields
 
 
 def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -75,11 +75,3 @@ def field_meanings(config_class: type) -> dict[str, str]:
     for cls in reversed(config_class.__mro__):
         meanings.update({item.arg_name: item.description or "" for item in parse(cls.__doc__ or "").params})
     return meanings
-
-
-def dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass that a field's type is or allows; None if its keys are free."""
-    for item in (hint, *typing.get_args(hint)):
-        if isinstance(item, type) and dataclasses.is_dataclass(item):
-            return item
-    return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from mmod.io.files import read_json_object, write_atomically
+from mmod.values import similar
 
 
 class FolderTakenError(FileExistsError, ValueError):
@@ -102,7 +102,7 @@ def _near(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Return a question for a key of one record that looks like a misspelt one of both."""
     if key in before and key in now:
         return ""
-    near = get_close_matches(key, before.keys() & now.keys(), 1, cutoff=0.9)
+    near = similar(key, before.keys() & now.keys(), cutoff=0.9)
     return f" (is {near[0]} meant?)" if near else ""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mmod.adapters.transformers.saving import KEY, forget_description, take_desc
 from mmod.io.tensors import check_complete
 from mmod.opening.opened import Opened
 from mmod.pretrained import HUB, apply_again, load_pretrained
+from mmod.values import similar
 
 
 def reads_text(model_type: str) -> bool:
@@ -118,7 +118,7 @@ def _check_names(config: Any, fields: Mapping[str, Any], name: str) -> None:
     known = [*vars(type(config)()), *config.attribute_map]
     for key, value in fields.items():
         # Models read some fields that their configs do not declare, so only names that look misspelled are refused.
-        near = [] if key in known else get_close_matches(key, known, 1, cutoff=0.8)
+        near = [] if key in known else similar(key, known, cutoff=0.8)
         if near:
             raise ValueError(f"{name}.{key} is no field of a {type(config).__name__}: is {near[0]} meant?")
         part = getattr(config, key, None)

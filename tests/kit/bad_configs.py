@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from mmod.io.options import dataclass_in
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.pairs.config import TrainConfig as PairsConfig
 from mmod.training.text.config import TrainConfig as TextConfig
+from mmod.values import dataclass_in
 from tests.kit.trap import Trap
 
 VIT = {"name": "vit_tiny_patch16_224"}
@@ -123,11 +123,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatConfig, {"trainer": {"output_dir": "x"}}, "the run sets them"),
     (ChatConfig, {"lora": {"r": 0}}, "an integer of at least 1"),
     (ChatConfig, {"routing": {"language": {"router": {"name": "linear", "bias": 3}}}}, "true or false"),
-    (ChatConfig, {"routing": {"language": {"preset": "p_mod"}}}, "near ones: 'p-mod'"),
+    (ChatConfig, {"routing": {"language": {"preset": "p_mod"}}}, "near ones: p-mod"),
     (ChatConfig, {"data.max_length": 1}, "an integer of at least 2 or null"),
     (ChatConfig, {"max_new_tokens": 0}, "an integer of at least 1"),
     (TrainConfig, {"schedule.sched": "plateau"}, "depends on metrics"),
-    (TrainConfig, {"ema.decai": 1}, "unknown config key 'ema.decai'; valid keys in group 'ema': decay"),
+    (TrainConfig, {"ema.decai": 1}, "unknown config key 'ema.decai'; near ones: decay; valid keys in group 'ema': decay"),
     (TrainConfig, {"mixup": {"mixup_alpha": 0, "cutmix_alpha": 0}}, "use `mixup: null` for none"),
     (TrainConfig, {"mixup.mode": "elem", "data.batch_size": 7}, "needs an even data.batch_size, got 7"),
     (TrainConfig, {"mixup": {}, "data": CROWDS}, "mixup mixes the labels of images: with data.label_patch"),
@@ -254,7 +254,7 @@ FILES = [
     (BASE + "\x07", "is no YAML: unacceptable character"),
     (BASE + "? [a]\n: 1\n", "config.yaml, line 4: found unhashable key"),
     (BASE + "1: 2\n", "unknown config key '1'; valid keys at the top level"),
-    (BASE + "optim: {lrr: 1}\n", "unknown config key 'optim.lrr'; valid keys in group 'optim': args"),
+    (BASE + "optim: {lrr: 1}\n", "unknown config key 'optim.lrr'; near ones: lr; valid keys in group 'optim': args"),
     (BASE + "optim: 3\n", "optim must be"),
     ("epochs: 3\n", "required"),
 ]

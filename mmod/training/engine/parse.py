@@ -16,9 +16,9 @@ import yaml
 from docstring_parser import parse
 
 from mmod.config import PRESETS, Gate, LanguageRouting, Merged, RoutingConfig, Threshold
-from mmod.io.options import dataclass_in, field_meanings, split_options, with_options
+from mmod.io.options import field_meanings, split_options, with_options
 from mmod.io.yaml import merged, stack_configs
-from mmod.values import describe, from_plain
+from mmod.values import dataclass_in, describe, from_plain
 
 Config = TypeVar("Config")
 _PRINT = "--print_config"
