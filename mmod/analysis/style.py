@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mmod.io.files import check_free, replacing, write_atomically
+from mmod.io.files import check_free, make_folder, replacing, write_atomically
 from mmod.lazy import name_missing_extra
 
 if TYPE_CHECKING:
@@ -228,9 +228,9 @@ def svg_of(figure: Figure) -> str:
 
 def save_picture(folder: str | Path, name: str, figure: Figure) -> None:
     """Write a figure as PNG and, for pages, as SVG."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    save_figure(figure, Path(folder) / f"{name}.png", dpi=150, bbox_inches="tight")
-    write_atomically(Path(folder) / f"{name}.svg", svg_of(figure))
+    folder = make_folder(folder)
+    save_figure(figure, folder / f"{name}.png", dpi=150, bbox_inches="tight")
+    write_atomically(folder / f"{name}.svg", svg_of(figure))
 
 
 def inline_svg(svg: str, name: str, text: str) -> str:

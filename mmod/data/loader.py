@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import glob
 import sysconfig
-import warnings
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict
@@ -34,6 +33,7 @@ from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
 from mmod.data.synthetic.scenes import SCENES
 from mmod.io.files import text_bytes
+from mmod.io.progress import warn_once
 
 _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
@@ -107,7 +107,7 @@ def image_stream(
         complete = _create_source(config, split, report, model)
         classes = complete.classes if isinstance(complete, (FolderSource, TimmSource)) else None
         if rank == 0 and isinstance(complete, (FolderSource, MapSource)) and complete.left_out:
-            warnings.warn(complete.left_out, stacklevel=2)
+            warn_once(complete.left_out)
         # Spread over the classes: the first samples of a folder are often of one class.
         source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
 
@@ -143,10 +143,10 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
     except UnreadableSampleError:
         return
     if size == (config.image_size, config.image_size):
-        warnings.warn(
+        warn_once(
             f"images of {config.source!r} have data.image_size={config.image_size} already: "
             f"data.crop_pct={config.crop_pct:g} enlarges them and crops their margins; set it to 1 to avoid that",
-            stacklevel=2,
+            about=config.root,
         )
 
 

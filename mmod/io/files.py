@@ -134,6 +134,22 @@ def check_free(path: str | Path, overwrite: bool) -> None:
         raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True to replace it")
 
 
+def make_folder(path: str | Path) -> Path:
+    """Make a folder that a user named, where it is missing, and its parents; return its path.
+
+    Raises:
+        FileExistsError: A file is in its place.
+        UnwrittenError: It cannot be made, as below a read-only folder.
+    """
+    folder = Path(path)
+    with writing(folder):
+        for place in (folder, *folder.parents):
+            if place.exists() and not place.is_dir():
+                raise FileExistsError(f"{str(place)!r} is a file, and a folder is needed there: name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def sha256(path: Path) -> str:
     """Return the checksum of a file."""
     digest = hashlib.sha256()

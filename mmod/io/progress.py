@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +19,17 @@ say = tqdm.write
 """Print a line above the bars."""
 Bar = tqdm
 """A bar that `progress_bar` returns."""
+
+
+@functools.cache
+def warn_once(message: str, about: object = None) -> None:
+    """Warn of what every run of a process would repeat, as of the images that all of them read.
+
+    Args:
+        about: What else tells one case from another, where the message does not.
+    """
+    # Python's own filter starts anew whenever a library changes the filters for a moment.
+    warnings.warn(message, stacklevel=3)
 
 
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmod.io.files import read_json_object, write_atomically
+from mmod.io.files import make_folder, read_json_object, write_atomically
 from mmod.values import similar
 
 
@@ -23,8 +23,7 @@ def record_config(
     if existing is not None:
         check_same(folder, existing, record, kind=kind, free_keys=free_keys)
         return True
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    write_atomically(Path(folder) / file, json.dumps(dict(record), indent=2) + "\n")
+    write_atomically(make_folder(folder) / file, json.dumps(dict(record), indent=2) + "\n")
     return False
 
 

@@ -20,6 +20,9 @@ from mmod.opening.runs import run_classes
 from mmod.opening.weights import classifier_names, converted, load_weights, read_weights
 from mmod.values import near_names
 
+# What stands before a name that is not one of timm's own.
+_SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
+
 
 def open_timm(
     name: str, pretrained: bool, args: Mapping[str, Any], checkpoint: str | Path | None, advice: str
@@ -45,10 +48,10 @@ def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: st
     full_name = name
     if Path(name).is_dir():
         full_name = f"local-dir:{Path(name).resolve()}"
-    elif ":" not in name and not timm.is_model(name.rpartition("/")[2]):
+    elif not name.startswith(_SOURCES) and not timm.is_model(name.rpartition("/")[2]):
         if "/" in name:
             raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
-        hint = near_names(name.split(".")[0], timm.list_models(), "timm.list_models()")
+        hint = near_names(name.split(".")[0].rpartition(":")[2], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {name!r}; {hint}")
     # Before creating, because timm retries for minutes without a network.
     if pretrained:

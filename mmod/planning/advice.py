@@ -11,7 +11,7 @@ from mmod.analysis.redundancy import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.compare.tolerance import exceeds, is_too_close, keeps, missing_samples
-from mmod.io.files import check_free, write_atomically
+from mmod.io.files import check_free, make_folder, write_atomically
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.samples import AGREEMENT
@@ -267,7 +267,7 @@ class Advice:
         folder = Path(folder)
         for name in ("advice.json", "advice.md", "advice.png"):
             check_free(folder / name, overwrite)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_atomically(folder / "advice.json", json.dumps(values, indent=2) + "\n")
         write_atomically(

@@ -14,7 +14,7 @@ from torch import nn
 from mmod.analysis.timing import Reading
 from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of, measure_jobs, measured_once
 from mmod.compare.times import sample_times
-from mmod.io.files import sha256
+from mmod.io.files import make_folder, sha256
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import STORE, Store
 from mmod.io.yaml import merged
@@ -136,11 +136,10 @@ def compare(
     """
     kind = _with_data(kind, data)
     train = train if train is None else _with_data(kind_of(train), data).config
-    folder = Path(kind.config.output)
     runs = runs_of(candidates, kind, train, seeds, train_dense=train_dense, bases=bases)
     check_runs(kind, runs)
     # A folder that cannot be written is no news for the end of a run.
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_folder(kind.config.output)
     store = Store(folder / STORE) if store is None else store
     runs = [dataclasses.replace(run, config=with_rate(run.config, (rates or {}).get(run.name, 1.0))) for run in runs]
     table = Table(weigh=weigh or {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.io.files import locked
+from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import extended, kind_of, parse_kind
@@ -48,7 +48,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
     batches = kind.calibration(model, options.batches, options.batch_size)
     name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
     with locked(folder, wait=True):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         search = search_plan(
             model,
             batches,

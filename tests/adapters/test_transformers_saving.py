@@ -257,7 +257,7 @@ def test_a_method_describes_itself_in_no_config(tmp_path: Path) -> None:
     for saved, kind in ((model, "whole"), (model.model, "body")):
         saved.save_pretrained(tmp_path / kind)
         assert methods_of(mmod.load_pretrained(tmp_path / kind)) == methods_of(model)
-        with pytest.raises(ValueError, match="this is no dense model"):
+        with pytest.raises(ValueError, match="Open this folder with mmod"):
             host_class(saved).from_pretrained(tmp_path / kind)
 
 

@@ -33,15 +33,17 @@ from mmod.blocks import (
     make_dense,
     model_hooks,
 )
+from mmod.io.files import make_folder
 from mmod.routing.score.drawn import Drawn
 
 FORMAT_VERSION = 4
 KEY = "mmod"
 # The config field from which transformers reads the name of the weights file.
 WEIGHTS_FIELD = "transformers_weights"
+# On lines of its own: transformers puts it behind a sentence about files, and the last line is what is read.
 REFUSAL = (
-    "this is no dense model. Where mmod is installed, mmod.load_pretrained opens it, or an Auto class with "
-    "trust_remote_code=True"
+    "\n\nOpen this folder with mmod.load_pretrained, or with an Auto class and trust_remote_code=True where mmod is "
+    "installed: its model was changed by mmod, and is no dense one"
 )
 CODE = "mmod_model"
 # The layers of a model, which its config counts; mixtures of experts and attention have lists of other modules.
@@ -108,6 +110,8 @@ class DescribedModel(Mixin):
         host: Any = super()
         if options.get("distributed_checkpoint"):
             raise ValueError("distributed_checkpoint is not supported for routed models: they would load as dense ones")
+        # transformers only logs that a file is no folder, and saves nothing.
+        make_folder(save_directory)
         config = self.config
         self.config = _described_config(config, describe(self))
         try:

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
+from mmod.io.files import DamagedFileError, locked, make_folder, parse_json, write_atomically
 from mmod.io.records import FolderTakenError, check_same, differences, flatten, read_record
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG
@@ -102,7 +102,7 @@ def run_once(
 
     def claim() -> None:
         if not (folder / RUN_CONFIG).exists():
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
 
     # Without the lock first: a finished run is read from a read-only folder too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from mmod.data.readers.folders import FolderSource
 from mmod.data.stream import ImageReader
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.processes import process_count, process_rank
-from mmod.io.progress import progress_bar
+from mmod.io.progress import progress_bar, warn_once
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import (
     Columns,
@@ -277,7 +276,7 @@ def classify_folder(
 
     source = FolderSource(folder, "", train_split="")
     if source.left_out and process_rank() == 0:
-        warnings.warn(source.left_out, stacklevel=2)
+        warn_once(source.left_out)
     check_imagenet(source.names, len(IMAGENET_CLASSNAMES), folder)
     reader = ImageReader(source, "RGB", transform)
     config = PairsConfig(batch_size=64, workers=workers)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmod.analysis import FlopReport, flops
 from mmod.analysis.timing import Reading
 from mmod.data.loader import BatchStream, find_pairs, pairs_stream
-from mmod.io.files import is_of_transformers
+from mmod.io.files import is_of_transformers, make_folder
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
@@ -187,6 +187,6 @@ class PairsKind:
         if methods_of(model):
             save_pretrained(model, folder, architecture=described)
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         save_config_for_hf(model, folder / "open_clip_config.json", model_config=described)
         write_tensors(folder / "open_clip_model.safetensors", model.state_dict())

@@ -17,6 +17,7 @@ from mmod.data.config import FOLDERS
 from mmod.data.labels import ModelClasses
 from mmod.data.readers.folders import FolderSource, walk_images
 from mmod.data.readers.images import EXTENSIONS, UnreadableSampleError
+from mmod.io.progress import warn_once
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.studies.advise import read_images
 
@@ -87,6 +88,8 @@ def test_every_reader_has_the_same_classes_and_tells_what_it_leaves_out(layout: 
     expected = [(60, 0)] * 4 + [(180, 1)] * 4
     for source in FOLDERS:
         for training in (False, True):
+            # The readers share folders, of which a process warns once.
+            warn_once.cache_clear()
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 stream = stream_of(tmp_path, training, source=source)
