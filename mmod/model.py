@@ -13,6 +13,7 @@ from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig,
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
+from mmod.values import similar
 
 HowToRoute = RoutingConfig | str | None
 
@@ -97,17 +98,26 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
     unknown = sorted(set(parts) - set(available))
     if not unknown:
         return
-    advice = ""
+    reason = f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}"
     name = parts.get("preset", config)
-    fields = {field: parts[field] for field in unknown if field != "preset"}
+    fields: dict[str, Any] = {field: parts[field] for field in unknown if field != "preset"}
     arguments = ", ".join(f"{field}={value!r}" for field, value in fields.items())
-    if isinstance(name, str) and set(fields) <= set(preset_arguments(name)):
+    if isinstance(name, str) and _are_options(fields, preset_arguments(name)):
+        # Raises for a misspelt option and a wrong value, which the advice would repeat.
+        preset(name, **fields)
         call = f"mmod.preset({name!r}, {arguments})" if arguments else repr(name)
-        advice = f". To route by a preset, call mmod.route_(model, {call})"
-    elif config is None and set(unknown) <= set(ROUTING_FIELDS) and str(parts.get("language")) not in PRESETS:
-        # A preset for the part "language" is no value of the field "language".
-        advice = f". Fields of a config go into one: mmod.route_(model, mmod.RoutingConfig({arguments}))"
-    raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}{advice}")
+        raise ValueError(f"call mmod.route_(model, {call}): options of a preset go into it, and {reason}")
+    # A preset for the part "language" is no value of the field "language".
+    if config is None and fields and str(parts.get("language")) not in PRESETS and _are_options(fields, ROUTING_FIELDS):
+        RoutingConfig.from_dict(fields)
+        call = f"mmod.route_(model, mmod.RoutingConfig({arguments}))"
+        raise ValueError(f"call {call}: fields of a config go into one, and {reason}")
+    raise ValueError(reason)
+
+
+def _are_options(names: Iterable[str], options: Sequence[str]) -> bool:
+    """Return whether all names are options, or misspelt ones."""
+    return all(similar(name, options, cutoff=0.8) for name in names)
 
 
 def _configs_by_part(
