@@ -79,7 +79,7 @@ class RowSource(NamedTuple):
     channels: int
 
     def pictures(self, rows: Tensor, grids: Tensor, sides: Tensor | None) -> list[tuple[Tensor, int]]:
-        """Return the pixels of patches at their places (B, R, C, H, E), and the side of tokens, by picture or video."""
+        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, by picture or video."""
         sizes = grids.tolist()
         by_picture = [self.side] * len(sizes) if sides is None else sides.tolist()
         parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])
@@ -90,7 +90,7 @@ class RowSource(NamedTuple):
 
 
 def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) -> Tensor:
-    """Return the pixels of patches at their places (B, R, C, H, E), from rows in which a token's follow each other.
+    """Return the pixels of patches by row and column (B, R, C, H, E), from rows in which a token's follow each other.
 
     Args:
         rows_PF: Pixels of each patch, channel by channel.
@@ -158,7 +158,7 @@ class RowHook(ModelHook):
     """Tells the forward pass of a tower that gets patches as rows what a score sees of their pixels.
 
     Args:
-        see: See `GridHook`; whole numbers are places of patches.
+        see: See `GridHook`; whole numbers are indices of patches.
     """
 
     def __init__(
@@ -181,16 +181,16 @@ class RowHook(ModelHook):
 
 
 def _in_rows(values: tuple[Tensor, ...], side: int, grid: Sequence[int]) -> list[Tensor]:
-    """Return what a score sees of patches (B, N) in the order of a host's rows, from that of their places."""
+    """Return what a score sees of patches (B, N) in the order of a host's rows, from that of the grid."""
     numbers = torch.arange(grid[0] * grid[1], device=values[0].device)
     row_N = spread_rows(numbers.unsqueeze(1), (1, *grid), side, 1).flatten()
-    place_N = row_N.argsort()
-    in_order = [value_BN[:, place_N] for value_BN in values]
+    index_N = row_N.argsort()
+    in_order = [value_BN[:, index_N] for value_BN in values]
     return [value_BN if value_BN.is_floating_point() else row_N[value_BN] for value_BN in in_order]
 
 
 def _padded(value_BN: Tensor, longest: int) -> Tensor:
-    """Return values of patches with zeros behind them, or places with those of the padding itself."""
+    """Return values of patches with zeros behind them, or indices with those of the padding itself."""
     pictures, patches = value_BN.shape
     behind = torch.arange(patches, longest, device=value_BN.device).expand(pictures, -1)
     return torch.cat([value_BN, torch.zeros_like(behind) if value_BN.is_floating_point() else behind], dim=1)

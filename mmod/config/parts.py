@@ -300,7 +300,9 @@ class Score(Checked, group="router"):
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 
-    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1) -> tuple[Tensor, ...]:
+    def see(
+        self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1, side: int = 1
+    ) -> tuple[Tensor, ...]:
         """Return what the score needs of the pixels of patches, as few numbers (B, N): a pass keeps them.
 
         Args:
@@ -308,6 +310,7 @@ class Score(Checked, group="router"):
                 of E pixels.
             std: What each channel was divided by when it was normalised; None where the model does not say.
             frames: How many consecutive images are frames of one video.
+            side: Patches along a side of the square that a token stands for.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what it reads of pixels")
 
@@ -345,8 +348,8 @@ class WithImportance(Score):
             - "class_token": the class token's (EViT).
             - "last_token", for language models: the last one of each prompt (FastV, arXiv 2403.06764).
             - "vision_tower", for image tokens: those of the vision tower, where there is a class token only its own
-              (VisionZip, arXiv 2412.04467). Each token must stand for a patch, a square of patches or successive
-              patches, whose mean it has. All layers of the language model can be routed then.
+              (VisionZip, arXiv 2412.04467). Each token must be made of patches of its own, whose mean it has. All layers
+              of the language model can be routed then.
     """
 
     importance: Importance = "per_viewer"

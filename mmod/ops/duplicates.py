@@ -72,7 +72,7 @@ def find_duplicates(
     """Return which patch stands for each patch of pictures.
 
     Each cell is read by itself, from its first patch on. A patch is compared with the patches that stand for its left,
-    its upper and its upper-left neighbour, and in a video for the patch at its place one frame earlier. It joins the
+    its upper and its upper-left neighbour, and in a video for the patch at its position one frame earlier. It joins the
     most similar one, the first of equals, if they differ by at most `tolerance`. Otherwise it stands for itself, as the
     first patch of a cell does, in a video that of the first frame. NaN differs from everything.
 
@@ -111,7 +111,7 @@ def find_duplicates(
     neighbours = _BESIDE if frames == 1 else _BESIDE + _BEFORE
     # By diagonals, since a patch may stand for what its left and upper neighbours stand for, which must be known.
     for diagonal in range(1, frames + height + width - 2):
-        frame_D, row_D, column_D = _places_of(diagonal, (frames, height, width), device)
+        frame_D, row_D, column_D = _diagonal(diagonal, (frames, height, width), device)
         patch_D = (frame_D * height + row_D) * width + column_D
         pixels_SDF = pixels_SPF.index_select(1, patch_D).float()
         joined_SD = stands_SP[:, patch_D]
@@ -130,15 +130,15 @@ def find_duplicates(
         stands_SP = stands_SP.index_copy(1, patch_D, torch.where(least_SD <= limit, joined_SD, patch_D))
         # Below FIRST, which marks the first patch of a cell alone.
         difference_SP = difference_SP.index_copy(1, patch_D, least_SD.clamp(max=FIRST - 1))
-    # From places in a cell to those in the grid.
+    # From indices in a cell to those in the grid.
     stands = stands_SP.view(-1, down, across, patches)
-    frame, place = stands // (height * width), stands % (height * width)
-    row = place // width + height * torch.arange(down, device=device).view(-1, 1, 1)
-    column = place % width + width * torch.arange(across, device=device).view(-1, 1)
+    frame, index = stands // (height * width), stands % (height * width)
+    row = index // width + height * torch.arange(down, device=device).view(-1, 1, 1)
+    column = index % width + width * torch.arange(across, device=device).view(-1, 1)
 
     def in_grid(values: Tensor) -> Tensor:
-        by_place = values.reshape(-1, down, across, frames, height, width).permute(0, 3, 1, 4, 2, 5)
-        by_row = by_place.reshape(pictures, down * height, across * width)
+        by_cell = values.reshape(-1, down, across, frames, height, width).permute(0, 3, 1, 4, 2, 5)
+        by_row = by_cell.reshape(pictures, down * height, across * width)
         return by_row[:, :rows, :columns].flatten(1)
 
     first_N = first_of_cells((rows, columns), cell, device)
@@ -147,13 +147,13 @@ def find_duplicates(
     )
 
 
-def _places_of(diagonal: int, sides: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _diagonal(diagonal: int, sides: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return frames, rows and columns of the patches of a cell whose sum is the number of a diagonal."""
     frames, height, width = sides
-    places: list[tuple[Tensor, Tensor]] = []
+    parts: list[tuple[Tensor, Tensor]] = []
     for frame in range(max(0, diagonal - height - width + 2), min(frames, diagonal + 1)):
         rest = diagonal - frame
         row_D = torch.arange(max(0, rest - width + 1), min(height, rest + 1), device=device)
-        places.append((torch.full_like(row_D, frame), row_D))
-    frame_D, row_D = (torch.cat(parts) for parts in zip(*places))
+        parts.append((torch.full_like(row_D, frame), row_D))
+    frame_D, row_D = (torch.cat(values) for values in zip(*parts))
     return frame_D, row_D, diagonal - frame_D - row_D

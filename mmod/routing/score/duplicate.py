@@ -30,14 +30,14 @@ class Duplicate(Score):
 
     In a language model the same holds of image tokens: the difference of a token that is made of several patches is the
     largest of theirs, so that it is skipped only if all of them are duplicates. Text is never skipped. In a video that
-    comes with `video_grid_thw`, a patch is also compared with the one that is kept for its place one frame earlier.
+    comes with `video_grid_thw`, a patch is also compared with the one that is kept for its position one frame earlier.
 
     Args:
         tolerance: Largest difference of a channel at which patches are duplicates, in grey levels of 255: 0 for equal
             pixels alone, and below 0 for no duplicates.
         cell: Patches along a side of a cell, of which at least one is kept; None for the whole image. The smaller, the
-            nearer is the patch that a skipped one joins. Where s x s patches become a token of a language model,
-            cells must be larger than s, or none of these tokens is skipped.
+            nearer is the patch that a skipped one joins. Where s x s patches become a token of a language model, its
+            cells are of whole tokens, of 2 x 2 at least: their side is `cell` rounded up to a multiple of s, or 2 s.
         std: What pixels were divided by when they were normalised, one number or one for each channel, as the image
             processor says. None takes the model's. A tolerance above 0 needs it; without it, patches that differ are
             ranked by the pixels that the model gets.
@@ -56,8 +56,12 @@ class Duplicate(Score):
         """Return the module that scores tokens."""
         return DuplicateScore(placement.prefix, self.cell, placement.patches)
 
-    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1) -> Duplicates:
-        """Return which patch stands for each patch, see `find_duplicates`."""
+    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None, frames: int = 1, side: int = 1) -> Duplicates:
+        """Return which patch stands for each patch, see `find_duplicates`.
+
+        Args:
+            side: Patches along a side of the square that a token stands for.
+        """
         channels = pixels_BRCHE.shape[3]
         by_channel = std if self.std is None else self.std
         if by_channel is None and self.tolerance > 0:
@@ -69,7 +73,9 @@ class Duplicate(Score):
             raise ValueError(f"router.std must be one number, or one for each of {channels} channels, got {by_channel}")
         # Equal pixels are equal on any scale.
         scale = torch.tensor(1 / 255 if by_channel is None else by_channel, device=pixels_BRCHE.device)
-        return find_duplicates(pixels_BRCHE, self.tolerance, self.cell, 255 * scale.expand(channels), frames)
+        # The first patch of a cell stays, so a cell of one token would keep it.
+        cell = None if self.cell is None else side * max(2, -(-self.cell // side))
+        return find_duplicates(pixels_BRCHE, self.tolerance, cell, 255 * scale.expand(channels), frames)
 
     def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return 1 for patches that are no duplicates, and less than 0.5 for others, by their difference (B, N)."""
