@@ -79,7 +79,7 @@ class RowSource(NamedTuple):
     channels: int
 
     def pictures(self, rows: Tensor, grids: Tensor, sides: Tensor | None) -> list[tuple[Tensor, int]]:
-        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, by picture or video."""
+        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture."""
         sizes = grids.tolist()
         by_picture = [self.side] * len(sizes) if sides is None else sides.tolist()
         parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])

@@ -348,8 +348,8 @@ class WithImportance(Score):
             - "class_token": the class token's (EViT).
             - "last_token", for language models: the last one of each prompt (FastV, arXiv 2403.06764).
             - "vision_tower", for image tokens: those of the vision tower, where there is a class token only its own
-              (VisionZip, arXiv 2412.04467). Each token must be made of patches of its own, whose mean it has. All layers
-              of the language model can be routed then.
+              (VisionZip, arXiv 2412.04467). Each token must be made of patches of its own, whose mean it has. All
+              layers of the language model can be routed then.
     """
 
     importance: Importance = "per_viewer"

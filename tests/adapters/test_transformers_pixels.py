@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import mmod
@@ -19,8 +21,11 @@ from tests.kit.towers import make_deep, tower_of
 from tests.kit.vlm_types import FAMILIES
 from tests.kit.vlm_zoo import (
     IMAGE,
+    JOINT,
     MERGED,
+    OTHERS,
     VIDEO,
+    lively,
     make_joint,
     make_language,
     merged_embeddings,
@@ -72,8 +77,9 @@ def drawn(name: str, images: tuple[int, ...], seed: int = 0) -> dict[str, Any]:
 
 
 def differing(pixels: Tensor, side: int, cell: int | None = 4) -> list[bool]:
-    """Return which squares of patches hold one that is no duplicate, by the slow rule."""
+    """Return which squares of patches hold one that is no duplicate, by the slow rule, in cells of whole squares."""
     patches = cut(pixels).double()
+    cell = None if cell is None else side * max(2, math.ceil(cell / side))
     _, stands = duplicates_by_loop(patches.unsqueeze(0), 0.0, cell, (255.0,) * 3)
     own = torch.tensor([place == stand for place, stand in enumerate(stands)]).view(patches.shape[:2])
     rows, columns = (extent // side for extent in own.shape)
@@ -112,6 +118,22 @@ def test_a_token_is_dropped_if_all_of_its_patches_are_duplicates(name: str, cell
         actual = kept_images(route(make_joint(name), router={"cell": cell}), batch)
         assert actual == [expected[0], expected[1] + expected[2]]
         dropped += sum(kept.count(False) for kept in actual)
+    assert dropped
+
+
+@torch.no_grad()
+def test_tokens_of_as_many_patches_as_a_cell_are_dropped_too() -> None:
+    config = make_joint("smolvlm").config
+    config.scale_factor = 3
+    model = route(lively(transformers.AutoModelForImageTextToText.from_config(config)))
+    ids = torch.tensor([[1, 5, *[IMAGE] * 4, 6]])
+    dropped = 0
+    for seed in range(6):
+        pixels = picture(2, 2, seed, patch=12)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels[None, None]}
+        (kept,) = kept_images(model, batch)
+        assert kept == differing(pixels, 3)
+        dropped += kept.count(False)
     assert dropped
 
 
@@ -181,6 +203,51 @@ def test_a_cache_changes_nothing_and_a_saved_model_is_the_same(name: str, tmp_pa
     loaded = mmod.load_pretrained(tmp_path)
     assert mmod.routing_config(loaded).router == mmod.score("duplicate", cell=3)
     assert torch.equal(generate(loaded, batch), words)
+
+
+# Towers that show no patches in rows and columns, or in another order: by importance alone.
+UNSEEN = ("mistral3", "cosmos3_edge", "kimi_k25", "lighton_ocr", "paddleocr_vl")
+# Neither: patches that are mixed or stand in maps, prompts of another form, layers with a state, a tower for videos.
+REFUSED = (
+    *("aria", "idefics2", "deepseek_vl_hybrid", "fast_vlm", "got_ocr2", "pp_chart2table", "granite_docling"),
+    *("gemma4", "gemma4_unified", "molmo2", "qwen3_5", "qwen3_5_moe", "video_llava"),
+)
+SEEN = [name for name in (*JOINT, *OTHERS) if name not in (*UNSEEN, *REFUSED)]
+IMPORTANCE = mmod.score("attention", importance="vision_tower")
+
+
+@pytest.mark.parametrize(
+    ("name", "router"),
+    [*((name, "duplicate") for name in SEEN), *((name, IMPORTANCE) for name in (*UNSEEN, "llava-next", "qwen3-vl"))],
+    ids=str,
+)
+@torch.no_grad()
+def test_features_that_generate_computes_once_serve_all_of_its_passes(name: str, router: Any) -> None:
+    if name not in (*JOINT, *OTHERS):
+        pytest.skip("the installed version of transformers has no such type")
+    batch = drawn(name, (1, 2))
+    model = route(
+        make_joint(name), router=router, select="threshold" if router == "duplicate" else "topk", capacity=0.5
+    )
+    short = {"max_new_tokens": 3}
+    assert torch.equal(generate(model, batch, use_cache=False, **short), generate(model, batch, **short))
+    # Not all types have beams and chunks that equal plain generation when they are dense.
+    if name in PLAIN[:5]:
+        assert torch.equal(generate(model, batch, use_cache=False, num_beams=2), generate(model, batch, num_beams=2))
+        # The first chunk has no image token.
+        if router == "duplicate":
+            assert torch.equal(generate(model, batch, prefill_chunk_size=3), generate(model, batch))
+
+
+@torch.no_grad()
+def test_a_conversation_is_generated_behind_a_cache_with_another_picture() -> None:
+    model = route(make_joint("llava"))
+    first, second = drawn("llava", (1,)), drawn("llava", (1,), seed=7)
+    before = generate(model, first, return_dict_in_generate=True)
+    ids = torch.cat([before.sequences, second["input_ids"]], dim=1)
+    more = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": second["pixel_values"]}
+    whole = {**more, "pixel_values": torch.cat([first["pixel_values"], second["pixel_values"]])}
+    assert torch.equal(generate(model, more, **{CACHE: cache_of(before)}), generate(model, whole))
 
 
 @pytest.mark.parametrize("name", ["llava", "llava-next", "internvl", "smolvlm", "paligemma"])
@@ -341,7 +408,7 @@ def unordered() -> nn.Module:
         (
             lambda: make_joint("mistral3"),
             {},
-            "shows no rows and columns of patches, as where pictures of several sizes",
+            "shows no rows and columns of patches, as where images of several sizes",
         ),
         (unordered, {}, "joins no patches itself, by a spatial_merge_size of its own"),
         (lambda: make_joint("llava"), {"language": {"tokens": "all"}}, "is defined for image tokens"),
@@ -369,5 +436,3 @@ def test_images_without_pixels_are_refused_and_the_next_pass_is_not() -> None:
         with pytest.raises(ValueError, match=r"pass pixel_values|reads the pixels of images: pass them"):
             model(inputs_embeds=embeds, image_mask=batch["input_ids"] == IMAGE)
         assert torch.equal(model(**batch).logits, expected)
-    with pytest.raises(ValueError, match="a patch reaches several image tokens"):
-        route(make_joint("idefics2"))(**prompt("idefics2", (1,)))

@@ -31,16 +31,24 @@ class PromptPart(NamedTuple):
     """What a forward pass over tokens of a prompt reads of it.
 
     Args:
+        prompt: The prompt.
+        given: The tokens of the prompt, by name.
+        begin: The first token of the prompt that the pass reads.
         image_BN: True, or a modality's number, at the image tokens of the pass (B, N); None if they are not marked.
-        layout: Arguments of `generate` that describe the frames of images and videos.
         copies: How many samples in a row are copies of one of the prompt, as beams are.
-        drafts: See `GeneratedFrom`.
     """
 
+    prompt: GeneratedFrom
+    given: Arguments
+    begin: int
     image_BN: Tensor | None
-    layout: Arguments
     copies: int
-    drafts: bool
+
+    def cut(self, value_BN: Tensor, tokens: int, empty: float) -> Tensor:
+        """Return the pass's part (B, N) of values of the prompt's tokens, with the empty one at words of the answer."""
+        value_BN = value_BN[:, self.begin : self.begin + tokens]
+        value_BN = F.pad(value_BN, (0, tokens - value_BN.shape[1]), value=empty)
+        return value_BN.repeat_interleave(self.copies, dim=0)
 
 
 class GeneratedFrom:
@@ -51,6 +59,9 @@ class GeneratedFrom:
         image_BN: True, or a modality's number, at its image tokens (B, N); None if they are not marked.
         layout: Arguments of `generate` that describe the frames of images and videos.
         drafts: It is that of a draft, which grows from call to call.
+
+    Attributes:
+        value_BN: What image tokens got from the vision tower or from pixels (B, N), once a pass has read it.
     """
 
     def __init__(self, given: Mapping[str, Tensor], image_BN: Tensor | None, layout: Arguments, drafts: bool) -> None:
@@ -58,6 +69,7 @@ class GeneratedFrom:
         self.image_BN = image_BN
         self.layout = layout
         self.drafts = drafts
+        self.value_BN: Tensor | None = None
         self._start: int | None = None
 
     def part(self, arguments: Arguments, past: int) -> PromptPart | None:
@@ -66,30 +78,29 @@ class GeneratedFrom:
         Inside `generate`, logits processors call the model with other prompts: negative ones for guidance, or
         contrasting ones.
         """
-        for name, given in self.given.items():
+        for name in self.given:
             passed: Tensor | None = arguments.get(name)
             # A prompt of only the new tokens begins behind cached ones, as behind a prefix that peft tuned.
             for start in (0, past) if self._start is None else (self._start,):
-                part = None if passed is None or past < start else self._part(given, passed, past - start)
+                part = None if passed is None or past < start else self._part(name, passed, past - start)
                 if part is not None:
                     self._start = start
                     return part
         return None
 
-    def _part(self, given: Tensor, passed: Tensor, begin: int) -> PromptPart | None:
+    def _part(self, name: str, passed: Tensor, begin: int) -> PromptPart | None:
         """Return the part from a token on, if a pass got just its tokens, and maybe words of the answer behind them."""
         samples, tokens = passed.shape[:2]
-        given = given[:, begin : begin + tokens]
+        given = self.given[name][:, begin : begin + tokens]
         # Beams and several sequences of one prompt are consecutive samples.
         copies = samples // given.shape[0]
         expected = given.repeat_interleave(copies, dim=0).to(passed)
         if not given.shape[1] or not torch.equal(expected, passed[:, : given.shape[1]]):
             return None
-        image_BN = self.image_BN
-        if image_BN is not None:
-            image_BN = F.pad(image_BN[:, begin : begin + tokens], (0, tokens - given.shape[1]))
-            image_BN = image_BN.repeat_interleave(copies, dim=0)
-        return PromptPart(image_BN, self.layout, copies, self.drafts)
+        part = PromptPart(self, {name: self.given[name]}, begin, None, copies)
+        if self.image_BN is None:
+            return part
+        return part._replace(image_BN=part.cut(self.image_BN, tokens, 0))
 
 
 class Generations:

@@ -9,12 +9,23 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, chosen_samples
 from mmod.adapters.transformers.families import gets_keys, number_of, parameters_of
 from mmod.adapters.transformers.generation import Generations, PassLabels, PromptPart, refuse_training_mode
-from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
+from mmod.adapters.transformers.images import (
+    IMAGE,
+    IMAGES,
+    KINDS,
+    LAYOUT,
+    VIDEO,
+    Frames,
+    ImageTokens,
+    checked_mask,
+    pixels_of,
+)
 from mmod.adapters.transformers.layers import GROUPS
 from mmod.adapters.transformers.pixels import RowPixels, pixel_scores
 from mmod.adapters.transformers.structure import (
@@ -253,7 +264,7 @@ class GroupHook(ModelHook):
         copies = 1
         # `generate` may keep the description of frames from the layers, if it computes the features of images before.
         if part is not None and not inputs.begun and all(layout.get(name) is None for name in LAYOUT):
-            layout = {**layout, **part.layout}
+            layout = {**layout, **part.prompt.layout}
             copies = part.copies
         frames = None
         if self.tokens == "image" and self.language.frames is not None and self._decides_together:
@@ -298,17 +309,36 @@ class GroupHook(ModelHook):
         )
         importance = None
         if self.tower is not None:
-            read = functools.partial(self.tower.of, inputs.module, kinds.kind_BN, kinds.layout, kinds.copies)
-            importance = functools.cache(read)
+            importance = functools.cache(functools.partial(self._values, inputs, kinds.kind_BN, self.tower))
+            if inputs.part is not None and _has_pixels(inputs.part.prompt.layout):
+                # The first part of a prompt may have no image tokens, and the notes of the tower end with the pass.
+                importance()
         groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=skippable.earlier_BN)
         if inputs.begun and self._decides_together:
-            if inputs.part is not None and not inputs.part.drafts:
+            if inputs.part is not None and not inputs.part.prompt.drafts:
                 self._check_complete(inputs.cache)
             if groups.skips:
                 self._check_apart(groups, frames, inputs.cache)
         if not self.text.training and not groups.skips and sum(groups.always) == groups.group_BN.numel():
             return None
         return groups
+
+    def _values(self, inputs: Inputs, kind_BN: Tensor, tower: TowerReader | RowPixels) -> Tensor:
+        """Return what image tokens get from the tower or from pixels (B, N).
+
+        `generate` may compute the features of images once, before any pass, and read them in several: without a cache,
+        and where the prompt is read in chunks. So the first of these notes the values of the whole prompt.
+        """
+        part = inputs.part
+        if part is None or _has_pixels(inputs.arguments):
+            return tower.of(inputs.module, kind_BN, inputs.arguments)
+        prompt = part.prompt
+        if prompt.value_BN is None:
+            all_BN = self.images.kinds(inputs.module, part.given, prompt.image_BN)
+            # Cached images are not among those that the arguments describe.
+            all_BN = F.pad(all_BN[:, part.begin :], (part.begin, 0))
+            prompt.value_BN = tower.of(inputs.module, all_BN, prompt.layout)
+        return part.cut(prompt.value_BN, kind_BN.shape[1], tower.empty)
 
     @property
     def _decides_together(self) -> bool:
@@ -423,3 +453,7 @@ class GroupHook(ModelHook):
                 f"(and the loss 'membership'){images}; got router={self.config.router.name!r}, "
                 f"select={self.config.select!r}"
             )
+
+
+def _has_pixels(arguments: Arguments) -> bool:
+    return any(pixels_of(arguments, name) is not None for name in KINDS)

@@ -1,17 +1,19 @@
-"""The importance of image tokens in the vision tower, where a token stands for a fixed group of patches.
+"""What image tokens get from the patches that they stand for: importance in the vision tower, or a score of pixels.
 
-Axes: B samples, I images, P patches of an image with its prefix tokens, Q patches of all images, N tokens of a prompt,
+Axes: I images, P patches of an image with its prefix tokens, Q patches of all images, B samples, N tokens of a prompt,
 T image tokens, D channels.
 """
 
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,32 +30,14 @@ from mmod.threads import PerThread
 _LAYOUTS = 32
 
 
-class TowerCall(NamedTuple):
-    """What a call of a tower's layer, or of its patch embedding, computed.
-
-    Args:
-        value_IP: A number for each patch (I, P), such as its importance.
-        valid_IP: False at padding (I, P); None without.
-    """
-
-    value_IP: Tensor
-    valid_IP: Tensor | None
-
-
 class Noted:
-    """What a tower's layer, or its patch embedding, notes in one thread.
-
-    Attributes:
-        calls: What its calls computed, until it is taken.
-        changes: In a trial, the patches whose states each of the next calls changes (I, P); None outside.
-    """
+    """What calls of a tower's layer, or of its patch embedding, computed in one thread, until it is taken."""
 
     def __init__(self) -> None:
-        self.calls: list[TowerCall] = []
-        self.changes: list[Tensor] | None = None
+        self.calls: list[Tensor] = []
 
-    def take(self) -> list[TowerCall]:
-        """Return the calls and drop them."""
+    def take(self) -> list[Tensor]:
+        """Return what the calls computed, and drop it."""
         taken = self.calls
         self.calls = []
         return taken
@@ -65,10 +49,12 @@ class TowerState:
 
     Args:
         importance: What importance is, see `RoutingConfig.importance`.
+        unpads: Padding was added around images that the host runs as one sequence, and stands for nothing.
     """
 
     call: BlockCall
     importance: str
+    unpads: bool
     noted: PerThread[Noted]
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner))
 
@@ -81,17 +67,12 @@ class TowerLayer(ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's layer on patches (I, P, D)."""
         state = self.mod_state
-        noted = state.noted.value
-        run = partial(super().forward, x, *args, **kwargs)
-        if noted.changes is not None:
-            y: Tensor = run()
-            # Not the same for all channels: a norm would take it away.
-            change_D = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0)).to(y)
-            return y + noted.changes.pop(0).unsqueeze(-1).to(y) * change_D
         valid_IP = state.call.masks(state.call.bind(args, kwargs), x).valid_BN
+        run = partial(super().forward, x, *args, **kwargs)
         y, importance_IP = self.observe(run, x, valid_IP, state.importance)
         if not recomputing():
-            noted.calls.append(TowerCall(importance_IP, valid_IP))
+            inside = state.unpads and valid_IP is not None
+            state.noted.value.calls.append(importance_IP[valid_IP] if inside else importance_IP)
         return y
 
 
@@ -99,6 +80,10 @@ class TowerReader(ModelHook):
     """What image tokens get from the patches that they stand for, as it was noted of these in the vision tower.
 
     As a hook of the module that runs the tower, it drops what no layer has read, as after a pass that failed.
+
+    Which patches a token stands for is traced once for each layout of images, through tiles, windows and ends of lines:
+    each image token has a number, and for each of its binary digits, the gradient of all features whose number has a 1
+    there reaches the patches of these tokens. So the digits of a patch's gradients are the number of its token.
 
     Args:
         entry: The module that puts image features among the embedded tokens.
@@ -146,13 +131,12 @@ class TowerReader(ModelHook):
         self.noted.value.take()
 
     @torch.compiler.disable
-    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments, copies: int) -> Tensor:
+    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments) -> Tensor:
         """Return the values of image tokens (B, N), the empty one at all other tokens.
 
         Args:
             kind_BN: The modality of every token that may be skipped, 0 of others (B, N).
             arguments: Arguments of the model that describe the images.
-            copies: How many samples in a row are copies of one that the arguments describe.
 
         Raises:
             ValueError: The tower did not process the images in this call, or what tokens stand for is not known.
@@ -160,53 +144,135 @@ class TowerReader(ModelHook):
         calls = self.noted.value.take()
         names = [name for name in KINDS if pixels_of(arguments, name) is not None]
         if not names:
-            raise ValueError(f"{self.option} needs the tower to process the images: pass pixel_values")
+            raise ValueError(
+                f"{self.option} needs the tower to process the images: pass pixel_values. A model that drafts for "
+                "another one gets features alone, and is routed by another score"
+            )
         if not calls:
             raise ValueError(f"{self.option} reads {self.stack.names[0]}, which did not process the {names[0]}s")
         if len(names) > 1:
             raise ValueError(f"{self.option} reads images or videos: this call has both")
         token_Q, tokens = self._tokens(entry, names[0], _arguments_of(entry, names[0], arguments), calls)
+        used_Q = token_Q >= 0
+        side = isqrt(int(token_Q[used_Q].bincount().amax()) - 1) + 1
         # The tower may have run before, for another reason.
-        value_Q = torch.cat([call.value_IP.flatten() for call in calls])[-len(token_Q) :]
-        used_Q = (token_Q >= 0).to(value_Q.device)
-        number_Q = token_Q.to(value_Q.device)[used_Q]
+        value_Q = self._values(calls, side)[-len(token_Q) :]
+        number_Q = token_Q[used_Q].to(value_Q.device)
         value_T = value_Q.new_full((tokens,), self.empty).scatter_reduce(
-            0, number_Q, value_Q[used_Q], self.reduce, include_self=False
+            0, number_Q, value_Q[used_Q.to(value_Q.device)], self.reduce, include_self=False
         )
-        return place_values(value_T, kind_BN == KINDS[names[0]], copies, self.empty)
+        return scatter_values(value_T, kind_BN == KINDS[names[0]], self.empty)
 
-    def _tokens(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> tuple[Tensor, int]:
+    def _values(self, calls: list[Tensor], side: int) -> Tensor:
+        """Return the value of each patch (Q) from what was noted.
+
+        Args:
+            side: Patches along a side of the square that a token stands for.
+        """
+        return torch.cat([value.flatten() for value in calls])
+
+    def _tokens(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[Tensor]) -> tuple[Tensor, int]:
         """Return the token of each patch in the calls of the tower for a layout of images (Q), -1 for none, and T."""
-        shapes = tuple(call.value_IP.shape for call in calls)
+        shapes = tuple(value.shape for value in calls)
         layout = (name, shapes, *[(key, _layout(value)) for key, value in arguments.items()])
         if layout not in self._known:
             if len(self._known) == _LAYOUTS:
                 self._known.clear()
-            self._known[layout] = self._try(entry, name, arguments, calls)
+            self._known[layout] = self._trace(entry, name, arguments)
         return self._known[layout]
 
-    def _try(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> tuple[Tensor, int]:
+    def _trace(self, entry: Any, name: str, arguments: Arguments) -> tuple[Tensor, int]:
         """Return what `_tokens` does, by a pass of the tower on the images."""
-        raise NotImplementedError
+        # A layer that is checkpointed would recompute itself for what is saved here.
+        plainly = torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+        devices = {value.device for value in copied.values() if isinstance(value, Tensor) and value.is_cuda}
+        starts: list[Tensor] = []
+        # Dropout of the tower must not change what the user's next layer draws.
+        drawn = torch.random.fork_rng(list(devices))
+        with self._beginning(starts), drawn, torch.inference_mode(False), torch.no_grad(), plainly:
+            output = getattr(entry, f"get_{name}_features")(**copied)
+        features = getattr(output, "pooler_output", output)
+        parts = [features] if isinstance(features, Tensor) else list(features)
+        with torch.inference_mode(False), torch.enable_grad(), plainly:
+            feature_TD = torch.cat([part.flatten(0, -2) for part in parts])
+            if not starts or not feature_TD.requires_grad:
+                raise ValueError(
+                    f"{self.option} needs features with a gradient, those of this {type(entry).__name__} have none"
+                )
+            token_Q = _tokens_of(entry, feature_TD, starts, self.option)
+        return token_Q.cpu(), len(feature_TD)
+
+    @contextmanager
+    def _beginning(self, starts: list[Tensor]) -> Iterator[None]:
+        """Context in which the graph begins at the layer's outputs, which are noted; the layer may be routed."""
+        thread = threading.get_ident()
+
+        def begin(module: nn.Module, args: Any, output: Any) -> Any:
+            if threading.get_ident() != thread:
+                return output
+            first = output[0] if isinstance(output, tuple) else output
+            start: Tensor = first.detach().requires_grad_()
+            starts.append(start)
+            # The layers before are traced without a graph; the caller's context ends this.
+            torch.set_grad_enabled(True)
+            return (start, *output[1:]) if isinstance(output, tuple) else start
+
+        # Before the hook by which transformers collects hidden states.
+        handle = self.layer.register_forward_hook(begin, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self.noted.value.take()
 
 
-def place_values(value_T: Tensor, image_BN: Tensor, copies: int, empty: float) -> Tensor:
-    """Return the values of image tokens at their places (B, N).
+def _unchanged(value: Tensor) -> Tensor:
+    return value
+
+
+def _tokens_of(entry: nn.Module, feature_TD: Tensor, starts: list[Tensor], option: str) -> Tensor:
+    """Return the number of the image token that each patch belongs to, -1 for none (Q), see `TowerReader`."""
+    weight_TD = torch.randn(feature_TD.shape, generator=torch.Generator().manual_seed(0)).to(feature_TD)
+
+    def reached_by(chosen_T: Tensor) -> Tensor:
+        """Return which patches (Q) some tokens are made of."""
+        weights = weight_TD * chosen_T.unsqueeze(1)
+        gradients = torch.autograd.grad(feature_TD, starts, weights, retain_graph=True, materialize_grads=True)
+        return torch.cat([(gradient != 0).any(-1).flatten() for gradient in gradients])
+
+    number_T = torch.arange(len(feature_TD), device=feature_TD.device)
+    used_Q = reached_by(torch.ones_like(number_T))
+    if not bool(used_Q.any()):
+        raise ValueError(
+            f"{option} follows image tokens to the tower's last layer that is used, and the features of this "
+            f"{type(entry).__name__} come from elsewhere"
+        )
+    token_Q = torch.zeros_like(used_Q, dtype=torch.long)
+    for digit in range((len(feature_TD) - 1).bit_length()):
+        has_one_T = number_T >> digit & 1
+        one_Q = reached_by(has_one_T)
+        if bool((one_Q & reached_by(1 - has_one_T)).any()):
+            raise ValueError(
+                f"{option} needs image tokens that are made of patches of their own: in this {type(entry).__name__} a "
+                "patch reaches several image tokens. Choose another score, such as router='stride', which keeps evenly "
+                "spread tokens"
+            )
+        token_Q += one_Q.long() << digit
+    return token_Q.masked_fill(~used_Q, -1)
+
+
+def scatter_values(value_T: Tensor, image_BN: Tensor, empty: float) -> Tensor:
+    """Return the values of image tokens at the indices of these (B, N).
 
     Args:
         value_T: Values of the tokens of all images.
         image_BN: True at image tokens.
-        copies: How many samples in a row are copies of one that the values describe.
         empty: The value of all other tokens.
     """
-    counts = image_BN[::copies].sum(1).tolist()
-    if sum(counts) != len(value_T):
-        raise ValueError(f"the images of this call have {len(value_T)} image tokens, the prompts have {sum(counts)}")
-    if copies > 1:
-        repeated: list[Tensor] = []
-        for part_T in value_T.split(counts):
-            repeated += [part_T] * copies
-        value_T = torch.cat(repeated)
+    count = int(image_BN.sum())
+    if count != len(value_T):
+        raise ValueError(f"the images of this call have {len(value_T)} image tokens, the prompts have {count}")
     value_BN = torch.full(image_BN.shape, empty, dtype=value_T.dtype, device=image_BN.device)
     return value_BN.masked_scatter(image_BN, value_T.to(image_BN.device))
 
@@ -214,9 +280,8 @@ def place_values(value_T: Tensor, image_BN: Tensor, copies: int, empty: float) -
 class TowerImportance(TowerReader):
     """The attention that image tokens receive in the layer of the vision tower that provides the features.
 
-    It is the attention of the class token, or in a tower without one the mean over patches. A token that stands for a
-    fixed group of patches has their mean: for one patch, a square of the grid, or successive patches. Which of these it
-    is follows from the numbers of patches and tokens, and is tried once for each layout of images.
+    It is the attention of the class token, or in a tower without one the mean over patches. A token that is made of
+    several patches has their mean.
 
     Raises:
         ValueError: The model has no tower, or another method has changed the layer.
@@ -233,104 +298,13 @@ class TowerImportance(TowerReader):
             )
         self.reads: nn.Module = self.layer
         importance = "class_token" if self.stack.class_token else "mean"
-        self.state = TowerState(self.stack.call_of(self.layer, None), importance, self.noted)
+        unpads = self.stack.proof is not None and bool(self.stack.proof.boundaries)
+        self.state = TowerState(self.stack.call_of(self.layer, None), importance, unpads, self.noted)
 
     def install(self) -> None:
         """Let the layer note the importance of patches."""
         convert(self.reads, TowerLayer, self.state, self.state.call.shell)
         remember(self.entry, self.stack)
-
-    def _try(self, entry: nn.Module, name: str, arguments: Arguments, calls: list[TowerCall]) -> tuple[Tensor, int]:
-        """Return the token of each patch (Q): where the patches of some tokens change, just these tokens do."""
-        changes = [torch.zeros(1, 1)] * len(calls)
-        before_TD = self._features(entry, name, arguments, changes)
-        calls = calls[len(changes) :]
-        tokens = before_TD.shape[0]
-        chosen_T = torch.rand(tokens, generator=torch.Generator().manual_seed(0)) < 0.5
-        chosen_T[0] = True
-        for token_Q in _groupings(self._patches(calls), self.stack.prefix, tokens):
-            change_Q = (token_Q >= 0) & chosen_T[token_Q.clamp(min=0)]
-            parts = change_Q.split([call.value_IP.numel() for call in calls])
-            changes = [part_Q.view(call.value_IP.shape) for part_Q, call in zip(parts, calls)]
-            after_TD = self._features(entry, name, arguments, changes)
-            if torch.equal((after_TD != before_TD).any(-1).cpu(), chosen_T):
-                return token_Q, tokens
-        raise ValueError(
-            f"{self.option} needs image tokens that stand for one patch, a square of patches or successive patches "
-            f"each: those of this {type(entry).__name__} do not. Choose another importance, or router='stride', which "
-            "keeps evenly spread tokens"
-        )
-
-    def _patches(self, calls: list[TowerCall]) -> list[Tensor]:
-        """Return which positions of the tower's calls are patches, or in front of them (I, P)."""
-        # Padding that was added around the images of one sequence stands for nothing.
-        added = self.stack.proof is not None and bool(self.stack.proof.boundaries)
-        masks = []
-        for call in calls:
-            valid_IP = call.valid_IP if added else None
-            everywhere_IP = torch.ones(call.value_IP.shape, dtype=torch.bool)
-            masks.append(everywhere_IP if valid_IP is None else valid_IP.cpu())
-        return masks
-
-    @torch.no_grad()
-    def _features(self, entry: nn.Module, name: str, arguments: Arguments, changes: list[Tensor]) -> Tensor:
-        """Return the features of all images (T, D), where each call of the tower takes the next of some changes."""
-        noted = self.noted.value
-        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in arguments.items()}
-        devices = {value.device for value in copied.values() if isinstance(value, Tensor) and value.is_cuda}
-        noted.changes = changes
-        try:
-            # Dropout of the tower must be the same in all trials, and not change what the user draws next.
-            with torch.random.fork_rng(list(devices)):
-                torch.manual_seed(0)
-                output = getattr(entry, f"get_{name}_features")(**copied)
-        finally:
-            noted.changes = None
-        features = getattr(output, "pooler_output", output)
-        parts = [features] if isinstance(features, Tensor) else features
-        return torch.cat([part.flatten(0, -2) for part in parts])
-
-
-def _groupings(masks: list[Tensor], prefix: int, tokens: int) -> Iterator[Tensor]:
-    """Return ways in which patches may become so many tokens: the token of each (Q), -1 for none.
-
-    Args:
-        masks: False at padding of the images, in each call of the tower (I, P).
-    """
-    # Some models make tokens of the prefix too.
-    for first in dict.fromkeys((prefix, 0)):
-        inside = [mask_IP & (torch.arange(mask_IP.shape[1]) >= first) for mask_IP in masks]
-        counts = torch.cat([inside_IP.sum(1) for inside_IP in inside]).tolist()
-        size, remainder = divmod(sum(counts), tokens)
-        if not size or remainder or any(count % size for count in counts):
-            continue
-        inside_Q = torch.cat([inside_IP.flatten() for inside_IP in inside])
-        for number_Q in (_squares(counts, isqrt(size)), torch.arange(sum(counts)) // size):
-            if len(number_Q) and int(number_Q[-1]) == tokens - 1:
-                yield torch.full(inside_Q.shape, -1).masked_scatter(inside_Q, number_Q)
-
-
-def _squares(counts: list[int], side: int) -> Tensor:
-    """Return the square that each patch of square images belongs to, in order; nothing if some have no squares.
-
-    Args:
-        counts: Number of patches of each image.
-        side: Patches along a side of a square.
-
-    Example:
-        >>> _squares([16], 2).tolist()
-        [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3]
-    """
-    numbers = [torch.zeros(0, dtype=torch.long)]
-    start = 0
-    for count in counts:
-        width = isqrt(count)
-        if width**2 != count or width % side:
-            return numbers[0]
-        index = torch.arange(count)
-        numbers.append(start + index // width // side * (width // side) + index % width // side)
-        start += count // side**2
-    return torch.cat(numbers)
 
 
 def _last_used(config: Any, layers: int) -> int:
