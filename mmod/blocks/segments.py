@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mmod.blocks.conversion import Mixin
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, run_inside
-from mmod.ops import attend_by_image
+from mmod.ops import attend_by_image, attend_by_length
 from mmod.ops.views import is_visible
 
 MASKS = ("attention_mask", "attn_mask", "mask")
@@ -116,14 +116,21 @@ def split_rows(value: Any, segments: Segments) -> Any:
     return map_rows(lambda rows_TE: segments.split(rows_TE).unsqueeze(1), value)
 
 
-def as_one_sequence(call: SequenceCall, x_BND: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return a batch and its arguments as one sequence in the host's form; only attention tells images apart."""
-    z_TD = x_BND.flatten(0, 1)
+def as_one_sequence(
+    call: SequenceCall, x_BND: Tensor, arguments: Mapping[str, Any], filled_BK: Tensor | None = None
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return a batch and its arguments as one sequence in the host's form; only attention tells images apart.
+
+    Args:
+        filled_BK: The rows of the batch that the sequence has (B, K); None for all.
+    """
+    every_row = slice(None) if filled_BK is None else filled_BK.flatten()
+    z_TD = x_BND.flatten(0, 1)[every_row]
     attended = len(z_TD)
     named = dict(arguments)
     for name in call.rows:
         if named.get(name) is not None:
-            named[name] = map_rows(lambda rows: rows.reshape(-1, rows.shape[-1]), named[name])
+            named[name] = map_rows(lambda rows: rows.reshape(-1, rows.shape[-1])[every_row], named[name])
             # Attention alone may run on fewer tokens.
             attended = len(_first(named[name]))
     if call.boundaries in MASKS:
@@ -149,7 +156,8 @@ class FlatBlock(InterceptedBlock):
     """Inner mixin of a block that takes one set of rows for all images, such as rotary embeddings (N, E).
 
     Where images keep different tokens, or the host knows no batch, all images run as one sequence, and attention is
-    split by image again.
+    split by image again. The sequence has no empty rows, unless what runs inside the block, or reads its attention,
+    expects a batch.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -159,12 +167,27 @@ class FlatBlock(InterceptedBlock):
         differ = [item for item in rows if item.ndim > 2]
         if not differ and not call.boundaries:
             return super().forward(x, *args, **kwargs)
-        split = attend_by_image(len(differ[0]) if differ else len(x), kwargs.pop(KEY_BIAS, None))
+        bias = kwargs.pop(KEY_BIAS, None)
+        if bias is not None and call.boundaries and self.mod_state.inner.value.runner is None:
+            return self._run_filled(x, args, kwargs, bias)
+        split = attend_by_image(len(differ[0]) if differ else len(x), bias)
         z, arguments = as_one_sequence(call, x, kwargs)
         y = run_inside(self, split, super().forward, (z, *args), arguments)
         if isinstance(y, tuple):
             return (y[0].view_as(x), *y[1:])
         return y.view_as(x)
+
+    def _run_filled(self, x_BKD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], bias: Tensor) -> Tensor:
+        """Return the rows after the host's block, which gets those that a bias of keys (B, 1, 1, K) shows."""
+        filled_BK = is_visible(bias)[:, 0, 0]
+        z, arguments = as_one_sequence(self.mod_state.call, x_BKD, kwargs, filled_BK)
+        # What hides empty rows says nothing of filled ones.
+        bias_T = None if bias.dtype == torch.bool else bias[:, 0, 0][filled_BK]
+        # Images may keep no row.
+        lengths = [count for count in filled_BK.sum(1).tolist() if count]
+        attention = attend_by_length(lengths, bias_T)
+        y: Tensor = attention.run(super().forward, (z, *args), arguments)
+        return torch.zeros_like(x_BKD, dtype=y.dtype).index_put((filled_BK,), y.flatten(0, -2))
 
 
 class SegmentsBlock(Mixin):

@@ -128,6 +128,33 @@ def test_a_layer_runs_on_the_kept_rows_of_each_image(name: str) -> None:
         torch.testing.assert_close(after[image], expected, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("config", ["half", "merged", "threshold", "none"])
+@pytest.mark.parametrize("name", IN_SEQUENCE)
+@torch.no_grad()
+def test_a_layer_computes_no_empty_rows_for_images_that_keep_fewer(name: str, config: str) -> None:
+    linear = mmod.score("linear", init_std=0.2)
+    threshold = mmod.RoutingConfig(router=linear, select="threshold", blocks=(0,))
+    configs = {
+        "half": HALF.replace(blocks=(0,)),
+        "merged": mmod.RoutingConfig(router="redundancy", capacity=0.5, skipped="merge", blocks=(0,)),
+        "threshold": threshold,
+        "none": threshold.replace(select={"threshold": 0.999}),
+    }
+    model = mmod.route_(make_joint(name), vision=configs[config])
+    ((place, layer),) = mmod.routed_blocks(model).items()
+    computed: list[int] = []
+    for module in layer.modules():
+        if isinstance(module, nn.Linear) and module.in_features == 16:
+            module.register_forward_pre_hook(lambda _, args: computed.append(args[0].shape[-2]))
+    with mmod.trace(model) as decisions:
+        together = features(tower_of(model), name)
+    counts = [int(kept.sum()) for kept in decisions[place].keep_BN]
+    assert set(computed) <= {sum(counts)}
+    assert bool(computed) == (config != "none")
+    for number, expected in enumerate(together):
+        torch.testing.assert_close(features(tower_of(model), name, (number,))[0], expected, atol=5e-6, rtol=0)
+
+
 def double(arguments: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return arguments in float64."""
     return {name: value.double() if value.is_floating_point() else value for name, value in arguments.items()}
