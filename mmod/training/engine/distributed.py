@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,8 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
         store = None if world > 1 else dist.HashStore()
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, store=store)
     try:
-        yield Process(rank, world, chosen)
+        with _released_by_errors():
+            yield Process(rank, world, chosen)
     except RuntimeError as error:
         # The errors with which communication ends.
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
@@ -94,6 +96,21 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
         # A group that the caller made is the caller's to end.
         if not joined and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def _released_by_errors() -> Iterator[None]:
+    """Context whose errors hold no DistributedDataParallel of a process group.
+
+    Their frames would be the last to hold the group. When they are freed, which happens with Python's lock, the group
+    waits for its threads, and one of these may wait for the lock.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if dist.is_initialized():
+            traceback.clear_frames(error.__traceback__)
+        raise
 
 
 def together(report: CorruptReport) -> CorruptReport:

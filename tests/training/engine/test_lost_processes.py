@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmod.io.refusals import one_line_errors
 from mmod.opening.weights import list_checkpoints
+from mmod.training.engine.distributed import process_group
 from tests.kit.engine_worker import main, read_metrics, weights
 from tests.kit.processes import run_processes
 
@@ -34,6 +36,21 @@ def test_the_others_end_with_a_code_of_their_own(tmp_path: Path, kind: str, kill
     assert codes[1 - killed] == 75
     assert "error: another process of the run ended or did not answer in time" in (tmp_path / "log").read_text()
     assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-000000002-epoch-00000"]
+
+
+def test_errors_free_what_their_frames_hold_before_the_group_ends() -> None:
+    # Freed after it, DistributedDataParallel ends the group while a thread of gloo may wait for Python's lock.
+    held: list[weakref.ref[torch.nn.Module]] = []
+
+    def leave() -> NoReturn:
+        model = torch.nn.Identity()
+        held.append(weakref.ref(model))
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit) as stop, process_group("cpu", grouped=True):
+        leave()
+    assert stop.value.code == 3
+    assert held[0]() is None
 
 
 def train_and_die_once(options: dict[str, Any]) -> None:
