@@ -25,7 +25,8 @@ RUNS: dict[str, dict[str, Any]] = {"shared": {"routing": GAMMA}, "adapters": ADA
 
 def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
     """Return a run on so many processes, split where there are several, of four conversations a step in all."""
-    fields = {"logging_steps": 1, "max_grad_norm": 0.0, "per_device_train_batch_size": 4 // processes, "use_cpu": True}
+    fields = {"max_steps": 2, "save_steps": 1, "logging_steps": 1, "max_grad_norm": 0.0, "use_cpu": True}
+    fields["per_device_train_batch_size"] = 4 // processes
     if processes > 1:
         fields |= {
             "ddp_backend": "gloo",
@@ -66,7 +67,7 @@ def train_split(folder: Path) -> None:
             shutil.copytree(run / "model", folder / f"{name}-whole")
             (run / "result.json").unlink()
             shutil.rmtree(run / "model")
-            shutil.rmtree(run / "checkpoints" / "checkpoint-4")
+            shutil.rmtree(run / "checkpoints" / "checkpoint-2")
         state.wait_for_everyone()
         assert not kind.ChatKind(config).fit(progress=False).reused
     if PartialState().is_main_process:

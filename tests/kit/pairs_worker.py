@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import signal
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from mmod.training import FitResult, fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
-from mmod.training.pairs.task import PairsTask
 
 MODEL = {
     "embed_dim": 16,
@@ -47,24 +42,3 @@ def clip_config(folder: Path, output: str, **changes: Any) -> dict[str, Any]:
 def run(fields: dict[str, Any]) -> FitResult[EvalResult]:
     """Train as the fields say."""
     return fit(TrainConfig.from_dict(fields), progress=False)
-
-
-def train_together(configs: list[dict[str, Any]]) -> None:
-    """Train one after the other in one group of processes, because a second one would need another port."""
-    dist.init_process_group("gloo")
-    for fields in configs:
-        run(fields)
-
-
-def train_until(fields: dict[str, Any], last: int) -> None:
-    """Train, and die after that optimiser step."""
-    steps = itertools.count(1)
-    real = PairsTask.after_step
-
-    def die(self: PairsTask) -> None:
-        real(self)
-        if next(steps) == last:
-            signal.raise_signal(signal.SIGKILL)
-
-    PairsTask.after_step = die  # type: ignore[method-assign]
-    run(fields)

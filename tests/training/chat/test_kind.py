@@ -32,7 +32,7 @@ from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import EvalResult, answer_loss, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.processor import create_processor
-from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
+from mmod.training.chat.trainer import RunCallback, last_checkpoint
 from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.health import FIGURES
 from mmod.training.engine.parse import parse_config
@@ -70,28 +70,6 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     assert "language-only prior" in str(result)
     with pytest.raises(ValueError, match=r"trainer\.learning_rate: 0\.001 there, 0\.01 now"):
         fit(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"routing": P_MOD, "optim": "muon"},
-        {"routing": GAMMA},
-        {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}},
-    ],
-    ids=["p-mod, muon", "gamma-mod, shared router", "p-mod, LoRA"],
-)
-def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
-    folder: Path, changes: dict[str, Any], request: pytest.FixtureRequest
-) -> None:
-    name = f"killed-{request.node.callspec.id[:5]}-{'lora' in changes}"
-    config = vlm_config(folder, name, data=replace(vlm_config(folder).data, val=None), **changes)
-    uninterrupted = weights(fit(config, progress=False))
-    run = folder / name
-    (run / "result.json").unlink()
-    shutil.rmtree(run / "model")
-    shutil.rmtree(run / "checkpoints" / "checkpoint-4")
-    assert same(weights(fit(config, progress=False)), uninterrupted)
 
 
 def test_a_run_killed_before_a_checkpoint_is_finished_goes_on_from_the_one_before(
@@ -170,38 +148,6 @@ def test_the_weights_with_the_most_right_answers_are_kept(
     best = fit(vlm_config(folder, name, {**trainer, **keep}, **changes), progress=False)
     assert best.steps == 6
     assert same(weights(best), weights(short))
-
-
-def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = vlm_config(folder, "whole", data=replace(vlm_config(folder).data, val=None), routing=P_MOD)
-    uninterrupted = weights(fit(config, progress=False))
-    config = replace(config, output=str(folder / "stopped"))
-    calls = []
-    compute_loss = RoutedTrainer.compute_loss
-
-    def interrupted(self: RoutedTrainer, *args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGUSR2)
-        return compute_loss(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RoutedTrainer, "compute_loss", interrupted)
-        with pytest.raises(SystemExit) as stop:
-            fit(config, progress=False)
-    assert stop.value.code == 128 + signal.SIGUSR2
-    checkpoints = folder / "stopped" / "checkpoints"
-    assert {path.name for path in checkpoints.iterdir()} >= {"checkpoint-2", "checkpoint-3"}
-    damaged = checkpoints / "checkpoint-3" / "model.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
-    with pytest.raises(
-        DamagedFileError, match=r"cannot go on: '.*checkpoint-3/model\.safe.*go on from '.*checkpoint-2'"
-    ):
-        fit(config, progress=False)
-    shutil.rmtree(damaged.parent)
-    assert same(weights(fit(config, progress=False)), uninterrupted)
 
 
 def test_a_stopped_run_keeps_what_it_saved_beside_the_best(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

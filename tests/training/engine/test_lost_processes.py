@@ -26,8 +26,7 @@ def train(*args: Any, **options: Any) -> None:
         main(*args, **options)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize(("kind", "killed"), [("ddp", 0), ("fsdp", 1)])
 def test_the_others_end_with_a_code_of_their_own(tmp_path: Path, kind: str, killed: int) -> None:
     options = {"output": str(tmp_path / "run"), "batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}}
     dying = partial(train, signals={3: signal.SIGKILL}, hears=killed)
@@ -80,11 +79,9 @@ def launch(options: dict[str, Any]) -> None:
     elastic_launch(config, train_and_die_once)(options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_path: Path, kind: str) -> None:
-    options = {"epochs": 1, "batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}}
-    options["ema"] = {"decay": 0.5}
+def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
+    # `test_shards.py` goes on from shards.
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 4, "checkpoint_every": 2, "ema": {"decay": 0.5}}
     assert run_processes(train, {**options, "output": str(tmp_path / "whole")}, world=2) == [0, 0]
     assert run_processes(launch, {**options, "output": str(tmp_path / "killed")}, log=tmp_path / "log") == [0]
     assert sorted((tmp_path / "killed.starts").read_text()) == ["0", "0", "1", "1"]

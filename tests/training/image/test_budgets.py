@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -100,22 +99,6 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
     assert evaluate(model, TensorStream(8, seed=None)) == done.best  # type: ignore[arg-type]
     assert tiny_config(output=tmp_path).to_dict()["in_training"] is None
     assert dense.steps == done.steps
-
-
-@pytest.mark.parametrize("kind", ["elastic", "in_training"])
-def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> None:
-    def config(name: str) -> Any:
-        fields = {"in_training": InTrainingConfig(RANDOM)}
-        return elastic(tmp_path / name) if kind == "elastic" else tiny_config(output=tmp_path / name, **fields)
-
-    uninterrupted = run(config("whole"))
-    with pytest.raises(SystemExit):
-        run(config("cut"), signals={3: signal.SIGTERM})
-    assert list((tmp_path / "cut/checkpoints").iterdir())
-    assert run(config("cut")).evaluation == uninterrupted.evaluation
-    expected = weights(tmp_path / "whole/model")
-    for name, value in weights(tmp_path / "cut/model").items():
-        assert torch.equal(value, expected[name])
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,7 @@ from mmod.data.loader import evaluation_fields
 from mmod.training import DistillConfig, EmaConfig, Step, evaluate
 from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind
-from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
-from tests.kit.processes import run_processes
+from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}
@@ -65,20 +63,6 @@ def test_a_function_is_called_after_each_step(tmp_path: Path) -> None:
     for model, folder in ((last.average, "model"), (last.model, "last")):
         saved = weights(tmp_path / "run" / folder)
         assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED}
-    options |= {"grad_checkpointing": kind == "fsdp", "ema": {"decay": 0.5}}
-    one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
-    two = {**options, "batch_size": 4, "output": str(tmp_path / "two"), "distributed": {"kind": kind}}
-    assert run_processes(main, two, world=2) == [0, 0]
-    assert_close(tmp_path / "one", tmp_path / "two")
-    saved = json.loads((tmp_path / "two/result.json").read_text())
-    assert saved["evaluation"]["samples"] == one.evaluation.samples == 48
-    for left, right in zip(one.history, saved["history"], strict=True):
-        assert right["train_loss"] == pytest.approx(left["train_loss"], abs=1e-4)
 
 
 def test_shards_in_bf16_learn_as_a_whole_model_in_bf16(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,9 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.kind import PairsKind
 from mmod.training.pairs.model import create_transforms
-from tests.kit.engine_worker import weights, without_usage
+from tests.kit.engine_worker import weights
 from tests.kit.pair_files import png, write_tar
-from tests.kit.pairs_worker import clip_config, run, train_together, train_until, write_model
-from tests.kit.processes import run_processes
+from tests.kit.pairs_worker import clip_config, run, write_model
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"image": {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}, "text": {"capacity": 0.5}}
@@ -48,13 +45,6 @@ def assert_close(one: Path, other: Path) -> None:
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def assert_equal(one: Path, other: Path) -> None:
-    left, right = weights(one / "model"), weights(other / "model")
-    assert all(torch.equal(left[name], right[name]) for name in left)
-    first, second = (json.loads((path / "result.json").read_text()) for path in (one, other))
-    assert without_usage(first) == without_usage(second)
-
-
 def siglip(folder: Path) -> dict[str, Any]:
     return {"model": write_model(folder, "test-sigmoid", init_logit_bias=-3.0), "loss": "siglip"}
 
@@ -76,43 +66,6 @@ def test_a_batch_on_its_own_has_other_negatives(folder: Path) -> None:
     large = run(clip_config(folder, "large", data={"batch_size": 24}))
     small = run(clip_config(folder, "small", data={"batch_size": 6}))
     assert small.history[0]["train_loss"] < large.history[0]["train_loss"] - 0.5
-
-
-def test_two_processes_equal_one_with_the_same_global_batch(folder: Path) -> None:
-    ones, configs = {}, []
-    kinds = (("clip", 2, "ddp"), ("siglip", 1, "fsdp"), ("routed", 1, "ddp"), ("routed", 2, "fsdp"))
-    for kind, accumulate, shared in kinds:
-        changes: dict[str, Any] = {"siglip": siglip(folder), "routed": {"routing": ROUTED}}.get(kind, {})
-        changes["epochs"] = 2 if kind == "clip" else 1
-        name = f"{kind}-{accumulate}"
-        ones[name] = run(clip_config(folder, f"one-{name}", data={"batch_size": 12}, **changes))
-        changes |= {"data": {"batch_size": 6 // accumulate}, "accumulate": accumulate, "distributed": {"kind": shared}}
-        configs.append(clip_config(folder, f"two-{name}", **changes))
-    assert run_processes(train_together, configs, world=2) == [0, 0]
-    for name, one in ones.items():
-        assert_close(folder / f"one-{name}", folder / f"two-{name}")
-        two = json.loads((folder / f"two-{name}/result.json").read_text())
-        assert two["evaluation"]["samples"] == one.evaluation.samples == 24
-        for left, right in zip(one.history, two["history"], strict=True):
-            assert right["train_contrastive"] == pytest.approx(left["train_contrastive"], abs=1e-4), name
-
-
-def test_killed_run_ends_bitwise_equal(folder: Path) -> None:
-    torch.set_num_threads(1)
-    changes: dict[str, Any] = {"augment": {}, "routing": ROUTED, "epochs": 2, "checkpoint_every": 2}
-    changes["optim"] = {"opt": "adamw", "lr": 1e-3}
-    run(clip_config(folder, "whole", **changes))
-    killed = clip_config(folder, "killed", **changes)
-    last = random.Random().randrange(3, 11)
-    assert run_processes(train_until, killed, last) == [-signal.SIGKILL], f"killed after step {last}"
-    run(killed)
-    assert_equal(folder / "whole", folder / "killed")
-
-
-def test_a_finished_run_is_read_again_with_other_workers(folder: Path) -> None:
-    fields = clip_config(folder, "run")
-    run(fields)
-    assert run(fields | {"data": fields["data"] | {"workers": 2}}).reused
 
 
 def test_bf16_with_augmentation_learns_the_training_pairs(folder: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import mmod
@@ -16,8 +15,6 @@ from mmod.training import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import TextKind
 from mmod.training.text.task import TextTask
-from tests.kit.engine_worker import weights
-from tests.kit.processes import run_processes
 from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
@@ -25,62 +22,6 @@ ROOT = Path(__file__).parents[3]
 
 def quiet(output: Path, **changes: Any) -> Any:
     return fit(text_config(output, **changes), progress=False)
-
-
-@pytest.mark.parametrize("changes", [{}, {"routing": PREDICTOR}, {"routing": SCORE, "elastic": True}], ids=str)
-def test_an_interrupted_run_ends_as_one_that_was_not(
-    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uninterrupted = quiet(tmp_path / "whole", **changes)
-    config = text_config(tmp_path / "parts", checkpoint_every=1, **changes)
-    create = TextKind.create_streams
-
-    def create_streams(*args: Any) -> Any:
-        train, test = create(*args)
-        batches = train.batches
-        train.batches = lambda epoch, start=0: stopped(batches(epoch, start), epoch)  # type: ignore[method-assign]
-        return train, test
-
-    def stopped(batches: Any, epoch: int) -> Any:
-        for number, batch in enumerate(batches):
-            if (epoch, number) == (1, 1):
-                raise KeyboardInterrupt
-            yield batch
-
-    with monkeypatch.context() as patched:
-        patched.setattr(TextKind, "create_streams", create_streams)
-        with pytest.raises(KeyboardInterrupt):
-            fit(config, progress=False)
-    parts = fit(config, progress=False)
-    assert parts.evaluation == uninterrupted.evaluation
-    first, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
-    assert all(torch.equal(first[name], other[name]) for name in first)
-
-
-def train_together(configs: list[TrainConfig]) -> None:
-    dist.init_process_group("gloo")
-    for config in configs:
-        fit(config, progress=False)
-
-
-def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {
-        "routing": PREDICTOR,
-        "elastic": True,
-        "model": {"config": {"tie_word_embeddings": True}},
-    }
-    one = quiet(tmp_path / "one", **changes)
-    changes["data"] = {"batch_size": 2}
-    kinds = ("ddp", "fsdp")
-    configs = [text_config(tmp_path / kind, **changes, distributed={"kind": kind}) for kind in kinds]
-    assert run_processes(train_together, configs, world=2) == [0, 0]
-    for kind in kinds:
-        two = json.loads((tmp_path / kind / "result.json").read_text())
-        for left, right in zip(one.history, two["history"], strict=True):
-            assert right["train_loss"] == pytest.approx(left["train_loss"], abs=1e-4)
-        left_weights, right_weights = weights(tmp_path / "one/model"), weights(tmp_path / kind / "model")
-        for name, value in left_weights.items():
-            torch.testing.assert_close(right_weights[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
