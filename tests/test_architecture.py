@@ -143,7 +143,7 @@ def test_state_of_threads_is_in_few_places() -> None:
     # Calls of a stack and passes that a backward pass recomputes, what a running block tells its modules, what modules
     # decided, rules that a context overrides, weights while capacities are learned, the prompt of `generate`, and
     # what a tower's attention computed.
-    holders = {"blocks/passes.py", "blocks/routed.py", "blocks/record.py", "routing/router.py", "methods/reduction.py"}
+    holders = {"blocks/passes.py", "blocks/routed.py", "blocks/record.py", "routing/router.py"}
     holders |= {
         "methods/recursions.py",
         "adapters/base.py",

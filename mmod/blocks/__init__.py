@@ -34,8 +34,10 @@ from mmod.blocks.inner import BranchRunner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
+from mmod.blocks.remaining import Remaining, Step
 from mmod.blocks.routed import (
     ROUTED,
+    BlockState,
     ConvertedBlock,
     ImportanceBlock,
     ImportanceState,

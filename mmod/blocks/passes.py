@@ -48,6 +48,8 @@ class StackCall:
     Attributes:
         passes: Observed passes that began in it, or came from a call around it, oldest first.
         latest: The uninterrupted pass that began last.
+        first: The host's pass that began first.
+        ends_for_head: The head reads the rows that remain, so that the last block of the host's pass restores no token.
         begun: The runs of blocks that a pass of this call has entered.
         task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
     """
@@ -65,6 +67,8 @@ class StackCall:
         self.awaits_features = awaits_features
         self.passes: list[Pass] = []
         self.latest: Pass | None = None
+        self.first: Pass | None = None
+        self.ends_for_head = False
         self.begun: set[object] = set()
         # A thread may meet a stack for the first time inside a backward pass: the root began before it.
         self.task = -1
@@ -83,6 +87,7 @@ class StackCall:
         if run in self.begun:
             # Which passes that begin from now on are the host's is unknown.
             self.uninterrupted = False
+            self.ends_for_head = False
             return False
         self.begun.add(run)
         return True
@@ -136,6 +141,7 @@ class Pass:
         patches: What is known of the images' patches, where a score reads it.
         uninterrupted: See `StackCall`.
         is_first: See `StackCall.is_first`.
+        ends_for_head: See `StackCall`.
         read_blocks: Numbers of the blocks whose output the host collects in an uninterrupted pass.
         busy: A module was entered and not left: it runs, or it failed.
     """
@@ -147,6 +153,7 @@ class Pass:
         self.patches = Patches()
         self.uninterrupted = False
         self.is_first = False
+        self.ends_for_head = False
         self.read_blocks: Collection[int] = ()
         self.busy = False
 
@@ -222,6 +229,9 @@ class Passes(Generic[AnyPass]):
                 started.patches = match.found.patches
             return started
         started.is_first = call.is_first(self)
+        started.ends_for_head = started.is_first and call.ends_for_head
+        if started.is_first and call.first is None:
+            call.first = started
         started.uninterrupted = started.is_first and call.uninterrupted
         if started.uninterrupted and call.read_blocks is not None:
             # Known only now: hosts decide what to collect inside their forward.

@@ -39,18 +39,14 @@ _NO_MASKS = TokenMasks()
 
 
 @dataclass(eq=False, kw_only=True)
-class RoutedState:
-    """Plain state of a routed block, invisible to state_dict and export.
+class BlockState:
+    """Plain state of a block in a span, invisible to state_dict and export.
 
     Args:
         call: How the host calls the block.
-        execution: How the block runs on the rows of a decision.
         span: The span that the block is part of; None if it shares nothing.
         place: The block's place in its span.
         number: The block's number in its stack.
-        passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
-        observes: The span reads importance from this block's attention, or from what it changes, after which the block
-            decides.
 
     Attributes:
         begins: The block is the first module of its span. Where the span reads importance of the dense block in front,
@@ -59,12 +55,9 @@ class RoutedState:
     """
 
     call: BlockCall
-    execution: Execution
     span: Span | None = None
     place: int = 0
     number: int = 0
-    passes_rows: bool = False
-    observes: bool = False
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
     records: Records = field(default_factory=Records, init=False, repr=False)
     begins: bool = field(init=False)
@@ -78,6 +71,22 @@ class RoutedState:
     def passes(self) -> Span | None:
         """What finds the pass of the block's input."""
         return self.span
+
+
+@dataclass(eq=False, kw_only=True)
+class RoutedState(BlockState):
+    """Plain state of a routed block.
+
+    Args:
+        execution: How the block runs on the rows of a decision.
+        passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
+        observes: The span reads importance from this block's attention, or from what it changes, after which the block
+            decides.
+    """
+
+    execution: Execution
+    passes_rows: bool = False
+    observes: bool = False
 
     @property
     def routing(self) -> Routing | None:

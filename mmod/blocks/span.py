@@ -1,4 +1,4 @@
-"""Spans of routed blocks: runs of consecutive ones that share scores, decisions and rows.
+"""Spans: runs of consecutive blocks that share scores, decisions and rows.
 
 A `Span` is made when the model is routed, and is known to its blocks. What they share in one forward pass is a
 `SpanPass`, which each block finds by its input or by the order of the blocks (`mmod/blocks/passes.py`).
@@ -11,12 +11,14 @@ Axes: B images or samples, N tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from mmod.blocks.conversion import Mixin
 from mmod.blocks.passes import Pass, Passes, StackCalls, recomputing
+from mmod.blocks.remaining import Remaining
 from mmod.blocks.rows import Execution, Rows, gather_kept
 from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
 from mmod.threads import PerThread
@@ -67,6 +69,7 @@ class SpanPass(Pass):
         trains: The score has a weight that trains.
         decisions: The decisions so far, by place.
         rows: The rows that the previous block passed on instead of all tokens, or None.
+        remaining: The rows that remain where tokens leave for good; None where skipped tokens come back.
     """
 
     def __init__(self) -> None:
@@ -75,28 +78,34 @@ class SpanPass(Pass):
         self.trains = False
         self.decisions: dict[int, Decision] = {}
         self.rows: Rows | None = None
+        self.remaining: Remaining | None = None
 
 
 class Span(Passes[SpanPass]):
-    """A run of consecutive routed blocks that share scores, and a dense block in front whose importance they read.
+    """A run of consecutive blocks that share scores or rows.
 
-    The dense block, if any, has place 0. Blocks that read the same scores by the same rule decide once.
+    The dense block whose importance routed blocks read, if any, has place 0. Blocks that read the same scores by the
+    same rule decide once.
 
     Args:
         names: Names of the modules, in order.
-        scored_by_first: The first routed block computes the scores; otherwise they are importance.
+        scored_by_first: The first routed block computes the scores; otherwise they are importance, or none are shared.
         training_only: Importance serves a loss only, and is computed in training only.
     """
 
     def __init__(
-        self, calls: PerThread[StackCalls], names: tuple[str, ...], scored_by_first: bool, training_only: bool
+        self,
+        calls: PerThread[StackCalls],
+        names: tuple[str, ...],
+        scored_by_first: bool = False,
+        training_only: bool = False,
     ) -> None:
         super().__init__(calls, SpanPass, len(names) - 1)
         self.names = names
         self.scored_by_first = scored_by_first
         self.training_only = training_only
 
-    def enter(self, x: Tensor, block: InSpan) -> SpanPass | None:
+    def enter(self, x: Tensor, block: Mixin) -> SpanPass | None:
         """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
 
         The first module of the span begins the pass: a routed block here, or an `ImportanceBlock` by `begin`.
@@ -117,7 +126,8 @@ class Span(Passes[SpanPass]):
             in_order = torch.compiler.is_dynamo_compiling() and calls.running.outer is not None
             found = self.find(x, None if in_order else state.place)
         if found is None:
-            self._check_begun(block)
+            if self.scored_by_first:
+                self._check_begun(cast(InSpan, block))
             return None
         # An uninterrupted pass may hand on rows instead of all tokens.
         if not found.uninterrupted and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
@@ -132,7 +142,7 @@ class Span(Passes[SpanPass]):
     def _check_begun(self, block: InSpan) -> None:
         """Raise a ValueError if a block that no pass has reached cannot decide alone."""
         score = block.router.config.router
-        if self.scored_by_first and not score.learns and not score.same_everywhere:
+        if not score.learns and not score.same_everywhere:
             raise ValueError(
                 f"{self.names[block.mod_state.place]} decides by the scores that {self.names[0]} computes, and its "
                 f"input comes from no pass through that block: run the whole model, or begin at {self.names[0]}"
@@ -140,9 +150,9 @@ class Span(Passes[SpanPass]):
 
     def _refuse_shape(self, x: Tensor, found: SpanPass) -> NoReturn:
         raise ValueError(
-            f"a routed block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
-            f"{found.shape}: the batch or the sequence changed between the two blocks, which share scores. Keep all "
-            "images and tokens between them, or route with a router that shares none, such as 'linear'"
+            f"a block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has {found.shape}: "
+            "the batch or the sequence changed between the two blocks, which share scores or rows. Keep all images and "
+            "tokens between them, or route with a router that shares none, such as 'linear'"
         )
 
     def decide(

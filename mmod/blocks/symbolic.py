@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from mmod.blocks.conversion import host_class
+from mmod.blocks.conversion import Mixin, host_class
+from mmod.blocks.passes import recomputing
 
 
 def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -39,6 +40,16 @@ def check_tokens(block: nn.Module, x: object) -> None:
         raise ValueError(
             f"a changed {host_class(block).__name__} takes tokens (images, tokens, channels), got a {what}: call the "
             "model once for each batch of images of one size"
+        )
+
+
+def check_once(block: Mixin, x: object) -> None:
+    """Raise an error if a block behind which rows are gone for good gets anything but tokens, or runs again."""
+    check_tokens(block, x)
+    if recomputing():
+        raise RuntimeError(
+            f"the method {block.mod_method.kind!r} does not support gradient checkpointing, which runs blocks twice: "
+            "turn it off"
         )
 
 

@@ -13,18 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.methods.base import owner_of, register_method
-from mmod.methods.reduction import (
-    AttentionInputs,
-    Reducing,
-    Reduction,
-    Remaining,
-    Restore,
-    check_halves,
-    never,
-    reduce_,
-)
-from mmod.ops import gather_rows
+from mmod.blocks import Step
+from mmod.methods.base import register_method
+from mmod.methods.reduction import ReducedModel, Reducing, Reduction, check_halves, reduce_
+from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
@@ -66,12 +58,13 @@ class Merge(Reducing):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks; where anything but the prefix is read, tokens are unmerged."""
-        reductions: dict[int, Reduction] = {
-            index: partial(merge_tokens, count) for index, count in self._counts(stack).items()
+        reductions = {
+            index: Reduction(capture_inputs, partial(merge_tokens, count, stack.prefix))
+            for index, count in self._counts(stack).items()
         }
         if reductions:
             # A mean of tokens weighted by size is the mean over the unmerged patches.
-            reduce_(stack, owner_of(model, stack), reductions, heads=("prefix",), reads_importance=never)
+            reduce_(model, stack, reductions, ReducedModel)
 
     def _counts(self, stack: BlockStack) -> dict[int, int]:
         """Return the number of merged tokens by block, without zeros."""
@@ -80,35 +73,27 @@ class Merge(Reducing):
 
 
 def merge_tokens(
-    count: int, before: Remaining, inputs: AttentionInputs, prefix: int
-) -> tuple[Remaining, Restore] | None:
+    count: int, prefix: int, x_BND: Tensor, size_BN: Tensor | None, attention: capture_inputs
+) -> Step | None:
     """Merge the most similar patches."""
-    x_BND = before.x_BND
     tokens = x_BND.shape[1]
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
         return None
-    if inputs.key is None:
+    if attention.key is None:
         raise unseen_attention("tokens cannot be matched by its keys")
-    stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
-    if before.size_BN is None:
+    stay_BK, gone_BR, into_BR = match(attention.key, prefix, merged)
+    if size_BN is None:
         weighed_BND = x_BND
         one_BK = x_BND.new_ones(stay_BK.shape)
         size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
     else:
-        size_BK = before.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, before.size_BN.gather(1, gone_BR))
-        weighed_BND = x_BND * before.size_BN.unsqueeze(-1)
+        size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, size_BN.gather(1, gone_BR))
+        weighed_BND = x_BND * size_BN.unsqueeze(-1)
     merged_BRD = gather_rows(weighed_BND, gone_BR)
     y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
-    place_BK = None if before.place_BN is None else before.place_BN.gather(1, stay_BK)
 
-    def find_slots() -> Tensor:
-        # Every token gets the output of the token that it was merged into.
-        slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
-        none_BN = stay_BK.new_zeros(stay_BK.shape[0], tokens)
-        return none_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
-
-    return Remaining(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), Restore(x_BND, find_slots, drops=False)
+    return Step(y_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:

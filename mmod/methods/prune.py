@@ -14,21 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.blocks import Step
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import (
-    AttentionInputs,
+    ReducedModel,
     Reducing,
-    ReducingModel,
-    Remaining,
-    Restore,
+    Reduction,
     check_halves,
     head_reads,
     pooling,
-    pools_remaining,
     reduce_,
 )
-from mmod.ops import gather_rows
+from mmod.ops import capture_importance, capture_inputs, gather_rows
+from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
 
 
@@ -76,24 +75,27 @@ class Prune(Reducing):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks, and the model, whose head alone cannot tell which patches remain."""
-        owner = owner_of(model, stack)
-        reductions = dict.fromkeys(self.blocks, partial(prune_tokens, self.keep, self.fuse))
-        reads_importance = partial(_reads_importance, self.by, stack.class_token)
-        mixin = PrunedModel if stack.host == "timm" else ReducingModel
-        reduce_(stack, owner, reductions, ("prefix", "patches"), reads_importance, mixin)
+        watch = partial(_watch, self.by, stack.class_token, owner_of(model, stack))
+        rule = Reduction(watch, partial(prune_tokens, self.keep, self.fuse, stack.prefix))
+        reduce_(model, stack, dict.fromkeys(self.blocks, rule), PrunedModel)
 
 
-def _reads_importance(by: str, class_token: bool, model: nn.Module) -> bool:
-    """Return whether the mean attention counts, and not the class token's."""
-    return by == "mean" or (by == "auto" and not (class_token and pooling(model) == "token"))
+def _watch(by: str, class_token: bool, owner: nn.Module) -> capture_importance | capture_inputs:
+    """Return what reads the mean attention, or the class token's."""
+    if by == "class_token" or (by == "auto" and class_token and pooling(owner) == "token"):
+        return capture_inputs()
+    return capture_importance()
 
 
-class PrunedModel(ReducingModel):
-    """Mixin of a model with pruned tokens."""
+class PrunedModel(ReducedModel):
+    """Mixin of a timm model with pruned tokens."""
+
+    heads = ("prefix", "patches")
 
     def forward_head(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
-        if head_reads(self) == "patches" and not pools_remaining(self.mod_owner.calls):
+        call = self.mod_owner.calls.value.running
+        if head_reads(self) == "patches" and not (call.ends_for_head and call.first is not None):
             raise ValueError(
                 f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
                 "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
@@ -104,15 +106,24 @@ class PrunedModel(ReducingModel):
 
 
 def prune_tokens(
-    share: float, fuse: bool, before: Remaining, inputs: AttentionInputs, prefix: int
-) -> tuple[Remaining, Restore] | None:
+    share: float,
+    fuse: bool,
+    prefix: int,
+    x_BND: Tensor,
+    size_BN: Tensor | None,
+    attention: capture_importance | capture_inputs,
+) -> Step | None:
     """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
-    x_BND = before.x_BND
     patches = x_BND.shape[1] - prefix
     kept = math.ceil(share * patches)
     if kept == patches:
         return None
-    score_BN = inputs.class_attention() if inputs.importance_BN is None else inputs.importance_BN
+    if isinstance(attention, capture_inputs):
+        score_BN = attention.class_attention()
+    elif attention.importance_BN is None:
+        raise unseen_attention("importance cannot be read from it")
+    else:
+        score_BN = attention.importance_BN
     score_BN = score_BN[:, prefix:]
     order_BN = best_first(score_BN) + prefix
     index_BK = order_BN[:, :kept].sort(dim=1).values
@@ -120,18 +131,11 @@ def prune_tokens(
         first = torch.arange(prefix, device=x_BND.device).expand(x_BND.shape[0], -1)
         index_BK = torch.cat([first, index_BK], dim=1)
     y_BKD = gather_rows(x_BND, index_BK)
-    # The fused token takes the position of the dropped token with the most attention.
-    position_BK = torch.cat([index_BK, order_BN[:, kept : kept + 1]], dim=1) if fuse else index_BK
     if fuse:
         dropped_BR = order_BN[:, kept:]
         weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
         fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
         y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
-    place_BK = None if before.place_BN is None else before.place_BN.gather(1, position_BK)
-
-    def find_slots() -> Tensor:
-        # Pruned tokens have their state before the pruning; a fused token is dropped.
-        slot_BK = torch.arange(index_BK.shape[1], device=index_BK.device).expand_as(index_BK)
-        return index_BK.new_full(x_BND.shape[:2], -1).scatter(1, index_BK, slot_BK)
-
-    return Remaining(y_BKD, place_BK, None), Restore(x_BND, find_slots, drops=True)
+        # The fused token takes the position of the dropped token with the most attention.
+        index_BK = torch.cat([index_BK, dropped_BR[:, :1]], dim=1)
+    return Step(y_BKD, index_BK, fuses=fuse)

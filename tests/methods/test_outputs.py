@@ -150,7 +150,7 @@ def test_a_change_between_blocks_reaches_dropped_and_kept_tokens() -> None:
     assert torch.equal(tokens[0][dropped_BN], tokens[1][dropped_BN])
     assert not (tokens[0] == tokens[1])[~dropped_BN].any()
     model.blocks[1].register_forward_hook(lambda _, args, output: output[:, 1:])
-    with pytest.raises(ValueError, match="got 16 tokens, and the first block 17"):
+    with pytest.raises(ValueError, match=r"= \(2, 16\), and the pass that it continues has \(2, 17\)"):
         model(images)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmod.config import Merged, RoutingConfig, score
 from mmod.methods.merge import merge_tokens
-from mmod.methods.reduction import AttentionInputs, Remaining, no_attention
+from mmod.ops import capture_inputs
 from mmod.routing import Router
 from tools.benchmarks.ops.case import Maker, OpCase, Work, register_case
 
@@ -29,7 +29,9 @@ def _decide(x_BND: Tensor, key_BHNE: Tensor, router: Router) -> tuple[Tensor, ..
 
 def _merge_once(x_BND: Tensor, key_BHNE: Tensor, router: Router, merged: int) -> tuple[Tensor, ...]:
     """Run a step of ToMe; it groups other tokens, so nothing is returned that could be compared."""
-    merge_tokens(merged, Remaining(x_BND, None, None), AttentionInputs(key_BHNE, no_attention), PREFIX)
+    attention = capture_inputs()
+    attention.key = key_BHNE
+    merge_tokens(merged, PREFIX, x_BND, None, attention)
     return ()
 
 
