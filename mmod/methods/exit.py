@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,22 +17,20 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.adapters.head import Head, find_head, logits_of
 from mmod.blocks import (
-    BlockCall,
     BlockOwner,
+    BlockState,
     Deciding,
     OwnerState,
-    Pass,
-    Passes,
-    Records,
+    Span,
+    SpanPass,
     convert,
     disown,
     host_class,
     own_,
-    recomputing,
 )
 from mmod.blocks.passes import StackCall
 from mmod.blocks.routed import ConvertedBlock
-from mmod.blocks.symbolic import check_tokens
+from mmod.blocks.symbolic import check_once
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
@@ -83,16 +81,21 @@ class Exit(Method):
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
         first = self.blocks[0]
-        ends = len(self.blocks) + 1
-        passes = Passes(stack.calls, Leaving, last=len(stack.blocks) - 1 - first)
+        span = Span(stack.calls, stack.names[first:])
         head = find_head(model, stack)
         heads = {index: ExitHead(model, head) for index in self.blocks}
         for index in range(first, len(stack.blocks)):
             block = stack.blocks[index]
-            call = stack.call_of(block, None)
-            turn = self.blocks.index(index) if index in heads else None
-            state = _ExitState(call, passes, index - first, self.confidence, turn, ends, Records())
-            convert(block, ExitBlock, state, call.shell)
+            state = ExitState(
+                call=stack.call_of(block, None),
+                span=span,
+                place=index - first,
+                number=index,
+                confidence=self.confidence,
+                turn=self.blocks.index(index) if index in heads else None,
+                turns=len(heads) + 1,
+            )
+            convert(block, ExitBlock, state, state.call.shell)
             if index in heads:
                 block.exit = heads[index]
         block_list = stack.names[0].split(".")[-2]
@@ -146,72 +149,70 @@ def _inside(name: str) -> str:
     return name.replace(".", "_")
 
 
-class Leaving(Pass):
-    """The images of a forward pass that exited, and the remaining ones, which `shape` counts.
-
-    Attributes:
-        total: Number of all images.
-        exits: Images may exit, as in a call of the model.
-        index_B: Batch indices of the remaining images; None for all.
-        answers: Batch indices of the images that exited, and what their head returned, by exit.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-        self.exits = False
-        self.index_B: Tensor | None = None
-        self.answers: list[tuple[Tensor, Any]] = []
-
-
-class _ExitState(NamedTuple):
+@dataclass(eq=False, kw_only=True)
+class ExitState(BlockState):
     """Plain state of a block at or after the first exit.
 
     Args:
-        place: Number of blocks between the first exit's and this one.
         turn: Number of the exit after this block; None for none.
-        ends: Number of exits, including the final head.
+        turns: Number of exits, including the final head.
     """
 
-    call: BlockCall
-    passes: Passes[Leaving]
-    place: int
+    span: Span
     confidence: float
     turn: int | None
-    ends: int
-    records: Records
+    turns: int
 
 
 class ExitCall(StackCall):
-    """A call of an early-exit model, with the pass of its images once a block has begun it.
+    """A call of an early-exit model.
 
-    Args:
+    Attributes:
         args: The arguments that its heads take.
+        total: Number of images.
+        index_B: Batch indices of the remaining ones; None for all.
+        answers: Batch indices of the images that exited, and what their head returned, by exit.
     """
 
-    def __init__(self, outer: StackCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, outer: StackCall) -> None:
         super().__init__(outer)
-        self.args = args
-        self.kwargs = kwargs
-        self.leaving: Leaving | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: Mapping[str, Any] = {}
+        self.total = 0
+        self.index_B: Tensor | None = None
+        self.answers: list[tuple[Tensor, Any]] = []
 
-    def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor, total: int) -> Any:
+    def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor) -> Any:
         """Return what an exit's head makes of the tokens of some images."""
-        args = tuple(_of_images(value, index_B, total) for value in self.args)
-        kwargs = {name: _of_images(value, index_B, total) for name, value in self.kwargs.items()}
-        return head(y_BND, args, kwargs)
 
+        def of_images(value: Any) -> Any:
+            has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
+            return value.index_select(0, index_B) if has_rows and index_B.shape[0] < self.total else value
 
-def _of_images(value: Any, index_B: Tensor, total: int) -> Any:
-    """Return the rows of some images of an argument with one for each; other arguments are unchanged."""
-    has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total
-    return value.index_select(0, index_B) if has_rows and index_B.shape[0] < total else value
+        args = tuple(map(of_images, self.args))
+        return head(y_BND, args, {name: of_images(value) for name, value in self.kwargs.items()})
+
+    def of_remaining(self, x_BND: Tensor, argument: Any) -> Any:
+        """Return the remaining images' part of a mask of all (B, H, N, N); other arguments are unchanged."""
+        if not isinstance(argument, Tensor) or argument.ndim != 4 or argument.shape[0] in (1, x_BND.shape[0]):
+            return argument
+        return argument if self.index_B is None else argument.index_select(0, self.index_B)
+
+    def gather(self, output: Any) -> Any:
+        """Return the output for all images, from the model's for those that remained to the end."""
+        if self.index_B is None:
+            return output
+        index_B = self.index_B
+        remaining = _joined([output], lambda rows: rows[0][index_B])
+        places, answers = zip(*self.answers, (index_B, remaining))
+        order = torch.cat(places).argsort()
+        return _joined(answers, lambda rows: _in_order(rows, order))
 
 
 class ExitBlock(Deciding, ConvertedBlock):
     """Mixin of a block with an exit, or after one."""
 
-    mod_state: _ExitState
+    mod_state: ExitState
     exit: ExitHead
     added_modules = ("exit",)
 
@@ -222,84 +223,70 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
-        if not isinstance(x, Tensor):
-            check_tokens(self, x)
-        if recomputing():
-            raise RuntimeError(
-                "early exit does not support gradient checkpointing, which runs blocks twice: turn it off"
-            )
+        check_once(self, x)
         state = self.mod_state
-        leaving = self._leaving(x)
-        if self.record.traced:
-            self._trace(x, leaving)
+        call = state.span.calls.value.running
+        if not isinstance(call, ExitCall):
+            # Outside a call of the model no image exits.
+            self._trace(x, x.shape[0], None)
+            return super().forward(x, *args, **kwargs) if x.shape[0] else x
+        shared = self._enter(x, call)
+        self._trace(x, call.total, call.index_B)
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
-            masks = {name: _of_remaining(x, value, leaving) for name, value in kwargs.items()}
-            leaving.busy = True
-            y = super().forward(x, *(_of_remaining(x, value, leaving) for value in args), **masks)
-            leaving.busy = False
-        if not leaving.exits:
-            return y
-        if state.place == state.passes.last and leaving.index_B is not None and y.shape[0] < leaving.total:
+            masks = {name: call.of_remaining(x, value) for name, value in kwargs.items()}
+            y = super().forward(x, *(call.of_remaining(x, value) for value in args), **masks)
+        shared.busy = False
+        if state.ends and call.index_B is not None and y.shape[0] < call.total:
             # The code behind the blocks may read masks of all images. It finds zeros for those that exited.
-            return y.new_zeros(leaving.total, *y.shape[1:]).index_copy(0, leaving.index_B, y)
-        call = state.passes.calls.value.running
-        assert isinstance(call, ExitCall)
+            return y.new_zeros(call.total, *y.shape[1:]).index_copy(0, call.index_B, y)
         if state.turn is not None and y.is_meta:
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y, call.args, call.kwargs)
         elif state.turn is not None and y.shape[0]:
-            y = self._leave(y, leaving, call)
-        state.passes.hand_on(leaving, y)
+            y = self._leave(y, call)
+            shared.shape = tuple(y.shape[:2])
+        state.span.hand_on(shared, y)
         return y
 
-    def _leaving(self, x: Tensor) -> Leaving:
-        """Return the pass that a block's input belongs to; outside a call of the model, one in which none exits."""
-        state = self.mod_state
-        call = state.passes.calls.value.running
-        if not isinstance(call, ExitCall):
-            leaving = Leaving()
-            leaving.total = x.shape[0]
-            return leaving
-        found = state.passes.find(x, state.place) if state.place else None
-        if found is None:
-            if call.leaving is not None:
-                raise RuntimeError(
-                    "the blocks of an early-exit model got a second batch while the model ran on a first one, as from "
-                    "a hook: call the model itself on the second batch, which keeps their images apart"
-                )
-            found = state.passes.begin(x)
-            found.total = x.shape[0]
-            found.exits = True
-            call.leaving = found
-        if x.shape[0] != found.shape[0]:
+    def _enter(self, x: Tensor, call: ExitCall) -> SpanPass:
+        """Return the pass of a block's input, which the first block begins."""
+        span = self.mod_state.span
+        shared = span.enter(x, self) or span.begin(x)
+        if call.first is not shared:
             raise RuntimeError(
-                f"a block of an early-exit model got {x.shape[0]} images, and {found.shape[0]} remain after the block "
-                "before: images cannot be added or removed between the blocks"
+                "the blocks of an early-exit model got a second batch while the model ran on a first one, as from a "
+                "hook: call the model itself on the second batch, which keeps their images apart"
             )
-        return found
+        shared.busy = True
+        if call.index_B is None:
+            call.total = x.shape[0]
+        return shared
 
-    def _trace(self, x_BND: Tensor, leaving: Leaving) -> None:
-        """Record which images the block runs on."""
-        runs_B1 = torch.zeros(leaving.total, 1, dtype=torch.bool, device=x_BND.device)
-        runs_B1[slice(None) if leaving.index_B is None else leaving.index_B] = True
+    def _trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
+        """Record which images the block runs on, if a trace asks for it."""
+        if not self.record.traced:
+            return
+        runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
+        runs_B1[slice(None) if index_B is None else index_B] = True
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
         self.record.keep("", Routing(kept, Evidence(runs_B1.float())))
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
-    def _leave(self, y_BND: Tensor, leaving: Leaving, call: ExitCall) -> Tensor:
+    def _leave(self, y_BND: Tensor, call: ExitCall) -> Tensor:
         """Store the answers for the images that exit, and return the tokens of the others."""
         state = self.mod_state
         assert state.turn is not None
-        if leaving.index_B is None:
-            leaving.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
+        if call.index_B is None:
+            call.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
+        index_B = call.index_B
         if self.training:
-            leaves_B = (leaving.index_B % state.ends).eq(state.turn)
-            answer = call.head(self.exit, y_BND[leaves_B], leaving.index_B[leaves_B], leaving.total)
+            leaves_B = (index_B % state.turns).eq(state.turn)
+            answer = call.head(self.exit, y_BND[leaves_B], index_B[leaves_B])
         else:
-            output = call.head(self.exit, y_BND, leaving.index_B, leaving.total)
+            output = call.head(self.exit, y_BND, index_B)
             logits = logits_of(output)
             # In half precision, 0.999 would be 1.
             dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -307,18 +294,9 @@ class ExitBlock(Deciding, ConvertedBlock):
             # An image is as sure as its tokens on average, if there are logits for every token.
             leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= state.confidence
             answer = _joined([output], lambda rows: rows[0][leaves_B])
-        leaving.answers.append((leaving.index_B[leaves_B], answer))
-        leaving.index_B = leaving.index_B[~leaves_B]
-        remaining_BND = y_BND[~leaves_B]
-        leaving.shape = tuple(remaining_BND.shape[:2])
-        return remaining_BND
-
-
-def _of_remaining(x_BND: Tensor, argument: Any, leaving: Leaving) -> Any:
-    """Return the rows of the remaining images, of a mask of all (B, H, N, N); other arguments are unchanged."""
-    if not isinstance(argument, Tensor) or argument.ndim != 4 or argument.shape[0] in (1, x_BND.shape[0]):
-        return argument
-    return argument if leaving.index_B is None else argument.index_select(0, leaving.index_B)
+        call.answers.append((index_B[leaves_B], answer))
+        call.index_B = index_B[~leaves_B]
+        return y_BND[~leaves_B]
 
 
 def _joined(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
@@ -353,6 +331,10 @@ class ExitModel(BlockOwner):
     optional = False
     running = ("forward",)
 
+    def new_call(self, name: str, outer: StackCall) -> StackCall:
+        """Return a call in which images exit."""
+        return ExitCall(outer)
+
     def run_in_call(self, name: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the model's output for all images, each from the exit that it took.
 
@@ -365,22 +347,15 @@ class ExitModel(BlockOwner):
         if labels is not None:
             kwargs = {**named, "labels": None}
             args = ()
-        calls = self.mod_owner.calls.value
-        outer = calls.running
-        call = ExitCall(outer, args, kwargs)
-        try:
-            calls.running = call
-            output = run(*args, **kwargs)
-        finally:
-            calls.running = outer
-            calls.forget()
-        leaving = call.leaving
-        if leaving is not None and leaving.index_B is not None:
-            index_B = leaving.index_B
-            remaining = _joined([output], lambda rows: rows[0][index_B])
-            places, answers = zip(*leaving.answers, (index_B, remaining))
-            order = torch.cat(places).argsort()
-            output = _joined(answers, lambda rows: _in_order(rows, order))
+
+        def run_and_gather(*args: Any, **kwargs: Any) -> Any:
+            call = self.mod_owner.calls.value.running
+            assert isinstance(call, ExitCall)
+            call.args = args
+            call.kwargs = kwargs
+            return call.gather(run(*args, **kwargs))
+
+        output = super().run_in_call(name, run_and_gather, args, kwargs)
         return output if labels is None else _with_loss(self, output, labels)
 
 
