@@ -30,11 +30,13 @@ from mmod.blocks import (
     ROUTED,
     Arguments,
     BlockCall,
+    BlockOwner,
     FirstGrid,
     GridSource,
     Halves,
     Mixin,
     ModelHook,
+    OwnerState,
     Passes,
     ReadBlocks,
     RoutedMixins,
@@ -45,6 +47,7 @@ from mmod.blocks import (
     host_class,
     is_converted,
     map_rows,
+    own_,
 )
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_all, keys_and_values
@@ -138,6 +141,11 @@ class BlockStack:
         """
         names = tuple(f"{path}.{name}" for name in self.names) if path else self.names
         return replace(self, names=names, library=library or self.library)
+
+    def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
+        """Let a module begin and end the calls of the blocks, after these were converted."""
+        block_list = self.names[0].split(".")[-2]
+        own_(owner, OwnerState(self.calls, block_list, tuple(self.blocks), self.host, self.read_blocks), mixin)
 
     def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
         """Tell once if blocks whose prefix is always kept get further tokens that are no patches.

@@ -24,8 +24,10 @@ from mmod.blocks import (
     HiddenClass,
     Mixin,
     OnceHook,
+    WholeBatchHook,
     attach,
     detach_hooks,
+    disown,
     has_replaced_forward,
     is_converted,
     make_dense,
@@ -197,7 +199,9 @@ class Method(Checked, ABC, group="method"):
         """Change a model that passed `check`."""
 
     def restore(self, model: nn.Module) -> None:
-        """Undo the method alone: by default, restore the host's classes where the method changed them."""
+        """Undo the method alone: by default, remove its hooks and restore the host's classes that it changed."""
+        detach_hooks(model, WholeBatchHook)
+        disown(model)
         for module in modules_of(model, self.kind):
             if is_converted(module):
                 make_dense(module)

@@ -20,13 +20,10 @@ from mmod.blocks import (
     BlockOwner,
     BlockState,
     Deciding,
-    OwnerState,
     Span,
     SpanPass,
     convert,
-    disown,
     host_class,
-    own_,
 )
 from mmod.blocks.passes import StackCall
 from mmod.blocks.routed import ConvertedBlock
@@ -98,14 +95,7 @@ class Exit(Method):
             convert(block, ExitBlock, state, state.call.shell)
             if index in heads:
                 block.exit = heads[index]
-        block_list = stack.names[0].split(".")[-2]
-        mixin = ExitClassifier if hasattr(model, "reset_classifier") else ExitModel
-        own_(model, OwnerState(stack.calls, block_list, tuple(stack.blocks)), mixin)
-
-    def restore(self, model: nn.Module) -> None:
-        """Restore the host's classes, and remove the exits."""
-        disown(model)
-        super().restore(model)
+        stack.own_(model, ExitClassifier if hasattr(model, "reset_classifier") else ExitModel)
 
 
 class ExitHead(Added):

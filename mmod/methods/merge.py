@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Step
-from mmod.methods.base import register_method
-from mmod.methods.reduction import ReducedModel, Reducing, Reduction, check_halves, reduce_
+from mmod.methods.base import Method, register_method
+from mmod.methods.reduction import ReducedModel, Reduction, check_halves, reduce_
 from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
@@ -24,7 +24,7 @@ from mmod.ops.select import best_first
 
 @register_method("merge")
 @dataclass(frozen=True)
-class Merge(Reducing):
+class Merge(Method):
     """Token merging between attention and MLP (ToMe): bipartite soft matching by the keys' mean over heads.
 
     Tokens alternate between two sets, and the r tokens of the first set with the most similar partner in the second

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import Step
 from mmod.config.plan import check_blocks
-from mmod.methods.base import owner_of, register_method
+from mmod.methods.base import Method, owner_of, register_method
 from mmod.methods.reduction import (
     ReducedModel,
-    Reducing,
     Reduction,
     check_halves,
     head_reads,
@@ -33,7 +32,7 @@ from mmod.ops.select import best_first
 
 @register_method("prune")
 @dataclass(frozen=True)
-class Prune(Reducing):
+class Prune(Method):
     """Token pruning between attention and MLP of some blocks, by the attention that tokens receive there (EViT).
 
     Prefix tokens are always kept. In a call of the model, a head that pools patches pools the remaining ones. Other

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, WholeBatchHook, attach, convert, detach_hooks
+from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, WholeBatchHook, attach, convert
 from mmod.blocks.inner import Inner
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
@@ -150,7 +150,6 @@ class Recursions(Mixture):
                 blocks += restored if child is cycle else [child]
             del container[:]
             container.extend(blocks)
-        detach_hooks(model, WholeBatchHook)
         super().restore(model)
 
 

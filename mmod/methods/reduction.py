@@ -1,5 +1,10 @@
 """Blocks after whose attention fewer tokens remain, by its queries, keys or importance.
 
+Blocks pass on the remaining tokens only where the host's own code runs them in sequence, see `BlockOwner`. All other
+code, such as `forward_intermediates`, hooks and subclasses, gets the full grid from each block: a merged token at each
+of its places, and a pruned one as it was when dropped. So does what follows the blocks, except for a head in a call of
+the model.
+
 Axes: B images, N tokens, K tokens after a reduction, D channels.
 """
 
@@ -20,7 +25,6 @@ from mmod.blocks import (
     BlockOwner,
     BlockState,
     Deciding,
-    OwnerState,
     Remaining,
     Span,
     SpanPass,
@@ -28,18 +32,15 @@ from mmod.blocks import (
     WholeBatchHook,
     attach,
     convert,
-    detach_hooks,
-    disown,
     host_class,
     make_halves,
     make_observed,
-    own_,
 )
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.passes import StackCall
 from mmod.blocks.routed import ConvertedBlock
 from mmod.blocks.symbolic import check_once
-from mmod.methods.base import Method, owner_of
+from mmod.methods.base import owner_of
 from mmod.ops.intercept import AttentionIntercept
 from mmod.routing import Evidence, Joined, Kept, Routing
 
@@ -55,23 +56,6 @@ class Reduction(NamedTuple):
 
     watch: Callable[[], AttentionIntercept]
     reduce: Callable[[Tensor, Tensor | None, Any], Step | None]
-
-
-@dataclass(frozen=True)
-class Reducing(Method):
-    """A method after whose blocks fewer tokens remain.
-
-    Blocks pass on the remaining tokens only where the host's own code runs them in sequence, see `BlockOwner`. All
-    other code, such as `forward_intermediates`, hooks and subclasses, gets the full grid from each block: a merged
-    token at each of its places, and a pruned one as it was when dropped. So does what follows the blocks, except for a
-    head in a call of the model.
-    """
-
-    def restore(self, model: nn.Module) -> None:
-        """Restore the host's classes, and remove the hooks."""
-        detach_hooks(model, WholeBatchHook)
-        disown(model)
-        super().restore(model)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -220,9 +204,7 @@ def reduce_(
             make_observed(block, call, state.inner)
         convert(block, ReducedBlock, state, call.shell)
     owner = owner_of(model, stack)
-    block_list = stack.names[0].split(".")[-2]
-    owner_state = OwnerState(stack.calls, block_list, tuple(stack.blocks), stack.host, stack.read_blocks)
-    own_(owner, owner_state, mixin if stack.host == "timm" else BlockOwner)
+    stack.own_(owner, mixin if stack.host == "timm" else BlockOwner)
     stack.watch_grid(stack.converted)
     if stack.dividing:
         attach(owner, WholeBatchHook(stack.dividing))

@@ -16,7 +16,6 @@ from mmod.adapters import BlockStack, find_parts, own_name
 from mmod.blocks import (
     GridHook,
     ModelHook,
-    OwnerState,
     RoutedBlock,
     RoutedState,
     RowHook,
@@ -24,14 +23,12 @@ from mmod.blocks import (
     attach,
     convert,
     detach_hooks,
-    disown,
     is_converted,
     make_importance,
     make_routed,
-    own_,
 )
 from mmod.config import Merged, Preset, RoutingConfig, rational, read_routing, rescaled
-from mmod.methods.base import Method, Model, method_owners, methods_of, register_method
+from mmod.methods.base import Method, Model, method_owners, methods_of, owner_of, register_method
 from mmod.methods.prepare import Conversion, prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
@@ -186,8 +183,7 @@ class Route(Method):
                     make_routed(block, router, state, stack.mixins)
                 else:
                     make_importance(block, state, stack.mixins)
-            *path, block_list, _ = stack.names[0].split(".")
-            owner = model.get_submodule(".".join(path))
+            owner = owner_of(model, stack)
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
             if self.parts[name].protect_prefix and not self.parts[name].router.per_image:
@@ -195,7 +191,7 @@ class Route(Method):
             if stack.dividing and _runs_inside(stack, self.parts[name]):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
-                own_(owner, OwnerState(stack.calls, block_list, tuple(stack.blocks), stack.host, stack.read_blocks))
+                stack.own_(owner)
             for module, mixin, reader in stack.readers:
                 convert(module, mixin, reader)
         for module, hook in hooks:
@@ -206,7 +202,6 @@ class Route(Method):
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""
         detach_hooks(model)
-        disown(model)
         super().restore(model)
         for module in model.modules():
             unshare_score(module)
