@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmod.blocks import Deciding
 from mmod.config import register_loss
 from mmod.methods.base import methods_of
-from mmod.routing import Kept, Router, Routing, TokenGroups, apply_gate, select_topk, select_within
+from mmod.routing import Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
 
 
@@ -65,12 +65,10 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
     if importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
     if isinstance(tokens, TokenGroups):
-        index_BK, valid_BK, _ = select_within(importance_BN, router.capacity, tokens)
+        kept = select_within(importance_BN, router.capacity, tokens)
     else:
-        index_BK, valid_BK, *_ = select_topk(
-            importance_BN, router.capacity, router.prefix, tokens.valid_BN, tokens.protect_BN
-        )
-    target_BN = Kept(index_BK, valid_BK).among(importance_BN.shape[1])
+        kept, _ = select_topk(importance_BN, router.capacity, router.prefix, tokens.valid_BN, tokens.protect_BN)
+    target_BN = kept.among(importance_BN.shape[1])
     return _cross_entropy(routing.score_BN, target_BN, routing, router)
 
 

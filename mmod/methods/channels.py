@@ -158,7 +158,8 @@ class ChannelBlock(Deciding):
         rank_BC = logit_BC
         if config.chosen == "random":
             rank_BC = self.mod_state.draw(flat)
-        index_BK = select_topk(rank_BC, Fraction(1, config.divisor))[0]
+        kept, _ = select_topk(rank_BC, Fraction(1, config.divisor))
+        index_BK = kept.index_BK
         if config.chosen == "first":
             index_BK = torch.arange(index_BK.shape[1], device=flat.device).expand_as(index_BK)
         return index_BK, logit_BC.gather(1, index_BK).sigmoid()

@@ -225,10 +225,10 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     gate[_experts_of(rows), rows.row_T] = rows.gate_T
     decisions = []
     for number, (keep_BN, gate_BN) in enumerate(zip(keep_EBN, gate.view(experts, batch, tokens))):
-        index_BK, valid_BK, total = slots_of(keep_BN)
+        kept = slots_of(keep_BN)
         predicted_BN = None if logit_EBN is None else logit_EBN[number]
         evidence = Evidence(prob_BNJ[..., number], predicted_BN=predicted_BN)
-        decisions.append(Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BN.gather(1, index_BK))))
+        decisions.append(Routing(kept, evidence, Weights(gate_BN.gather(1, kept.index_BK))))
     return decisions
 
 

@@ -349,16 +349,13 @@ class Cycle(Added, Deciding):
                 raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
             keep_BN = evidence.logit_BN >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
-            index_BK, valid_BK, total = slots_of(keep_BN)
+            kept = slots_of(keep_BN)
             assert gate_BN is not None
-            gate_BK = gate_BN.gather(1, index_BK)
-            return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK))
+            return Routing(kept, evidence, Weights(gate_BN.gather(1, kept.index_BK)))
         share = Fraction(config.recursions - recursion, config.recursions)
         candidate_BN = score_BN if previous_BN is None else score_BN.masked_fill(~previous_BN, -torch.inf)
-        index_BK, valid_BK, weight_BK, inverse_BN = select_topk(
-            candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
-        )
-        return Routing(Kept(index_BK, valid_BK, inverse_BN=inverse_BN), evidence, Weights(weight_BK))
+        kept, weight_BK = select_topk(candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE)
+        return Routing(kept, evidence, Weights(weight_BK))
 
     def _balance(self, prob_BNR: Tensor, valid_BN: Tensor | None) -> Tensor:
         """Return the load-balance loss of tokens that choose their depth."""
@@ -377,19 +374,18 @@ class Cycle(Added, Deciding):
         """Return the decision of a recursion under token choice: tokens whose last recursion is not over."""
         batch, tokens, count = depths.prob_BNR.shape
         prob_BN = depths.prob_BNR[..., recursion]
-        valid_BK = None
         if not recursion:
             return _all_tokens(prob_BN, prob_BN)
         if depths.last_BN.is_meta:
             # On meta, FLOPs are counted as if all depths were equally frequent.
             slots = kept_count(tokens, Fraction(count - recursion, count), self.mod_state.prefix)
-            index_BK = torch.arange(slots, device=depths.last_BN.device).expand(batch, slots)
+            kept = Kept(torch.arange(slots, device=depths.last_BN.device).expand(batch, slots))
         else:
             level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
             if exporting():
                 raise ValueError("depths of tokens cannot be exported: how many tokens run depends on the data")
-            index_BK, valid_BK, _ = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
-        return Routing(Kept(index_BK, valid_BK), Evidence(prob_BN), Weights(prob_BN.gather(1, index_BK)))
+            kept = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
+        return Routing(kept, Evidence(prob_BN), Weights(prob_BN.gather(1, kept.index_BK)))
 
     def _leave(
         self,

@@ -21,7 +21,7 @@ from mmod.ops.importance import (
 from mmod.ops.merging import add_updates, group_sizes, held_slots, mean_rows, size_groups
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.rows import gather_norm, gather_rows, inverse_rows, lerp_rows, merge_rows, scatter_rows
-from mmod.ops.select import Selection, select_topk
+from mmod.ops.select import Kept, select_topk
 
 # Every module that defines an op registers it, so that `use` and `choices` know all of them.
 for _module in pkgutil.iter_modules(__path__):

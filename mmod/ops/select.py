@@ -19,20 +19,32 @@ from mmod.ops.backend import Kernel, batching, check_counts, exporting, kernel_o
 from mmod.ops.gate import apply_gate
 
 
-class Selection(NamedTuple):
+class Kept(NamedTuple):
     """The tokens that run.
 
     Args:
         index_BK: Kept tokens, ascending among the valid slots (B, K).
-        valid_BK: False where a slot is empty (B, K); None where every slot is filled.
-        gate_BK: Weight of each slot's update (B, K), or None where it is 1.
-        inverse_BN: Slot of each token, -1 for none (B, N), int32; None where the op did not compute it.
+        valid_BK: False at empty slots (B, K); None if all are filled.
+        total: Number of valid slots in the batch if known without a synchronisation, else None.
+        inverse_BN: Slot of each token, -1 for none (B, N), if the selection computed it, else None.
+        idle_BK: True at slots of skipped tokens, which run at gate 0 so that the router learns (B, K); None for none.
+        image_S: The kept images, if images are kept or skipped as a whole, else None.
     """
 
     index_BK: Tensor
-    valid_BK: Tensor | None
-    gate_BK: Tensor | None
-    inverse_BN: Tensor | None
+    valid_BK: Tensor | None = None
+    total: int | None = None
+    inverse_BN: Tensor | None = None
+    idle_BK: Tensor | None = None
+    image_S: Tensor | None = None
+
+    def among(self, tokens: int) -> Tensor:
+        """Return which of N tokens are kept (B, N)."""
+        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
+        if self.idle_BK is not None:
+            valid_BK = valid_BK & ~self.idle_BK
+        none_BN = valid_BK.new_zeros(valid_BK.shape[0], tokens)
+        return none_BN.scatter(1, self.index_BK, valid_BK)
 
 
 def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
@@ -48,10 +60,11 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         98
     """
     # In integers: 0.29 of 100 tokens is 28 in floating point.
-    kept = tokens * capacity.numerator // capacity.denominator
+    numerator, denominator = capacity.as_integer_ratio()
+    kept = tokens * numerator // denominator
     minimum = prefix or 1
     # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, a comparison would make it static.
-    if isinstance(kept, int):
+    if type(kept) is int:
         return minimum if kept < minimum else kept
     return cast(int, torch.sym_max(minimum, kept))
 
@@ -103,18 +116,14 @@ def _by_kernel(
     *,
     gate: str = "identity",
     scale: float = 1.0,
-) -> Selection:
+) -> tuple[Kept, Tensor | None]:
     count = kept_count(score_BN.shape[1], capacity, prefix)
     gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
         score_BN, count, prefix, valid_BN, protect_BN, capacity.numerator, capacity.denominator, gate, scale
     )
     # The operation always returns four tensors, empty where there is nothing to tell.
-    return Selection(
-        index_BK=index_BK,
-        valid_BK=None if valid_BN is None else valid_BK,
-        gate_BK=None if gate == "identity" else gate_BK,
-        inverse_BN=inverse_BN,
-    )
+    kept = Kept(index_BK, None if valid_BN is None else valid_BK, inverse_BN=inverse_BN)
+    return kept, None if gate == "identity" else gate_BK
 
 
 @op(
@@ -137,7 +146,7 @@ def select_topk(
     *,
     gate: str = "identity",
     scale: float = 1.0,
-) -> Selection:
+) -> tuple[Kept, Tensor | None]:
     """Keep the highest scores of every image.
 
     Ties go to the lowest index and NaN ranks last, on every backend. With `valid_BN`, an image's budget is a share of
@@ -153,10 +162,12 @@ def select_topk(
         scale: Factor of the gate.
 
     Returns:
-        The selection; gates of empty slots have no effect.
+        The kept tokens, and the weight of each slot's update (B, K), None where it is 1; gates of empty slots have no
+        effect.
 
     Example:
-        >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2)).index_BK
+        >>> kept, gate_BK = select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2))
+        >>> kept.index_BK
         tensor([[1, 2]])
     """
     count = kept_count(score_BN.shape[1], capacity, prefix)
@@ -176,7 +187,7 @@ def select_topk(
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
         index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
-    return Selection(index_BK, valid_BK, gate_BK, None)
+    return Kept(index_BK, valid_BK), gate_BK
 
 
 def select_threshold(
@@ -188,7 +199,7 @@ def select_threshold(
     max_tokens: int | None = None,
     valid_BN: Tensor | None = None,
     protect_BN: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, int | None]:
+) -> Kept:
     """Keep the tokens whose normalised score reaches a threshold.
 
     With `max_tokens`, shapes are static. Without it, the number of slots is the largest count in the batch, which takes
@@ -204,15 +215,15 @@ def select_threshold(
         protect_BN: True where a token is always kept (B, N), or None for the leading ones.
 
     Returns:
-        Indices (B, K), ascending among the valid slots; which slots are valid (B, K), None for all; and the number
-        of valid slots in all, None where only the device knows it. K may be 0 where no gradient is recorded.
+        The kept tokens, without the number of valid slots where only the device knows it. K may be 0 where no gradient
+        is recorded.
 
     Raises:
         ValueError: Without `max_tokens` under `torch.export`.
 
     Example:
-        >>> index, valid, total = select_threshold(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.1, 0.6]]), 0.5)
-        >>> index.tolist(), valid.tolist(), total
+        >>> kept = select_threshold(torch.tensor([[0.9, 0.2, 0.7], [0.1, 0.1, 0.6]]), 0.5)
+        >>> kept.index_BK.tolist(), kept.valid_BK.tolist(), kept.total
         ([[0, 2], [2, 0]], [[True, True], [True, False]], 3)
     """
     tokens = level_BN.shape[1]
@@ -242,8 +253,8 @@ def select_threshold(
     index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     if total == valid_BK.numel():
         # Every slot is filled, so blocks need neither a mask nor packed rows.
-        return index_BK, None, total
-    return index_BK, valid_BK, total
+        return Kept(index_BK, None, total)
+    return Kept(index_BK, valid_BK, total)
 
 
 def cannot_count() -> bool:
@@ -266,16 +277,16 @@ def _warn_static() -> bool:
 _warn_static._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def select_images(level_B: Tensor, threshold: float, tokens: int) -> Kept:
     """Keep images whose normalised score reaches a threshold, with one host synchronisation.
 
     Returns:
-        The kept images, ascending (S); and the same as slots: token indices (B, K), and which slots are valid
-        (B, K). K is N, or 0 where no image is kept and no gradient is recorded.
+        The kept images, ascending (S), and the same as slots of their tokens. K is N, or 0 where no image is kept and
+        no gradient is recorded.
 
     Example:
-        >>> image_S, index_BK, valid_BK = select_images(torch.tensor([0.2, 0.7]), 0.5, 2)
-        >>> image_S.tolist(), valid_BK.tolist()
+        >>> kept = select_images(torch.tensor([0.2, 0.7]), 0.5, 2)
+        >>> kept.image_S.tolist(), kept.valid_BK.tolist()
         ([1], [[False, False], [True, True]])
     """
     check_counts("routing of images", "the number of images that run")
@@ -284,7 +295,8 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
     # With gradients some image always runs, see `slots_for`.
     slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
     index_K = torch.arange(slots, device=level_B.device)
-    return image_S, index_K.expand(keep_B.shape[0], -1), keep_B.unsqueeze(1).expand(-1, slots)
+    index_BK = index_K.expand(keep_B.shape[0], -1)
+    return Kept(index_BK, keep_B.unsqueeze(1).expand(-1, slots), image_S=image_S)
 
 
 def slots_for(counts: Sequence[int]) -> int:

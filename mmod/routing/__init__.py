@@ -3,8 +3,8 @@
 # The one list of this package's names.
 # ruff: noqa: F401
 from mmod.ops.gate import apply_gate
-from mmod.ops.select import kept_count, select_threshold, select_topk
-from mmod.routing.decision import Evidence, Joined, Kept, Routing, Rule, TokenGroups, TokenMasks, Weights
+from mmod.ops.select import Kept, kept_count, select_threshold, select_topk
+from mmod.routing.decision import Evidence, Joined, Routing, Rule, TokenGroups, TokenMasks, Weights
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router

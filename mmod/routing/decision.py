@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from mmod.config import RoutingConfig
+from mmod.ops.select import Kept
 
 # Groups of tokens that no router chooses among.
 PADDING, KEPT = -1, 0
@@ -139,34 +140,6 @@ class TokenGroups(NamedTuple):
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return at which kept tokens the gate weighs the update (B, N)."""
         return self.gated_BN
-
-
-class Kept(NamedTuple):
-    """The tokens that run.
-
-    Args:
-        index_BK: Kept tokens, ascending among the valid slots (B, K).
-        valid_BK: False at empty slots (B, K); None if all are filled.
-        total: Number of valid slots in the batch if known without a synchronisation, else None.
-        inverse_BN: Slot of each token, -1 for none (B, N), if the selection computed it, else None.
-        idle_BK: True at slots of skipped tokens, which run at gate 0 so that the router learns (B, K); None for none.
-        image_S: The kept images, if images are kept or skipped as a whole, else None.
-    """
-
-    index_BK: Tensor
-    valid_BK: Tensor | None = None
-    total: int | None = None
-    inverse_BN: Tensor | None = None
-    idle_BK: Tensor | None = None
-    image_S: Tensor | None = None
-
-    def among(self, tokens: int) -> Tensor:
-        """Return which of N tokens are kept (B, N)."""
-        valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
-        if self.idle_BK is not None:
-            valid_BK = valid_BK & ~self.idle_BK
-        none_BN = valid_BK.new_zeros(valid_BK.shape[0], tokens)
-        return none_BN.scatter(1, self.index_BK, valid_BK)
 
 
 class Weights(NamedTuple):

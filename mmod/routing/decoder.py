@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from mmod.config import RoutingConfig, Score, Threshold
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMasks, Weights
+from mmod.ops.select import Kept
+from mmod.routing.decision import KEPT, Evidence, Routing, TokenGroups, TokenMasks, Weights
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
 from mmod.routing.score.drawn import Drawn
@@ -94,16 +95,16 @@ class DecoderRouter(Router):
         select = self.config.select
         if gate.name == "step" and isinstance(select, Threshold) and self.training:
             return self._run_all_of(score_BN, select.single, groups)
-        index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, groups)
+        kept = self._slots(score_BN, predicted_BN, groups)
         gate_BK = None
         skipped_BN = None
         weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         if weight_BN is not None:
-            gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, index_BK)
+            gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, kept.index_BK)
             if self.config.skipped == "scale":
                 skipped_BN = torch.where(groups.free_BN, weight_BN, 1.0)
         evidence = Evidence(score_BN, groups, None if self.shares_own_score else importance_BN, predicted_BN)
-        return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK, skipped_BN))
+        return Routing(kept, evidence, Weights(gate_BK, skipped_BN))
 
     def _score(
         self,
@@ -148,15 +149,13 @@ class DecoderRouter(Router):
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         there_BN = tokens.group_BN >= KEPT
         gate_BN = torch.where(tokens.free_BN, step_gate(self._normalised(score_BN, tokens), threshold), 1.0)
-        index_BK, valid_BK, total = slots_of(there_BN)
-        gate_BK = gate_BN.gather(1, index_BK)
-        kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
+        kept = slots_of(there_BN)
+        gate_BK = gate_BN.gather(1, kept.index_BK)
+        kept = kept._replace(idle_BK=gate_BK == 0)
         return Routing(kept, Evidence(score_BN, tokens), Weights(gate_BK))
 
-    def _slots(
-        self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups
-    ) -> tuple[Tensor, Tensor | None, int | None]:
-        """Return the slots of the kept tokens (B, K), which of them are filled, and how many if known."""
+    def _slots(self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups) -> Kept:
+        """Return the kept tokens."""
         select = self.config.select
         language = self.config.language
         threshold = select.single if isinstance(select, Threshold) else None
@@ -169,5 +168,5 @@ class DecoderRouter(Router):
         normalised_BN = self._normalised(score_BN.detach(), tokens)
         keep_BN = (tokens.group_BN == KEPT) | (free_BN & (normalised_BN >= threshold))
         if tokens.alone:
-            return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
+            return Kept(torch.zeros_like(keep_BN, dtype=torch.long), keep_BN)
         return slots_of(keep_BN)

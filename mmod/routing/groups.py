@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.ops.backend import batching
-from mmod.ops.select import ascending_valid, slots_for
+from mmod.ops.select import Kept, ascending_valid, slots_for
 from mmod.routing.decision import KEPT, PADDING, PackedSamples, TokenGroups
 
 
@@ -148,20 +148,15 @@ def _used(counts: list[int]) -> int:
     return max((index + 1 for index, count in enumerate(counts) if count), default=0)
 
 
-def select_within(
-    score_BN: Tensor, capacity: Fraction, groups: TokenGroups
-) -> tuple[Tensor, Tensor | None, int | None]:
+def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> Kept:
     """Keep the highest scores of every group, and all tokens that are always kept.
 
     Ties go to the lowest index and NaN ranks last in its group. A group of n tokens keeps `floor(capacity * n)`.
 
-    Returns:
-        Indices (B, K), ascending among the kept; which slots are valid (B, K), None for all; and the number of them.
-
     Example:
         >>> free = torch.tensor([[False, True, True, True, True]])
         >>> groups = assign_groups(free, free, torch.ones_like(free))
-        >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), groups)[0]
+        >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), groups).index_BK
         tensor([[0, 2, 4]])
     """
     keeps = [[kept_of(size, capacity, groups.strict) for size in row] for row in groups.sizes]
@@ -175,8 +170,9 @@ def select_within(
         worst_BN = torch.minimum(worst_BN, groups.limit_BN)
         best_BK = torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)]
         if min(counts) == max(counts):
-            return torch.sort(best_BK, dim=1).values, None, sum(counts)
-        return *ascending_valid(best_BK, torch.tensor(counts, device=best_BK.device), tokens), sum(counts)
+            return Kept(torch.sort(best_BK, dim=1).values, None, sum(counts))
+        index_BK, valid_BK = ascending_valid(best_BK, torch.tensor(counts, device=best_BK.device), tokens)
+        return Kept(index_BK, valid_BK, sum(counts))
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
     # A second, stable sort by group keeps every group sorted by score; padding and kept tokens come first.
     in_order_BN = groups.group_BN.gather(1, order_BN)
@@ -215,8 +211,8 @@ def kept_of(size: int, capacity: Fraction, strict: bool) -> int:
     return 1
 
 
-def slots_of(keep_BN: Tensor, counts: list[int] | None = None) -> tuple[Tensor, Tensor | None, int | None]:
-    """Return indices of kept tokens in order, then others in empty slots; the valid slots; and their number.
+def slots_of(keep_BN: Tensor, counts: list[int] | None = None) -> Kept:
+    """Return the slots of kept tokens, in order.
 
     Args:
         counts: Number of kept tokens of each sample, if known. To count them takes one host synchronisation; under
@@ -224,14 +220,15 @@ def slots_of(keep_BN: Tensor, counts: list[int] | None = None) -> tuple[Tensor, 
     """
     if counts is None and batching():
         index_BN = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices
-        return index_BN, keep_BN.gather(1, index_BN), None
+        return Kept(index_BN, keep_BN.gather(1, index_BN))
     counts = keep_BN.sum(1).tolist() if counts is None else counts
     slots = slots_for(counts)
     total = sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
-        return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None, total
+        index_BN = torch.arange(slots, device=keep_BN.device).expand_as(keep_BN)
+        return Kept(index_BN, None, total)
     index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]
     if all(count == slots for count in counts):
-        return index_BK, None, total
+        return Kept(index_BK, None, total)
     count_B1 = torch.tensor(counts, device=keep_BN.device).unsqueeze(1)
-    return index_BK, torch.arange(slots, device=keep_BN.device) < count_B1, total
+    return Kept(index_BK, torch.arange(slots, device=keep_BN.device) < count_B1, total)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mmod.config import Patches, Placement, RoutingConfig, Score, Threshold, rational, spelled
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.ops.select import cannot_count, kept_count, select_images, select_threshold, select_topk
-from mmod.routing.decision import Evidence, Kept, Routing, Rule, TokenGroups, TokenMasks, Weights
+from mmod.ops.select import Kept, cannot_count, kept_count, select_images, select_threshold, select_topk
+from mmod.routing.decision import Evidence, Routing, Rule, TokenGroups, TokenMasks, Weights
 from mmod.routing.joiner import choose_joiner
 from mmod.threads import PerThread
 
@@ -148,10 +148,9 @@ class Router(nn.Module):
             among = masks if earlier is None else TokenMasks(earlier.keep_BN)
             kept, gate_BK = self._select_by_threshold(score_BN, among, config.select)
         else:
-            index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
+            kept, gate_BK = select_topk(
                 score_BN, rule.capacity, self.prefix, masks.valid_BN, masks.protect_BN, gate=gate.name, scale=gate.scale
             )
-            kept = Kept(index_BK, valid_BK, inverse_BN=inverse_BN)
         skipped_BN = None
         if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
@@ -181,16 +180,17 @@ class Router(nn.Module):
         # Where images cannot be counted, each has slots for its tokens, which all have the score of the image.
         if config.router.per_image and not cannot_count():
             level_B = config.router.normalised(score_BN.detach(), tokens.valid_BN)[:, 0]
-            image_S, index_BK, there_BK = select_images(level_B, select.single, score_BN.shape[1])
-            if index_BK.shape[1]:
+            kept = select_images(level_B, select.single, score_BN.shape[1])
+            assert kept.image_S is not None
+            if kept.index_BK.shape[1]:
                 gate_BK = apply_gate(score_BN, gate.name, gate.scale)
-                if not image_S.shape[0]:
+                if not kept.image_S.shape[0]:
                     # Hosts take no empty batch: one image runs at weight 0, which gives all parameters a gradient.
-                    image_S = image_S.new_zeros(1)
+                    kept = kept._replace(image_S=kept.image_S.new_zeros(1))
                     gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
-            return Kept(index_BK, there_BK, image_S=image_S), gate_BK
+            return kept, gate_BK
         fewest = 0 if self.joiner is None else self.joiner.fewest(score_BN.shape[1])
-        index_BK, valid_BK, total = select_threshold(
+        kept = select_threshold(
             config.router.normalised(score_BN.detach(), tokens.valid_BN),
             select.single,
             prefix=self.prefix,
@@ -200,8 +200,8 @@ class Router(nn.Module):
             protect_BN=tokens.protect_BN,
         )
         if gate.name != "identity":
-            gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
-        return Kept(index_BK, valid_BK, total), gate_BK
+            gate_BK = apply_gate(score_BN.gather(1, kept.index_BK), gate.name, gate.scale)
+        return kept, gate_BK
 
     def _score_kept(self, rows_BKD: Tensor, earlier: Routing, unit_BNE: Tensor | None) -> Tensor:
         """Return scores (B, N) from the rows that an earlier decision keeps, -inf at all other tokens."""

@@ -19,7 +19,7 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.io.tables import markdown_table
 from mmod.lab.thresholds import SLACK, between, match_topk_
-from mmod.ops.select import Selection
+from mmod.ops.select import Kept
 from tools.benchmarks.checks import WrongOutputError, check_dense, check_reference, clear_images
 from tools.benchmarks.command import main
 from tools.benchmarks.models.benchmark import BenchmarkConfig, _Bench
@@ -97,9 +97,9 @@ def _shift_rows(x_BND: torch.Tensor, index_BK: torch.Tensor, y_BKD: torch.Tensor
     return x_BND.scatter(1, index_BK.unsqueeze(-1).expand_as(y_BKD), y_BKD.roll(1, dims=1))
 
 
-def _off_by_one(score_BN: torch.Tensor, *args: Any, **kwargs: Any) -> Selection:
+def _off_by_one(score_BN: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Kept, None]:
     order = score_BN.argsort(dim=1, descending=True)[:, 1:9]
-    return Selection(order.sort(dim=1).values, None, None, None)
+    return Kept(order.sort(dim=1).values), None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.ops import inverse_rows, use
 from mmod.ops.gate import apply_gate
-from mmod.ops.select import Selection, kept_count, select_topk
+from mmod.ops.select import Kept, kept_count, select_topk
 from tests.kit.cover import cover
 from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
 from tests.kit.zoo import make_model
@@ -60,13 +60,14 @@ def test_the_kernel_selects_what_sorting_selects(device: str, case: Any, padded:
     images, tokens, capacity, prefix = case
     score = scores_of(images, tokens, device)
     arguments = (score, capacity, prefix, *masks_of(images, tokens, prefix, device, padded + protected))
-    selections: list[Selection] = []
+    selections: list[Kept] = []
     for backend in ("torch", "triton", "triton"):
         with use(backend), poisoned():
-            selections.append(select_topk(*arguments))
+            kept, gate = select_topk(*arguments)
+        assert gate is None
+        selections.append(kept)
     plain, kernel, again = selections
     assert torch.equal(kernel.index_BK, plain.index_BK)
-    assert kernel.gate_BK is None
     assert (kernel.valid_BK is None) == (plain.valid_BK is None)
     assert kernel.valid_BK is None or torch.equal(kernel.valid_BK, plain.valid_BK)
     assert torch.equal(kernel.inverse_BN, inverse_rows(plain.index_BK, tokens))
@@ -84,8 +85,8 @@ def test_gates_are_as_exact_as_torch(device: str, gate: str, scale: float, padde
     for backend, dtype in (("torch", torch.float64), ("torch", torch.float32), ("triton", torch.float32)):
         leaf = score.to(dtype).requires_grad_()
         with use(backend), poisoned():
-            selection = select_topk(leaf, Fraction(1, 2), 1, valid, gate=gate, scale=scale)
-            results.append([selection.gate_BK, *gradients(selection.gate_BK, [leaf])])
+            _, weight = select_topk(leaf, Fraction(1, 2), 1, valid, gate=gate, scale=scale)
+            results.append([weight, *gradients(weight, [leaf])])
     for exact, plain, kernel in zip(*results):
         assert_as_exact_as_torch(kernel, plain, exact)
 
@@ -94,17 +95,17 @@ def test_gates_are_as_exact_as_torch(device: str, gate: str, scale: float, padde
 def test_empty_slots_still_name_tokens_of_their_own(device: str) -> None:
     valid = torch.zeros(1, 6, dtype=torch.bool, device=device)
     with use("triton"), poisoned():
-        selection = select_topk(torch.randn(1, 6, device=device), Fraction(1, 2), valid_BN=valid)
-    assert selection.valid_BK is not None
-    assert not selection.valid_BK.any()
-    assert len(set(selection.index_BK[0].tolist())) == 3
+        kept, _ = select_topk(torch.randn(1, 6, device=device), Fraction(1, 2), valid_BN=valid)
+    assert kept.valid_BK is not None
+    assert not kept.valid_BK.any()
+    assert len(set(kept.index_BK[0].tolist())) == 3
 
 
 def weigh(score: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    selection = select_topk(score, Fraction(1, 2), 1, valid, gate="tanh", scale=0.2)
-    assert selection.gate_BK is not None
-    assert selection.inverse_BN is not None
-    return selection.index_BK, selection.gate_BK * 2, selection.inverse_BN
+    kept, gate = select_topk(score, Fraction(1, 2), 1, valid, gate="tanh", scale=0.2)
+    assert gate is not None
+    assert kept.inverse_BN is not None
+    return kept.index_BK, gate * 2, kept.inverse_BN
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,12 +160,13 @@ def test_a_model_trains_on_kernels_as_on_torch(device: str, routing: str) -> Non
 
 def test_more_tokens_than_a_program_holds_are_refused_by_the_kernel_alone() -> None:
     score = torch.randn(1, 8193)
-    assert select_topk(score, Fraction(1, 2)).index_BK.shape == (1, kept_count(8193, Fraction(1, 2)))
+    kept, _ = select_topk(score, Fraction(1, 2))
+    assert kept.index_BK.shape == (1, kept_count(8193, Fraction(1, 2)))
     with use("triton"), pytest.raises(ValueError, match="tokens up to 8192"):
         select_topk(score, Fraction(1, 2))
 
 
 def test_gates_of_torch_follow_their_formula() -> None:
     score = torch.tensor([[0.0, 1.0]])
-    selection = select_topk(score, Fraction(1), gate="sigmoid", scale=0.1)
-    assert torch.equal(selection.gate_BK, apply_gate(score, "sigmoid", 0.1))
+    _, gate = select_topk(score, Fraction(1), gate="sigmoid", scale=0.1)
+    assert torch.equal(gate, apply_gate(score, "sigmoid", 0.1))

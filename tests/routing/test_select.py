@@ -26,10 +26,10 @@ def score_rows(draw: st.DrawFn) -> list[list[float]]:
 def test_topk_is_a_stable_sort(rows: list[list[float]], percent: int, prefix: int) -> None:
     tokens, capacity = len(rows[0]), Fraction(percent, 100)
     prefix = min(prefix, tokens)
-    index, valid, *_ = select_topk(torch.tensor(rows), capacity, prefix)
-    assert valid is None
+    kept, _ = select_topk(torch.tensor(rows), capacity, prefix)
+    assert kept.valid_BK is None
     count = max(1, prefix, tokens * percent // 100)
-    assert index.tolist() == [kept_of(row, count, prefix) for row in rows]
+    assert kept.index_BK.tolist() == [kept_of(row, count, prefix) for row in rows]
 
 
 @given(rows=score_rows(), percent=st.integers(1, 100), prefix=st.integers(0, 2), data=st.data())
@@ -38,10 +38,10 @@ def test_topk_of_padded_images_is_that_of_the_images_alone(rows, percent: int, p
     prefix = min(prefix, tokens)
     lengths = [data.draw(st.integers(max(1, prefix), tokens)) for _ in rows]
     valid = torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)
-    index, filled, *_ = select_topk(torch.tensor(rows), capacity, prefix, valid)
-    for row, length, kept, slots in zip(rows, lengths, index, filled, strict=True):
-        alone, *_ = select_topk(torch.tensor([row[:length]]), capacity, prefix)
-        assert kept[slots].tolist() == alone[0].tolist()
+    together, _ = select_topk(torch.tensor(rows), capacity, prefix, valid)
+    for row, length, kept, slots in zip(rows, lengths, together.index_BK, together.valid_BK, strict=True):
+        alone, _ = select_topk(torch.tensor([row[:length]]), capacity, prefix)
+        assert kept[slots].tolist() == alone.index_BK[0].tolist()
         assert len(set(kept.tolist())) == len(kept)
 
 
@@ -51,7 +51,9 @@ def test_threshold_keeps_what_reaches_it_within_the_bounds(rows, level: float, p
     prefix = min(prefix, tokens)
     least = data.draw(st.integers(0, tokens))
     most = data.draw(st.one_of(st.none(), st.integers(max(1, least), tokens + 2)))
-    index, valid, total = select_threshold(torch.tensor(rows), level, prefix=prefix, min_tokens=least, max_tokens=most)
+    index, valid, total, *_ = select_threshold(
+        torch.tensor(rows), level, prefix=prefix, min_tokens=least, max_tokens=most
+    )
     valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid
     for row, kept, slots in zip(rows, index, valid, strict=True):
         passing = prefix + sum(value >= level for value in row[prefix:])
@@ -79,5 +81,5 @@ def test_kept_count_follows_the_decimal_capacity(tokens: int, capacity: float, p
 
 def test_selection_is_a_decision_without_a_gradient() -> None:
     score = torch.randn(2, 5, requires_grad=True)
-    index, *_ = select_topk(score, Fraction(1, 2))
-    assert not index.requires_grad
+    kept, _ = select_topk(score, Fraction(1, 2))
+    assert not kept.index_BK.requires_grad

@@ -144,9 +144,8 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
     for name, block in routed_blocks(model).items():
         routing = routings[name]
         # The top-k of training, applied to the scores of the pass that decides token by token.
-        index_BK, valid_BK, _ = select_within(routing.score_BN, block.router.capacity, groups)
-        assert valid_BK is None
-        best_BWL = torch.zeros_like(all_BN).scatter(1, index_BK, True).unflatten(1, (-1, window)).double()
+        best = select_within(routing.score_BN, block.router.capacity, groups)
+        best_BWL = best.among(tokens_BN.shape[1]).unflatten(1, (-1, window)).double()
         keep_BWL = routing.keep_BN.unflatten(1, (-1, window)).double()
         # Agreement by chance: both keep a token, or neither does, where they decide independently at their rates.
         kept_BW = keep_BWL.mean(2)
