@@ -269,13 +269,17 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({})
-    options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False}
+    tried = [
+        Candidate("gradual 0.8", routing={"preset": "gradual", "mean": 0.8}),
+        Candidate("norm", routing={"router": "norm"}),
+    ]
+    options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False, "candidates": tried}
     ran: list[str] = []
 
     def counted(store: Store, identity: Mapping[str, Any], measure: Callable[[], Measured]) -> Measured:
         def compute() -> Measured:
             ran.append("")
-            if len(ran) == 5:
+            if len(ran) == 2:
                 raise KeyboardInterrupt
             return measure()
 
@@ -298,13 +302,13 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trials, "measured_once", measured_once)
             expected = mmod.advise(model, batches, **{**options, "folder": None})
-        ran[:] = [""] * 5
+        ran[:] = [""] * 2
         assert mmod.advise(model, batches, **options) == expected
-        assert len(ran) == 5 + len(expected.rows)
-    ran[:] = [""] * 5
-    tried = [Candidate("gradual 0.8", routing={"preset": "gradual", "mean": 0.8}), Candidate("stride", routing={})]
-    mmod.advise(make(), [pictures(4)], **options, candidates=tried)
-    assert len(ran) == 5 + 1
+        assert len(ran) == 2 + len(expected.rows)
+    ran[:] = [""] * 2
+    further = [*tried, Candidate("stride", routing={"router": "stride"})]
+    mmod.advise(make(), [pictures(4)], **{**options, "candidates": further})
+    assert len(ran) == 2 + 1
 
 
 @pytest.mark.parametrize(("milliseconds", "told"), [(10.0, True), (8.0, False)])
@@ -506,7 +510,7 @@ def test_outputs_are_interpolated_to_the_labels_of_images_of_any_shape(size: tup
         resized_to_labels(model, x_BNC, images, 143)
 
 
-@pytest.mark.parametrize("faster", [1.2, 1.6, 4.0])
+@pytest.mark.parametrize("faster", [1.2, 4.0])
 def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(readings: Any, **options: Any) -> Any:
         # The first candidates are the slowest.

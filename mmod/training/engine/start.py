@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
@@ -68,11 +69,23 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
 
 def sketch(kind: LoopKind) -> nn.Module:
     """Create the model without weights; see `Kind.sketch`."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model = kind.prepare(weights=False)
         for method in kind.config.applied:
             apply_(model, method)
     return model
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out what fills tensors of the meta device in place, which takes time and does nothing."""
+
+    filling = frozenset(f"{name}_" for name in ("uniform", "normal", "erfinv", "mul", "add", "clamp", "fill", "zero"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the tensor to be filled, or call the function."""
+        if getattr(func, "__name__", "") in self.filling and args and args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def load_dense(

@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmod.data.synthetic.handwriting import load_sources
 from mmod.data.synthetic.questions import (
     DIFFICULTIES,
     KINDS,
     QUESTIONS,
     WORDS,
-    QuestionsConfig,
     SyntheticChat,
     compose_chats,
     export_questions,
@@ -90,22 +88,6 @@ def test_prior_answers_unknown_questions_by_their_kind() -> None:
     assert prior_of([("all", "what ?", "A  Fox")], [("all", "what ?", "a fox")]) == {"all": 1.0}
 
 
-def test_no_handwriting_crosses_splits(chats: dict[str, list[SyntheticChat]]) -> None:
-    splits = load_sources().splits
-    for split, some in chats.items():
-        used = {source for chat in some for scene in chat.scenes for source in scene.sources}
-        assert used <= set(splits[split].tolist())
-
-
-def test_builds_are_equal_and_refuse_others(tmp_path: Path) -> None:
-    config = replace(TINY, conversations={"train": 20, "val": 7, "test": 7}, shard_size=10)
-    first, second = QUESTIONS.build(tmp_path / "a", config), QUESTIONS.build(tmp_path / "b", config)
-    assert first == second
-    assert QUESTIONS.build(tmp_path / "a", config) == first
-    with pytest.raises(FileExistsError, match="clutter"):
-        QUESTIONS.build(tmp_path / "a", replace(config, clutter=9))
-
-
 def test_json_says_what_shards_say(tmp_path: Path) -> None:
     from mmod.data.readers.conversations import open_conversations
 
@@ -129,19 +111,3 @@ def test_json_says_what_shards_say(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "json" / "train.json").read_text())[0]["conversations"][0]["from"] == "human"
     with pytest.raises(FileExistsError, match="not empty"):
         export_questions(tmp_path / "json", config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"large": (12, 22)}, "apart"),
-        ({"digits": (2, 5)}, "digits"),
-        ({"shares": (0.6, 0.5)}, "shares"),
-        ({"conversations": {"train": 10}}, "conversations"),
-        ({"turns": 0}, "turns"),
-        ({"contrast": (0.9, 0.1)}, "contrast"),
-    ],
-)
-def test_wrong_parameters_are_named(changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(QuestionsConfig(), **changes)

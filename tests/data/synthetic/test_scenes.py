@@ -7,19 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from mmod.data.synthetic.handwriting import SPLITS, load_sources
-from mmod.data.synthetic.scenes import DIFFICULTIES, SCENES, ScenesConfig, all_contents, compose_pairs
-from tests.kit.disk import contents
+from mmod.data.synthetic.handwriting import load_sources
+from mmod.data.synthetic.scenes import DIFFICULTIES, SCENES, all_contents, compose_pairs
 
 TINY = DIFFICULTIES["tiny"]
 
 
-def test_builds_are_equal_byte_for_byte_and_tell_open_clip_their_sizes(tmp_path: Path) -> None:
-    for name in "ab":
-        SCENES.build(tmp_path / name, TINY)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+def test_builds_tell_open_clip_their_sizes(tmp_path: Path) -> None:
+    SCENES.build(tmp_path / "a", TINY)
     sizes = json.loads((tmp_path / "a/sizes.json").read_text())
     assert sizes["train-00003.tar"] == 64
     assert sum(sizes.values()) == 256 + 64 + 64
@@ -58,24 +54,8 @@ def test_scenes_show_what_captions_say() -> None:
         assert not outside.any()
 
 
-def test_no_handwriting_crosses_splits() -> None:
-    splits = load_sources().splits
-    for split in SPLITS:
-        used = {source for pair in compose_pairs(TINY, split) for source in pair.sources}
-        assert used <= set(splits[split].tolist())
-
-
 def test_clutter_stands_where_the_caption_says() -> None:
     ink = {"clutter": [], "plain": []}
     for pair in compose_pairs(TINY, "train"):
         ink[pair.content.ground].append(np.count_nonzero(pair.image))
     assert np.mean(ink["clutter"]) > 1.2 * np.mean(ink["plain"])
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"large": (10, 30)}, {"small": (14, 12)}, {"contrast": (0, 1)}, {"scenes": {"train": 1, "val": 1601, "test": 1}}],
-)
-def test_wrong_parameters(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="must"):
-        ScenesConfig(**changes)
