@@ -25,7 +25,7 @@ def membership_loss(routing: Routing, router: Router) -> Tensor:
 
     Source: Raposo et al., arXiv 2404.02258, section 3.5.
     """
-    return _cross_entropy(routing.evidence.logit_BN, routing.keep_BN, routing, router)
+    return _cross_entropy(routing.logit_BN, routing.keep_BN, routing, router)
 
 
 @register_loss("load")
@@ -37,7 +37,7 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
     gate_BN = apply_gate(routing.score_BN, router.config.gate.name, router.config.gate.scale)
     if gate_BN is None:
         raise ValueError("the load loss needs a gate other than 'identity'")
-    counted_BN = routing.evidence.tokens.gated(routing.score_BN, router.prefix)
+    counted_BN = routing.tokens.gated(routing.score_BN, router.prefix)
     return _mean(routing.keep_BN.float(), counted_BN) * _mean(gate_BN, counted_BN)
 
 
@@ -51,7 +51,7 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
     """
     soft_BN = torch.sigmoid(routing.score_BN)
-    tokens = routing.evidence.tokens
+    tokens = routing.tokens
     counted_BN = tokens.gated_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
     share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), counted_BN)
     return (share - float(router.capacity)).abs()
@@ -60,8 +60,8 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
 @register_loss("importance", reads_importance=True)
 def importance_loss(routing: Routing, router: Router) -> Tensor:
     """Return the binary cross-entropy between scores and the selection by importance."""
-    importance_BN = routing.evidence.importance_BN
-    tokens = routing.evidence.tokens
+    importance_BN = routing.importance_BN
+    tokens = routing.tokens
     if importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
     if isinstance(tokens, TokenGroups):
@@ -75,7 +75,7 @@ def importance_loss(routing: Routing, router: Router) -> Tensor:
 def _cross_entropy(logit_BN: Tensor, target_BN: Tensor, routing: Routing, router: Router) -> Tensor:
     """Return the mean binary cross-entropy over tokens that may be skipped."""
     loss_BN = F.binary_cross_entropy_with_logits(logit_BN, target_BN.to(logit_BN.dtype), reduction="none")
-    return _mean(loss_BN, routing.evidence.tokens.gated(routing.score_BN, router.prefix))
+    return _mean(loss_BN, routing.tokens.gated(routing.score_BN, router.prefix))
 
 
 def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:

@@ -296,9 +296,9 @@ def _flops(case: Case, sample: Sample, decisions: Trace) -> FlopReport:
 
 def _prefill(case: Case, sample: Sample, decisions: Trace) -> PrefillFlops:
     shares = {
-        name: float(routing.keep_BN[routing.evidence.tokens.free_BN].float().mean())
+        name: float(routing.keep_BN[routing.tokens.free_BN].float().mean())
         for name, routing in decisions.items()
-        if isinstance(routing.evidence.tokens, TokenGroups)
+        if isinstance(routing.tokens, TokenGroups)
     }
     images = [PATCHES] * len(sample.get("pixels", ()))
     return flops(case.model, Prompt(len(sample["ids"]) - sum(images), images), shares)

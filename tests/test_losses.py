@@ -17,7 +17,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.blocks.record import UNCOLLECTED
 from mmod.config import LOSSES
-from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks
+from mmod.routing import Kept, Router, Routing, TokenMasks
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -44,7 +44,7 @@ def test_membership_is_the_cross_entropy_with_what_was_kept() -> None:
 
 def test_membership_is_zero_when_scores_say_what_is_kept() -> None:
     score = torch.tensor([[50.0, -50.0, 50.0, -50.0]])
-    routing = Routing(Kept(torch.tensor([[0, 2]])), Evidence(score))
+    routing = Routing(Kept(torch.tensor([[0, 2]])), score)
     router = Router(RoutingConfig(router="linear"), dim=2, block=0, capacity=0.5)
     assert mmod.losses.membership_loss(routing, router).item() < 1e-20
 
@@ -75,7 +75,7 @@ def test_capacity_measures_the_hard_share_and_moves_the_scores() -> None:
 def test_importance_teaches_the_selection_of_attention_routing() -> None:
     model = trained(mmod.preset("distilled", capacity=0.5, router={"init_std": 1.0}))
     block = mmod.routed_blocks(model)["blocks.1"]
-    importance = block.mod_state.routing.evidence.importance_BN
+    importance = block.mod_state.routing.importance_BN
     assert not importance.requires_grad
     twin = mmod.route_(make_model(NAME), RoutingConfig(capacity=0.5, blocks=(1,))).train()
     twin(make_images(NAME, 3))
@@ -91,7 +91,7 @@ def test_importance_is_not_computed_in_evaluation() -> None:
     model = trained(mmod.preset("distilled")).eval()
     with mmod.trace(model) as decisions:
         model(make_images(NAME, 1))
-    assert all(routing.evidence.importance_BN is None for routing in decisions.values())
+    assert all(routing.importance_BN is None for routing in decisions.values())
 
 
 def test_evaluation_mode_is_named_where_a_loss_is_asked_for() -> None:
@@ -167,12 +167,10 @@ def test_frozen_blocks_in_evaluation_hand_over_the_importance_of_this_batch() ->
     model.blocks[0].eval()
     images = make_images(NAME, 2, seed=2)
     model(images)
-    importance_BN = mmod.routed_blocks(model)["blocks.1"].mod_state.routing.evidence.importance_BN
+    importance_BN = mmod.routed_blocks(model)["blocks.1"].mod_state.routing.importance_BN
     twin = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
     twin(images)
-    torch.testing.assert_close(
-        importance_BN, mmod.routed_blocks(twin)["blocks.1"].mod_state.routing.evidence.importance_BN
-    )
+    torch.testing.assert_close(importance_BN, mmod.routed_blocks(twin)["blocks.1"].mod_state.routing.importance_BN)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, conv
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
 from mmod.random_state import drawn_from
-from mmod.routing import Evidence, Kept, Routing
+from mmod.routing import Kept, Routing
 from mmod.threads import PerThread
 
 # Arguments that take the index of tokens which are not all of them.
@@ -320,7 +320,7 @@ class _TrialState:
 
 
 def _decision(index_BK: Tensor, x_BND: Tensor, valid_BK: Tensor | None = None) -> Routing:
-    return Routing(Kept(index_BK, valid_BK), Evidence(torch.zeros(x_BND.shape[:2])))
+    return Routing(Kept(index_BK, valid_BK), torch.zeros(x_BND.shape[:2]))
 
 
 class _Trial:

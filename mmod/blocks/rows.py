@@ -89,7 +89,8 @@ def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing, ro
     """
     kept = routing.kept
     joined = routing.joined
-    gate_BK, skipped_BN = routing.weights
+    gate_BK = routing.gate_BK
+    skipped_BN = routing.skipped_BN
     if y_BKD.dtype != x_BND.dtype:
         # Under autocast a block may return half precision for tokens in fp32.
         y_BKD = y_BKD.to(x_BND.dtype)
@@ -182,7 +183,7 @@ class Rows:
         if self._row_T is None:
             y_BKD = write_kept(self._from_BND, self._z_BKD, y_BKD, among)
         else:
-            gate_BK = among.weights.gate_BK
+            gate_BK = among.gate_BK
             if gate_BK is not None or y_BKD.dtype != self._z_BKD.dtype:
                 y_BKD = lerp_rows(self._z_BKD, y_BKD, gate_BK)
             y_BKD = put_rows(self._from_BND, among.kept.index_BK, y_BKD, self._row_T)
@@ -196,14 +197,14 @@ class Rows:
         kept = routing.kept
         if kept.valid_BK is not None or kept.image_S is not None or backend.forced:
             return None
-        if routing.joined.slot_BN is not None or routing.weights.skipped_BN is not None:
+        if routing.joined.slot_BN is not None or routing.skipped_BN is not None:
             return None
         return batch_rows(x_BND, kept.index_BK)
 
     def _gated(self, rows_BND: Tensor) -> Tensor:
         """Return the rows after a block that another one with the same decision follows."""
         assert self._among is not None
-        gate_BK = self._among.weights.gate_BK
+        gate_BK = self._among.gate_BK
         if gate_BK is None:
             return rows_BND
         # The gate weighs each block's update, not that of all together.
@@ -225,7 +226,7 @@ class Rows:
 
 def without_gate(routing: Routing) -> Routing:
     """Return a decision without its gate, which is applied elsewhere."""
-    return routing._replace(weights=routing.weights._replace(gate_BK=None))
+    return routing._replace(gate_BK=None)
 
 
 class AllTokens(Rows):
@@ -251,8 +252,8 @@ class RowsInPlace(AllTokens):
         if routing.kept.valid_BK is None:
             return write_kept(x_BND, x_BND, y_BKD, routing)
         # A skipped token of a decoding step ran too, which keeps shapes and addresses; its result is dropped here.
-        new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.weights.gate_BK)
-        return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.weights.skipped_BN))
+        new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.gate_BK)
+        return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.skipped_BN))
 
 
 def in_order(x_BND: Tensor, routing: Routing) -> bool:
@@ -278,7 +279,7 @@ class PackedRows(Rows):
     def gate_1T(self) -> Tensor | None:
         """Gates of the packed rows (1, T); None for 1."""
         assert self.packing is not None
-        gate_BK = self.routing.weights.gate_BK
+        gate_BK = self.routing.gate_BK
         return None if gate_BK is None else gate_BK.flatten()[self.packing.slot_T].unsqueeze(0)
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ class PackedRows(Rows):
         assert self.packing is not None
         gate_1T = self.gate_1T if self.weighs else None
         new_TD = lerp_rows(self._z_TD, y_BKD.squeeze(0), None if gate_1T is None else gate_1T.squeeze(0))
-        x_BND = reweigh(self.x_BND, self.routing.weights.skipped_BN)
+        x_BND = reweigh(self.x_BND, self.routing.skipped_BN)
         return x_BND.flatten(0, 1).index_copy(0, self.packing.row_T, new_TD).view_as(x_BND)
 
 
@@ -414,7 +415,7 @@ class CachedTokens(KeptTokens):
     def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return all tokens where they are if each sample has one, else as without a cache."""
         rows = super().make_rows(block, x, arguments, routing)
-        alone = getattr(routing.evidence.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
+        alone = getattr(routing.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
         return RowsInPlace(x, weighs=self.weighs) if alone and not isinstance(rows, PackedRows) else rows
 
     def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
@@ -433,7 +434,7 @@ class CachedTokens(KeptTokens):
         if not rows.slots:
             call.record_no_attention(rows.x_BND)
             return z
-        with self.gated(block, routing.weights.gate_BK):
+        with self.gated(block, routing.gate_BK):
             return host(z, **selected)
 
 
@@ -452,7 +453,7 @@ class AmongAll(Execution):
         routing = rows.routing
         if not call.caches and not rows.slots:
             return z
-        with self.gated(block, routing.weights.gate_BK):
+        with self.gated(block, routing.gate_BK):
             if not isinstance(rows, RowsInPlace):
                 return cast(Tensor, call.attend_to_all(block, host, arguments, rows.x_BND, z, routing))
             selected = call.select_tokens(arguments, rows.x_BND, None)

@@ -146,7 +146,7 @@ def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added]
     The loss is a function from a block's `Routing` and the `Router` that made it to a scalar.
 
     Args:
-        reads_importance: The loss reads `Routing.evidence.importance_BN`, which is then computed in training.
+        reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.
     """
 
     def add(loss: Added) -> Added:

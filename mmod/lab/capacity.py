@@ -26,7 +26,7 @@ from mmod.methods.route import capacities, routed_blocks, routing_configs
 from mmod.model import set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
-from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks, Weights
+from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
 from mmod.threads import PerThread
 from mmod.values import check_value, one_of
 
@@ -126,7 +126,7 @@ class PartialSlots(NamedTuple):
         """Return a decision at the larger capacity with the weights of the capacity between."""
         score_BN = routing.score_BN
         kept = routing.kept
-        tokens = routing.evidence.tokens
+        tokens = routing.tokens
         assert isinstance(tokens, TokenMasks)
         level_BN = score_BN.detach().masked_fill(tokens.protected(score_BN, prefix), torch.inf)
         level_BK = level_BN.gather(1, kept.index_BK)
@@ -141,10 +141,18 @@ class PartialSlots(NamedTuple):
             whole_BK = rank_BK < count_B1.clamp(min=max(1, prefix))
         # Every offset gets a gradient, even 0.
         weight_BK = torch.where(whole_BK, 1 + 0 * self.share, self.share)
-        gate_BK = routing.weights.gate_BK
-        weights = Weights(weight_BK if gate_BK is None else gate_BK * weight_BK, routing.weights.skipped_BN)
+        gate_BK = weight_BK if routing.gate_BK is None else routing.gate_BK * weight_BK
         # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
-        return Routing(routing.kept, routing.evidence, weights, routing.joined)
+        return Routing(
+            routing.kept,
+            routing.score_BN,
+            gate_BK,
+            routing.skipped_BN,
+            routing.joined,
+            routing.tokens,
+            routing.importance_BN,
+            routing.predicted_BN,
+        )
 
 
 class LearnedRouter(Router):

@@ -18,7 +18,7 @@ from mmod.adapters import find_library
 from mmod.blocks import Deciding, Records, convert
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
-from mmod.routing import Evidence, Kept, RandomScore, Routing, Weights
+from mmod.routing import Kept, RandomScore, Routing
 
 
 @register_method("channels")
@@ -142,7 +142,7 @@ class ChannelBlock(Deciding):
         flat = x_BCHW.flatten(2)
         index_BK, gate_BK = self._choose(flat, logit_BC)
         if self.record.traced:
-            self.record.keep("", Routing(Kept(index_BK), Evidence(logit_BC), Weights(gate_BK)))
+            self.record.keep("", Routing(Kept(index_BK), logit_BC, gate_BK))
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
         # The narrow block added its shortcut already.

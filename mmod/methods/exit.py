@@ -31,7 +31,7 @@ from mmod.blocks.symbolic import check_once
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
-from mmod.routing import Evidence, Kept, Routing
+from mmod.routing import Kept, Routing
 from mmod.routing.score.drawn import Added
 
 # The modules of timm's models that `reset_classifier` replaces.
@@ -261,7 +261,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if index_B is None else index_B] = True
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
-        self.record.keep("", Routing(kept, Evidence(runs_B1.float())))
+        self.record.keep("", Routing(kept, runs_B1.float()))
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable

@@ -106,9 +106,9 @@ class Experts(Mixture):
         """Return which tokens have a logit of 0 or more (B, N), by expert."""
         names = {name for name, module in model.named_modules() if isinstance(module, ExpertMlp)}
         return {
-            name: decision.evidence.predicted_BN >= 0
+            name: decision.predicted_BN >= 0
             for name, decision in decisions.items()
-            if name.rpartition(".")[0] in names and decision.evidence.predicted_BN is not None
+            if name.rpartition(".")[0] in names and decision.predicted_BN is not None
         }
 
     def slots_of(self, tokens: int) -> int:

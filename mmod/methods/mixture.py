@@ -17,7 +17,7 @@ from mmod.adapters import BlockStack
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
-from mmod.routing import Evidence, Kept, Routing, Weights
+from mmod.routing import Kept, Routing
 from mmod.routing.decoder import ExactLinear
 from mmod.routing.groups import slots_of
 
@@ -219,7 +219,7 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     if prob_BNJ.is_meta:
         # FLOPs are counted on meta, where no number can be read: every slot counts as filled.
         index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
-        return [Routing(Kept(index), Evidence(prob_BNJ[..., number])) for number in range(experts)]
+        return [Routing(Kept(index), prob_BNJ[..., number]) for number in range(experts)]
     keep_EBN = computed(rows, prob_BNJ)
     gate = prob_BNJ.new_zeros(experts, batch * tokens)
     gate[_experts_of(rows), rows.row_T] = rows.gate_T
@@ -227,8 +227,8 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     for number, (keep_BN, gate_BN) in enumerate(zip(keep_EBN, gate.view(experts, batch, tokens))):
         kept = slots_of(keep_BN)
         predicted_BN = None if logit_EBN is None else logit_EBN[number]
-        evidence = Evidence(prob_BNJ[..., number], predicted_BN=predicted_BN)
-        decisions.append(Routing(kept, evidence, Weights(gate_BN.gather(1, kept.index_BK))))
+        gate_BK = gate_BN.gather(1, kept.index_BK)
+        decisions.append(Routing(kept, prob_BNJ[..., number], gate_BK, predicted_BN=predicted_BN))
     return decisions
 
 

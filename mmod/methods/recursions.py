@@ -33,7 +33,7 @@ from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
-from mmod.routing import Evidence, Kept, Routing, Weights
+from mmod.routing import Kept, Routing
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
 from mmod.routing.score.drawn import Added
@@ -119,7 +119,7 @@ class Recursions(Mixture):
             previous_BN = None
             for place in cycle.places():
                 routing = decisions[f"{name}.{place}"]
-                keep_BN = routing.evidence.logit_BN >= 0
+                keep_BN = routing.logit_BN >= 0
                 alone[f"{name}.{place}"] = keep_BN if previous_BN is None else keep_BN & previous_BN
                 previous_BN = routing.keep_BN
         return alone
@@ -275,7 +275,7 @@ class Cycle(Added, Deciding):
             if depths is None:
                 routing = self._choose(x_BND, previous_BN, valid_BN, recursion)
                 if learns and recursion:
-                    loss = choice_cross_entropy(routing.evidence.logit_BN, routing.keep_BN, previous_BN)
+                    loss = choice_cross_entropy(routing.logit_BN, routing.keep_BN, previous_BN)
                     losses.append(config.membership * loss)
             else:
                 routing = self._follow(depths, recursion)
@@ -343,19 +343,18 @@ class Cycle(Added, Deciding):
             return _all_tokens(score_BN, gate_BN)
         if config.choice == "predictor":
             predicted_BN = self.predictors[recursion - 1](x_BND)
-        evidence = Evidence(score_BN, predicted_BN=predicted_BN)
         if self._alone(x_BND):
             if exporting():
                 raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
-            keep_BN = evidence.logit_BN >= 0
+            keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
             kept = slots_of(keep_BN)
             assert gate_BN is not None
-            return Routing(kept, evidence, Weights(gate_BN.gather(1, kept.index_BK)))
+            return Routing(kept, score_BN, gate_BN.gather(1, kept.index_BK), predicted_BN=predicted_BN)
         share = Fraction(config.recursions - recursion, config.recursions)
         candidate_BN = score_BN if previous_BN is None else score_BN.masked_fill(~previous_BN, -torch.inf)
         kept, weight_BK = select_topk(candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE)
-        return Routing(kept, evidence, Weights(weight_BK))
+        return Routing(kept, score_BN, weight_BK, predicted_BN=predicted_BN)
 
     def _balance(self, prob_BNR: Tensor, valid_BN: Tensor | None) -> Tensor:
         """Return the load-balance loss of tokens that choose their depth."""
@@ -385,7 +384,7 @@ class Cycle(Added, Deciding):
             if exporting():
                 raise ValueError("depths of tokens cannot be exported: how many tokens run depends on the data")
             kept = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
-        return Routing(kept, Evidence(prob_BN), Weights(prob_BN.gather(1, kept.index_BK)))
+        return Routing(kept, prob_BN, prob_BN.gather(1, kept.index_BK))
 
     def _leave(
         self,
@@ -398,18 +397,18 @@ class Cycle(Added, Deciding):
         recursion: int,
     ) -> Tensor:
         """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
-        assert routing.weights.gate_BK is not None
+        assert routing.gate_BK is not None
         if self.mod_state.config.adds == "change":
             return write_kept(x_BND, z, y, routing)
-        y = routing.weights.gate_BK.to(y.dtype).unsqueeze(-1) * y
+        y = routing.gate_BK.to(y.dtype).unsqueeze(-1) * y
         if depths is None:
             y = z + y
         else:
             ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
             y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
-        return write_kept(x_BND, z, y, routing._replace(weights=Weights()))
+        return write_kept(x_BND, z, y, routing._replace(gate_BK=None))
 
 
 def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
     index_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN)
-    return Routing(Kept(index_BN), Evidence(score_BN), Weights(gate_BN))
+    return Routing(Kept(index_BN), score_BN, gate_BN)

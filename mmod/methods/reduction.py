@@ -42,7 +42,7 @@ from mmod.blocks.routed import ConvertedBlock
 from mmod.blocks.symbolic import check_once
 from mmod.methods.base import owner_of
 from mmod.ops.intercept import AttentionIntercept
-from mmod.routing import Evidence, Joined, Kept, Routing
+from mmod.routing import Joined, Kept, Routing
 
 
 class Reduction(NamedTuple):
@@ -152,7 +152,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         index_BK, order_BK = place_BK.sort(dim=1)
         size_BK = None if size_BK is None else size_BK.gather(1, order_BK)
         score_BN = torch.zeros(index_BK.shape[0], tokens, device=index_BK.device)
-        self.record.keep("", Routing(Kept(index_BK), Evidence(score_BN), joined=Joined(size_BK=size_BK)))
+        self.record.keep("", Routing(Kept(index_BK), score_BN, joined=Joined(size_BK=size_BK)))
 
 
 class ReducedModel(BlockOwner):

@@ -142,7 +142,7 @@ class Route(Method):
         for name, block in routed_blocks(model).items():
             config = block.router.config
             if config.language.inference_threshold is not None:
-                level_BN = config.router.normalised(decisions[name].evidence.logit_BN)
+                level_BN = config.router.normalised(decisions[name].logit_BN)
                 alone[name] = level_BN >= config.language.inference_threshold
         return alone
 

@@ -142,18 +142,6 @@ class TokenGroups(NamedTuple):
         return self.gated_BN
 
 
-class Weights(NamedTuple):
-    """How updates and states are weighed.
-
-    Args:
-        gate_BK: Weights of the block's updates (B, K); None for 1.
-        skipped_BN: Weights of skipped tokens' states (B, N); None for 1.
-    """
-
-    gate_BK: Tensor | None = None
-    skipped_BN: Tensor | None = None
-
-
 class Joined(NamedTuple):
     """Which kept tokens the skipped ones join.
 
@@ -170,51 +158,38 @@ class Joined(NamedTuple):
     bias: Tensor | None = None
 
 
-class Evidence(NamedTuple):
-    """What a decision is based on; auxiliary losses, traces and audits read it.
-
-    Args:
-        score_BN: Raw scores, fp32 (B, N).
-        tokens: Which tokens are padding, and which may be skipped.
-        importance_BN: Importance of the tokens, if computed.
-        predicted_BN: Logits of the network that predicts the kept tokens, if there is one (B, N).
-    """
-
-    score_BN: Tensor
-    tokens: TokenMasks | TokenGroups = TokenMasks()
-    importance_BN: Tensor | None = None
-    predicted_BN: Tensor | None = None
-
-    @property
-    def logit_BN(self) -> Tensor:
-        """Logits that decide about a token alone: predicted ones, or else the scores (B, N)."""
-        return self.score_BN if self.predicted_BN is None else self.predicted_BN
-
-
 class Routing(NamedTuple):
     """A block's decision for a batch, made by its router.
 
     Attributes:
         kept: Which rows run, in which slots.
-        evidence: The scores, and what else decided.
-        weights: What the gate weighs the update by.
+        score_BN: Raw scores, fp32 (B, N).
+        gate_BK: Weights of the block's updates (B, K); None for 1.
+        skipped_BN: Weights of skipped tokens' states (B, N); None for 1.
         joined: Which kept token a skipped one joined, if any.
+        tokens: Which tokens are padding, and which may be skipped.
+        importance_BN: Importance of the tokens, if computed beside the scores (B, N).
+        predicted_BN: Logits of the network that predicts the kept tokens, if there is one (B, N).
     """
 
     kept: Kept
-    evidence: Evidence
-    weights: Weights = Weights()
+    score_BN: Tensor
+    gate_BK: Tensor | None = None
+    skipped_BN: Tensor | None = None
     joined: Joined = Joined()
-
-    @property
-    def score_BN(self) -> Tensor:
-        """Raw scores, fp32 (B, N)."""
-        return self.evidence.score_BN
+    tokens: TokenMasks | TokenGroups = TokenMasks()
+    importance_BN: Tensor | None = None
+    predicted_BN: Tensor | None = None
 
     @property
     def keep_BN(self) -> Tensor:
         """True at kept tokens (B, N)."""
-        return self.kept.among(self.evidence.score_BN.shape[1])
+        return self.kept.among(self.score_BN.shape[1])
+
+    @property
+    def logit_BN(self) -> Tensor:
+        """Logits that decide about a token alone: predicted ones, or else the scores (B, N)."""
+        return self.score_BN if self.predicted_BN is None else self.predicted_BN
 
     def to(self, device: torch.device) -> Routing:
         """Return the same decision on another device."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.config import RoutingConfig, Score, Threshold
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import Kept
-from mmod.routing.decision import KEPT, Evidence, Routing, TokenGroups, TokenMasks, Weights
+from mmod.routing.decision import KEPT, Routing, TokenGroups, TokenMasks
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
 from mmod.routing.score.drawn import Drawn
@@ -103,8 +103,17 @@ class DecoderRouter(Router):
             gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, kept.index_BK)
             if self.config.skipped == "scale":
                 skipped_BN = torch.where(groups.free_BN, weight_BN, 1.0)
-        evidence = Evidence(score_BN, groups, None if self.shares_own_score else importance_BN, predicted_BN)
-        return Routing(kept, evidence, Weights(gate_BK, skipped_BN))
+        if self.shares_own_score:
+            importance_BN = None
+        return Routing(
+            kept,
+            score_BN,
+            gate_BK,
+            skipped_BN,
+            tokens=groups,
+            importance_BN=importance_BN,
+            predicted_BN=predicted_BN,
+        )
 
     def _score(
         self,
@@ -151,8 +160,9 @@ class DecoderRouter(Router):
         gate_BN = torch.where(tokens.free_BN, step_gate(self._normalised(score_BN, tokens), threshold), 1.0)
         kept = slots_of(there_BN)
         gate_BK = gate_BN.gather(1, kept.index_BK)
-        kept = kept._replace(idle_BK=gate_BK == 0)
-        return Routing(kept, Evidence(score_BN, tokens), Weights(gate_BK))
+        # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
+        kept = Kept(kept.index_BK, kept.valid_BK, kept.total, idle_BK=gate_BK == 0)
+        return Routing(kept, score_BN, gate_BK, tokens=tokens)
 
     def _slots(self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups) -> Kept:
         """Return the kept tokens."""

@@ -98,7 +98,7 @@ class ToNearest(Joiner):
     ) -> Routing:
         """Return a decision with the most similar kept token of every other one."""
         if earlier is None:
-            valid_BN = routing.evidence.tokens.valid_BN
+            valid_BN = routing.tokens.valid_BN
             slot_BN = self._nearest(routing, rows, rule, routing.kept.index_BK, valid_BN, unit_BNE)
             return _joined(routing, slot_BN, rule, rows.dtype)
         # Tokens merged into a token that is now dropped move with it to its new group.
@@ -194,7 +194,7 @@ def choose_joiner(config: RoutingConfig, score: nn.Module | None, prefix: int) -
 
 def _joins_all(routing: Routing) -> bool:
     """Return whether every token joins a kept one, as far as shapes tell."""
-    masks = routing.evidence.tokens
+    masks = routing.tokens
     assert isinstance(masks, TokenMasks)
     return routing.kept.valid_BK is None and masks.valid_BN is None and masks.protect_BN is None
 
@@ -212,7 +212,17 @@ def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.d
         if skipped.size_power != 1:
             bias = bias * skipped.size_power if skipped.size_power else None
     # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
-    return Routing(routing.kept, routing.evidence, routing.weights, Joined(slot_BN, size_BK, everyone, bias))
+    joined = Joined(slot_BN, size_BK, everyone, bias)
+    return Routing(
+        routing.kept,
+        routing.score_BN,
+        routing.gate_BK,
+        routing.skipped_BN,
+        joined,
+        routing.tokens,
+        routing.importance_BN,
+        routing.predicted_BN,
+    )
 
 
 def _check_kept(routing: Routing, rule: Rule, prefix: int) -> None:

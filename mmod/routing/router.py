@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from mmod.config import Patches, Placement, RoutingConfig, Score, Threshold, rational, spelled
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import Kept, cannot_count, kept_count, select_images, select_threshold, select_topk
-from mmod.routing.decision import Evidence, Routing, Rule, TokenGroups, TokenMasks, Weights
+from mmod.routing.decision import Routing, Rule, TokenGroups, TokenMasks
 from mmod.routing.joiner import choose_joiner
 from mmod.threads import PerThread
-
-_NO_WEIGHTS = Weights()
 
 
 class Router(nn.Module):
@@ -135,8 +133,8 @@ class Router(nn.Module):
         unit_BNE = None if joiner is None else joiner.unit_rows(x_BND, config)
         gate = config.gate
         if earlier is not None:
-            masks: Any = TokenMasks(earlier.evidence.tokens.valid_BN)
-            importance_BN = earlier.evidence.importance_BN
+            masks: Any = TokenMasks(earlier.tokens.valid_BN)
+            importance_BN = earlier.importance_BN
             score_BN = self._score_kept(x_BND, earlier, unit_BNE)
         else:
             masks = tokens if type(tokens) is self.chooses_among else self._checked(tokens)
@@ -154,9 +152,9 @@ class Router(nn.Module):
         skipped_BN = None
         if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
-        evidence = Evidence(score_BN, masks, None if self.shares_own_score else importance_BN)
-        weights = _NO_WEIGHTS if gate_BK is None and skipped_BN is None else Weights(gate_BK, skipped_BN)
-        routing = Routing(kept, evidence, weights)
+        if self.shares_own_score:
+            importance_BN = None
+        routing = Routing(kept, score_BN, gate_BK, skipped_BN, tokens=masks, importance_BN=importance_BN)
         return routing if joiner is None else joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
     def _checked(self, tokens: TokenMasks | TokenGroups | None) -> Any:

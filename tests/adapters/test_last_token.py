@@ -28,7 +28,7 @@ def test_it_is_what_the_last_token_attends_to(name: str, side: str, attention: s
     model = mmod.route_(make_joint(name, attention=attention), language=CONFIG)
     with mmod.trace(model) as trace:
         model(**batch)
-    importance_BN = next(iter(trace.values())).evidence.importance_BN.double()
+    importance_BN = next(iter(trace.values())).importance_BN.double()
     torch.testing.assert_close(importance_BN[real], rows[real], rtol=1e-4, atol=1e-6)
     assert torch.equal(*(routing.keep_BN for routing in trace.values()))
 

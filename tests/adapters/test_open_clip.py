@@ -147,10 +147,10 @@ def test_kept_tokens_are_computed_as_if_they_were_alone(name: str, config: Routi
                 kept = keep.nonzero().squeeze(1)
                 alone = x_BND[sample : sample + 1, kept]
                 expected = host_class(block).forward(block, alone, **pairs_of(block, mask, sample, kept, kept))[0]
-                if routing.weights.gate_BK is not None:
-                    gate = torch.zeros(len(keep)).scatter(
-                        0, routing.kept.index_BK[sample], routing.weights.gate_BK[sample]
-                    )[kept]
+                if routing.gate_BK is not None:
+                    gate = torch.zeros(len(keep)).scatter(0, routing.kept.index_BK[sample], routing.gate_BK[sample])[
+                        kept
+                    ]
                     expected = torch.lerp(alone[0], expected, gate.unsqueeze(1))
                 torch.testing.assert_close(y_BND[sample, kept], expected, atol=1e-5, rtol=1e-5)
 
@@ -190,7 +190,7 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
             valid_BN = getattr(model, "text", model).token_embedding.mod_state.masks(captions).valid_BN
         expected = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
-        torch.testing.assert_close(routing.evidence.importance_BN, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(routing.importance_BN, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -62,7 +62,7 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     keep, tokens = routing.keep_BN, x.shape[1]
     # Groups say which tokens are padding; positions, which a sliding window counts, are places in the row.
     place = torch.arange(tokens)
-    pairs = (place <= place[:, None]) & (routing.evidence.tokens.group_BN >= 0)[:, None, :]
+    pairs = (place <= place[:, None]) & (routing.tokens.group_BN >= 0)[:, None, :]
     attention = layer.self_attn
     window = getattr(attention if hasattr(attention, "sliding_window") else attention.config, "sliding_window", None)
     if window is not None:
@@ -79,8 +79,8 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     update = layer.post_attention_layernorm(update) if sandwich else update
     chosen = keep.unsqueeze(-1)
     gate = torch.ones_like(x[..., :1])
-    if routing.weights.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.to(x.dtype)).unsqueeze(-1)
+    if routing.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
     middle = x + (torch.where(chosen, gate * update, 0) if operator == "attention" else update)
     normed = (layer.pre_feedforward_layernorm if sandwich else layer.post_attention_layernorm)(middle)
     update = layer.mlp(normed)
@@ -100,14 +100,14 @@ def defined_by_masks(
     if mask is None:
         mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
     pairs = mask if mask.dtype == torch.bool else mask == 0
-    pairs = pairs & (routing.evidence.tokens.group_BN >= 0)[:, None, None, :]
+    pairs = pairs & (routing.tokens.group_BN >= 0)[:, None, None, :]
     if context == "kept" and operator != "mlp":
         pairs = pairs & keep[:, None, None, :]
     bias = torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)
     chosen = keep.unsqueeze(-1)
     gate = torch.ones_like(x[..., :1])
-    if routing.weights.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.to(x.dtype)).unsqueeze(-1)
+    if routing.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
 
     def weigh(module: nn.Module, args: Any, output: Any) -> Any:
         update = output[0] if isinstance(output, tuple) else output

@@ -11,7 +11,7 @@ from timm.utils import AttentionExtract
 from torch import Tensor, nn
 
 import mmod
-from mmod.routing.decision import Evidence, Kept
+from mmod.routing.decision import Kept
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -102,7 +102,7 @@ def test_attention_maps_are_brought_to_all_tokens(routing: str) -> None:
 def test_images_that_are_skipped_as_a_whole_are_zero_or_attend_to_themselves() -> None:
     valid = torch.tensor([[True], [False], [True]]).expand(-1, 4)
     kept = Kept(torch.arange(4).expand(3, -1), valid, image_S=torch.tensor([0, 2]))
-    routed = mmod.Routing(kept, Evidence(torch.zeros(3, 4)))
+    routed = mmod.Routing(kept, torch.zeros(3, 4))
     values, maps = torch.randn(2, 4, 5), torch.rand(2, 2, 4, 4)
     all_tokens = mmod.to_all_tokens(values, routed)
     assert torch.equal(all_tokens[[0, 2]], values)

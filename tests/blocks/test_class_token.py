@@ -50,7 +50,7 @@ def test_importance_is_what_the_class_token_attends_to(name: str) -> None:
         model(x)
     routing = trace[next(iter(trace))]
     rows = first_rows.rows[: len(first_rows.rows) // len(model.blocks)]
-    torch.testing.assert_close(routing.evidence.importance_BN.double(), torch.stack(rows).mean(0), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(routing.importance_BN.double(), torch.stack(rows).mean(0), rtol=1e-4, atol=1e-6)
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def test_heads_that_are_not_fused_and_half_precision_say_the_same() -> None:
             block.attn.fused_attn = fused
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), mmod.trace(model) as trace:
             model(x)
-        importances.append(trace["blocks.1"].evidence.importance_BN)
+        importances.append(trace["blocks.1"].importance_BN)
     assert {importance.dtype for importance in importances} == {torch.float32}
     torch.testing.assert_close(importances[0], importances[1])
     torch.testing.assert_close(importances[0], importances[2], rtol=0.05, atol=1e-3)

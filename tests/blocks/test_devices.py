@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.transformers.layers import CompactRotary
 from mmod.blocks import Span, StackCalls
-from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks, share_score
+from mmod.routing import Kept, Router, Routing, TokenMasks, share_score
 from mmod.threads import PerThread
 
 FAR = torch.device("meta")
@@ -59,7 +59,7 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
 
     def choose(score_BN: Tensor) -> Routing:
         recorded.append(score_BN.device)
-        return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), Evidence(score_BN))
+        return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), score_BN)
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
     routing = span.decide(x, at(2, decides), shared, decides.rule, TokenMasks())

@@ -27,8 +27,8 @@ def defined(block: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
         bias = torch.zeros_like(x[:, None, :, 0]).masked_fill(~keep[:, None], torch.finfo(x.dtype).min)
         arguments[name] = arguments.get(name, 0) + bias[:, :, None].expand(-1, 1, x.shape[1], -1)
     gate = torch.ones_like(x[..., :1])
-    if routing.weights.gate_BK is not None:
-        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.to(x.dtype)).unsqueeze(-1)
+    if routing.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.gate_BK.to(x.dtype)).unsqueeze(-1)
     scale = [getattr(block, f"gamma_{place}", None) for place in (1, 2)]
     layer_scale = [getattr(block, f"ls{place}", nn.Identity()) for place in (1, 2)]
     for place in (0, 1):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.lab import LearnedCapacity, capacity, fit_capacity, learn_capacity_, settle_capacity_
 from mmod.lab.capacity import LearnedRouter, PartialSlots, capacity_hook
-from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks, Weights, kept_count, select_topk
+from mmod.routing import Router, Routing, TokenMasks, kept_count, select_topk
 from mmod.training import EmaConfig, FitResult, evaluate
 from tests.kit.engine_worker import TensorStream, run, tiny_config
 from tests.kit.zoo import make_images, make_model
@@ -106,11 +106,12 @@ def test_weights_are_those_of_a_loop(
     real_BN = torch.arange(tokens + prefix) < counts if padded else None
     capacity, lower = Fraction(upper, 8), Fraction(upper - 1, 8)
     gate = "sigmoid" if gated else "identity"
-    index_BK, valid_BK, gate_BK, _ = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
-    routing = Routing(Kept(index_BK, valid_BK), Evidence(score_BN, TokenMasks(real_BN)), Weights(gate_BK))
+    kept, gate_BK = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
+    index_BK, valid_BK = kept.index_BK, kept.valid_BK
+    routing = Routing(kept, score_BN, gate_BK, tokens=TokenMasks(real_BN))
     share = torch.tensor(0.25, dtype=torch.float64)
     weight = PartialSlots(lower, share).weigh(routing, prefix)
-    assert weight.weights.gate_BK is not None
+    assert weight.gate_BK is not None
     for image in range(3):
         number = tokens + prefix if real_BN is None else int(real_BN[image].sum())
         order = sorted(range(number), key=lambda token: (token >= prefix, -float(score_BN[image, token]), token))
@@ -121,7 +122,7 @@ def test_weights_are_those_of_a_loop(
                 continue
             expected = 1.0 if token in fully_kept else 0.25
             expected *= float(torch.sigmoid(score_BN[image, token])) if gated else 1.0
-            assert float(weight.weights.gate_BK[image, slot]) == pytest.approx(expected)
+            assert float(weight.gate_BK[image, slot]) == pytest.approx(expected)
 
 
 def learning_model(

@@ -131,9 +131,9 @@ def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
         assert list(decisions) == [f"model.layers.1.mlp.expert{number}" for number in (1, 2, 3)]
         terms = []
         for decision in decisions.values():
-            assert decision.evidence.predicted_BN is not None
+            assert decision.predicted_BN is not None
             assert decision.keep_BN.sum(dim=1).unique().tolist() == [3]
-            choices = zip(decision.evidence.predicted_BN.flatten(), decision.keep_BN.flatten())
+            choices = zip(decision.predicted_BN.flatten(), decision.keep_BN.flatten())
             terms += [-F.logsigmoid(logit if kept else -logit) for logit, kept in choices]
         loss = mmod.auxiliary_loss(model)
         torch.testing.assert_close(loss.detach(), 0.5 * sum(terms).detach() / len(terms), check_dtype=False)  # type: ignore[union-attr]

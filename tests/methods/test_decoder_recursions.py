@@ -198,9 +198,9 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
         with mmod.trace(model) as decisions:
             model(input_ids=ids)
         (routing,) = decisions.values()
-        logit_BN = routing.score_BN if choice == "score" else routing.evidence.predicted_BN
+        logit_BN = routing.score_BN if choice == "score" else routing.predicted_BN
         assert logit_BN is not None
-        assert (routing.evidence.predicted_BN is None) == (choice == "score")
+        assert (routing.predicted_BN is None) == (choice == "score")
         terms = [
             -F.logsigmoid(logit_BN[b, n] if n in routing.kept.index_BK[b] else -logit_BN[b, n])
             for b in range(2)

@@ -72,9 +72,9 @@ def test_p_mod_weighs_image_tokens_alone(gate_on: str) -> None:
         skipped = images & ~kept
         torch.testing.assert_close(after[skipped], (weight * before)[skipped])
         assert bool(((weight > 0.8) & (weight < 1.2)).all())
-        assert routing.weights.gate_BK is not None
+        assert routing.gate_BK is not None
         text_BK = ~images.gather(1, routing.kept.index_BK)
-        assert bool((routing.weights.gate_BK[text_BK] == 1).all())
+        assert bool((routing.gate_BK[text_BK] == 1).all())
         assert torch.equal(after[~real], before[~real])
 
 

@@ -54,7 +54,7 @@ def test_gates_follow_their_formulas(gate: str, scale: float, value: float) -> N
 
 def test_identity_gate_is_no_weight_at_all() -> None:
     assert apply_gate(torch.zeros(2), "identity") is None
-    assert make(RoutingConfig())(torch.randn(1, 4, 8), torch.rand(1, 4)).weights.gate_BK is None
+    assert make(RoutingConfig())(torch.randn(1, 4, 8), torch.rand(1, 4)).gate_BK is None
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -124,7 +124,7 @@ def test_a_function_may_score_and_learn() -> None:
     torch.manual_seed(1)
     router = make(RoutingConfig(router=torch.nn.Sequential(torch.nn.Linear(8, 1), torch.nn.Flatten(1))))
     routing = router(torch.randn(2, 6, 8))
-    assert routing.weights.gate_BK.requires_grad
+    assert routing.gate_BK.requires_grad
     assert {name for name, _ in router.named_parameters()} == {"score.function.0.weight", "score.function.0.bias"}
     with pytest.raises(ValueError, match=r"\(2, 6\) \(images, tokens\), got \(2,\)"):
         make(RoutingConfig(router=lambda x: x.sum((1, 2))))(torch.randn(2, 6, 8))
@@ -168,7 +168,7 @@ def test_a_dropped_token_stays_dropped_whatever_the_kept_ones_score(router: str,
 def test_gate_gradient_reaches_kept_tokens_only() -> None:
     router = make(RoutingConfig(router=mmod.score("linear", init_std=1.0)), prefix=0)
     routing = router(torch.randn(1, 6, 8))
-    (gradient,) = torch.autograd.grad(routing.weights.gate_BK.sum(), routing.score_BN)
+    (gradient,) = torch.autograd.grad(routing.gate_BK.sum(), routing.score_BN)
     assert torch.equal(gradient[0] != 0, routing.keep_BN[0])
 
 
@@ -179,9 +179,7 @@ class TestPresets:
         with torch.no_grad():
             router.score.weight.normal_()
         routing = router(x)
-        torch.testing.assert_close(
-            routing.weights.gate_BK, (x @ router.score.weight[0] + 1).gather(1, routing.kept.index_BK)
-        )
+        torch.testing.assert_close(routing.gate_BK, (x @ router.score.weight[0] + 1).gather(1, routing.kept.index_BK))
         assert router.config.capacity == 0.125
 
     def test_a_mod_has_no_parameter_and_no_gate(self) -> None:
@@ -197,13 +195,13 @@ class TestPresets:
         router = make(config, prefix=0)
         x = torch.randn(2, 6, 8)
         routing = router(x)
-        assert torch.equal(routing.weights.gate_BK, torch.ones(2, 3))
-        assert torch.equal(routing.weights.skipped_BN, torch.ones(2, 6))
+        assert torch.equal(routing.gate_BK, torch.ones(2, 3))
+        assert torch.equal(routing.skipped_BN, torch.ones(2, 6))
         with torch.no_grad():
             router.score.weight.fill_(100.0)
-        weight = router(x).weights.skipped_BN
+        weight = router(x).skipped_BN
         assert bool(((weight >= 0.8) & (weight <= 1.2)).all())
-        router(x).weights.skipped_BN.sum().backward()
+        router(x).skipped_BN.sum().backward()
         assert router.score.weight.grad is not None
 
     def test_modification_decides_token_by_token(self) -> None:

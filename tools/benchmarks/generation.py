@@ -167,7 +167,7 @@ class GenerationModels:
             # With the thresholds of the layers before, whose decisions change the scores of this one.
             with trace(model) as decisions, torch.no_grad():
                 self._call(model)
-            groups = decisions[name].evidence.tokens
+            groups = decisions[name].tokens
             assert isinstance(groups, TokenGroups)
             level = torch.sigmoid(decisions[name].score_BN)[groups.free_BN]
             threshold = between(level, int(len(level) * router.capacity))
@@ -294,7 +294,7 @@ def preset_config(name: str, layers: int) -> RoutingConfig:
 
 
 def _share(routing: Routing) -> float:
-    groups = routing.evidence.tokens
+    groups = routing.tokens
     assert isinstance(groups, TokenGroups)
     free_BN = groups.free_BN
     return float((routing.keep_BN & free_BN).sum() / free_BN.sum())

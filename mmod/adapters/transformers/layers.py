@@ -216,7 +216,7 @@ class DecoderLayerCall(DecoderCall):
         if cache is None:
             return
         if routing is not None:
-            cache.remember(routing.evidence.tokens)
+            cache.remember(routing.tokens)
         if routing is None or all_tokens:
             cache.begin_update_all(x_BND)
         elif packing is not None and isinstance(cache, RoutedLayer):

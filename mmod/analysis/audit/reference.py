@@ -34,7 +34,7 @@ def consult(
         modules = dict(model.named_modules())
         for name, routing in learned.items():
             if name in modules:
-                captured[name] = capture_importance(getattr(routing.evidence.tokens, "valid_BN", None))
+                captured[name] = capture_importance(getattr(routing.tokens, "valid_BN", None))
     entropies: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(inside([(modules[name], capture) for name, capture in captured.items()]))

@@ -67,7 +67,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
 
 def free_tokens(routing: Routing, prefix: int) -> Tensor:
     """Return where a token may be skipped (B, N)."""
-    return routing.evidence.tokens.free(routing.score_BN, prefix)
+    return routing.tokens.free(routing.score_BN, prefix)
 
 
 def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def keep_best(
     """
     kept_BN = learned.keep_BN
     free_BN = free_tokens(learned, router.prefix)
-    groups = learned.evidence.tokens
+    groups = learned.tokens
     group_BN = groups.group_BN if isinstance(groups, TokenGroups) else free_BN.long()
     least = torch.finfo(torch.float64).min
     # NaN and minus infinity rank last among those that may be chosen, but above what may not.
@@ -111,7 +111,7 @@ def keep_best(
         valid_BK = places[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
     return routing._replace(
         kept=routing.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),
-        weights=routing.weights._replace(gate_BK=_weights(routing, index_BK, router)),
+        gate_BK=_weights(routing, index_BK, router),
     )
 
 
@@ -120,6 +120,6 @@ def _weights(routing: Routing, index_BK: Tensor, router: Router) -> Tensor | Non
     weight_BN = apply_gate(routing.score_BN, gate.name, gate.scale)
     if weight_BN is None:
         return None
-    if isinstance(routing.evidence.tokens, TokenGroups):
-        weight_BN = torch.where(routing.evidence.tokens.gated_BN, weight_BN, 1.0)
+    if isinstance(routing.tokens, TokenGroups):
+        weight_BN = torch.where(routing.tokens.gated_BN, weight_BN, 1.0)
     return weight_BN.gather(1, index_BK)

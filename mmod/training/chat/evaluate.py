@@ -218,7 +218,7 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     def count(*_: Any) -> None:
         for name, routing in decisions.take().items():
             keep_BN = routing.keep_BN
-            tokens = routing.evidence.tokens
+            tokens = routing.tokens
             free_BN = tokens.free_BN if isinstance(tokens, TokenGroups) else torch.ones_like(keep_BN)
             kept_and_free = torch.stack([(keep_BN & free_BN).sum(), free_BN.sum()])
             counts[name] = counts.get(name, 0) + kept_and_free

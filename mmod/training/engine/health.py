@@ -153,7 +153,7 @@ def figures_of(routing: Routing, router: Router) -> Figures:
     """Return the statistics of a decision."""
     keep_BN = routing.keep_BN
     free_BN = free_tokens(routing, router.prefix)
-    tokens = routing.evidence.tokens
+    tokens = routing.tokens
     # Of prompts only the tokens that compete count, of images all that exist.
     counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
     counted_BN = torch.ones_like(keep_BN) if counted_BN is None else counted_BN
@@ -183,16 +183,16 @@ def _share(keep_BN: Tensor, among_BN: Tensor) -> float | None:
 
 
 def _gates(routing: Routing) -> Tensor:
-    if routing.weights.gate_BK is None:
+    if routing.gate_BK is None:
         return routing.score_BN.new_empty(0)
     counts_BK = torch.ones_like(routing.kept.index_BK, dtype=torch.bool)
     if routing.kept.valid_BK is not None:
         counts_BK = counts_BK & routing.kept.valid_BK
     if routing.kept.idle_BK is not None:
         counts_BK = counts_BK & ~routing.kept.idle_BK
-    if isinstance(routing.evidence.tokens, TokenGroups):
-        counts_BK = counts_BK & routing.evidence.tokens.gated_BN.gather(1, routing.kept.index_BK)
-    return routing.weights.gate_BK[counts_BK].double()
+    if isinstance(routing.tokens, TokenGroups):
+        counts_BK = counts_BK & routing.tokens.gated_BN.gather(1, routing.kept.index_BK)
+    return routing.gate_BK[counts_BK].double()
 
 
 def _spread(score_BN: Tensor, free_BN: Tensor, *, per_image: bool) -> tuple[float | None, float]:

@@ -146,11 +146,11 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
             expected |= set(sorted(members, key=lambda place: (-level[place], place))[:count])
         assert set(kept.keep_BN[image].nonzero().flatten().tolist()) == expected
     assert kept.kept.index_BK.shape == learned.kept.index_BK.shape
-    assert kept.weights.gate_BK is not None
+    assert kept.gate_BK is not None
     filled = torch.ones_like(kept.kept.index_BK, dtype=torch.bool) if kept.kept.valid_BK is None else kept.kept.valid_BK
     weights = 1 + 0.2 * learned.score_BN.gather(1, kept.kept.index_BK).tanh()
     gated = torch.ones_like(filled) if kind != "groups" else groups.gated_BN.gather(1, kept.kept.index_BK)
-    torch.testing.assert_close(kept.weights.gate_BK[filled & gated], weights[filled & gated])
+    torch.testing.assert_close(kept.gate_BK[filled & gated], weights[filled & gated])
 
 
 @pytest.mark.parametrize(

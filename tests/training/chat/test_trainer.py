@@ -89,7 +89,7 @@ def test_health_counts_what_blocks_keep(folder: Path) -> None:
         image = batch["input_ids"] == processor.image_token_id
         assert figures["kept"] == pytest.approx(float(routing.keep_BN[image].float().mean()))
         kept = routing.keep_BN & image
-        gates = torch.zeros(image.shape).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.detach())[kept]
+        gates = torch.zeros(image.shape).scatter(1, routing.kept.index_BK, routing.gate_BK.detach())[kept]
         assert figures["gate"] == pytest.approx(float(gates.mean()), rel=1e-5)
         assert figures["gate_std"] == pytest.approx(float(gates.std(unbiased=False)), abs=1e-4)
 

@@ -77,7 +77,7 @@ def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     for block, routing_ in decisions.items():
         kept = int(config.capacity * 24)  # type: ignore[operator]
         assert evaluation.kept[block] == pytest.approx(kept / 24)
-        logit_BN = routing_.evidence.logit_BN
+        logit_BN = routing_.logit_BN
         alike = [
             float((logit_BN[b, n] >= 0) == (n in routing_.kept.index_BK[b].tolist()))
             for n in range(24)

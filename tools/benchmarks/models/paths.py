@@ -21,7 +21,7 @@ from mmod.blocks import BlockCall, Execution, ImportanceBlock, Mixin, RoutedBloc
 from mmod.blocks.rows import Host
 from mmod.methods.route import routed_blocks
 from mmod.ops import lerp_rows
-from mmod.routing import Evidence, Kept, Routing, kept_count
+from mmod.routing import Kept, Routing, kept_count
 from mmod.values import one_of
 
 CONTROLS = ("loop", "masked", "removed")
@@ -63,7 +63,7 @@ class FreeBlock(Mixin):
         arguments = call.bind(args, kwargs)
         if state.context == "all":
             index_BK = torch.arange(count, device=x.device).expand(x.shape[0], -1)
-            first = Routing(Kept(index_BK), Evidence(x[..., 0]))
+            first = Routing(Kept(index_BK), x[..., 0])
             y = call.attend_to_all(self, super().forward, arguments, x, x[:, :count], first)
         elif state.halves:
             assert call.halves is not None
@@ -152,7 +152,7 @@ class Looped(Execution):
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Run the host block on the kept tokens of one image after the other."""
         routing = rows.routing
-        gates = [None] * z.shape[0] if routing.weights.gate_BK is None else routing.weights.gate_BK
+        gates = [None] * z.shape[0] if routing.gate_BK is None else routing.gate_BK
         out = []
         for tokens_ND, index_K, gate_K in zip(z, routing.kept.index_BK, gates):
             z_KD = tokens_ND[index_K]
@@ -170,8 +170,8 @@ class Masked(Execution):
         keep_BN = routing.keep_BN
         y = host(z, **{**arguments, "attn_mask": keep_BN[:, None, None, :]})
         gate_BN = None
-        if routing.weights.gate_BK is not None:
-            gate_BN = torch.zeros_like(routing.score_BN).scatter(1, routing.kept.index_BK, routing.weights.gate_BK)
+        if routing.gate_BK is not None:
+            gate_BN = torch.zeros_like(routing.score_BN).scatter(1, routing.kept.index_BK, routing.gate_BK)
         return torch.where(keep_BN.unsqueeze(-1), lerp_rows(z, y, gate_BN), z)
 
 
