@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
-import torch
 from torch import Tensor, nn
 
 from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves, make_observed
@@ -215,8 +214,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
-        if not isinstance(x, Tensor) or torch._C._get_tracing_state() is not None:
-            return self.trace(x, args, kwargs)
+        if not isinstance(x, Tensor):
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         execution = state.execution
         # Most hosts pass tokens alone, and binding takes time.
@@ -260,11 +259,9 @@ class RoutedBlock(Deciding, ConvertedBlock):
         assert halves is not None
         return halves.attend(self, x, arguments)
 
-    def trace(self, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the block as one node of torch.fx's graph; refuse torch.jit.trace."""
-        if isinstance(x, Tensor):
-            raise RuntimeError(_TRACED)
-        return trace_as_node(self, x, args, kwargs)
+    def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse torch.jit.trace, under which torch calls this in place of `forward`."""
+        raise RuntimeError(_TRACED)
 
     def scorers(self) -> dict[str, nn.Module]:
         """Return the router, and the score that it shares with others."""
@@ -291,8 +288,8 @@ class SpannedBlock(RoutedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D), or rows that the block before passed on (B, K, D), see `RoutedBlock.forward`."""
-        if not isinstance(x, Tensor) or torch._C._get_tracing_state() is not None:
-            return self.trace(x, args, kwargs)
+        if not isinstance(x, Tensor):
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         span = state.span
         execution = state.execution

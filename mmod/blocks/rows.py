@@ -52,7 +52,7 @@ class FusedNorm(Mixin):
         return normed_BKD
 
 
-def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None, row_T: Tensor | None = None) -> Tensor:
+def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
     """Return the rows of a decision: kept tokens or means of merged ones (B, K, D), or kept images (S, N, D).
 
     Args:
@@ -82,7 +82,7 @@ def _fuses(x_BND: Tensor, norm: nn.Module) -> bool:
     return backend.choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
 
 
-def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing, row_T: Tensor | None = None) -> Tensor:
+def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
     """Return all tokens (B, N, D) with the gated update from rows z to rows y.
 
     `gather_kept` of the result returns the gated rows, up to rounding.
@@ -133,6 +133,8 @@ class Rows:
     packing: Packing | None = None
     # The rows that `routing` kept of those before it.
     _z_BKD: Tensor
+    # The same numbered over the batch, if they are single tokens and torch copies whole rows.
+    _row_T: Tensor | None = None
     # Earlier narrowings, each with the rows before it, the rows that it kept, and its decision about those before.
     _earlier: tuple[tuple[Tensor, Tensor, Routing], ...] = ()
 
@@ -158,11 +160,14 @@ class Rows:
         if self._among is None:
             self._from_BND = rows_BND
             self._among = routing if self.weighs else without_gate(routing)
-            self._row_T = self._whole_rows(rows_BND, routing)
+            kept = routing.kept
+            single = kept.valid_BK is None and kept.image_S is None and routing.joined.slot_BN is None
+            if single and routing.skipped_BN is None and not backend.forced:
+                self._row_T = batch_rows(rows_BND, kept.index_BK)
             if self._row_T is None:
                 self._z_BKD = gather_kept(rows_BND, routing, self.norm)
             else:
-                self._z_BKD = take_rows(rows_BND, routing.kept.index_BK, self._row_T)
+                self._z_BKD = take_rows(rows_BND, kept.index_BK, self._row_T)
         elif self.routing is routing:
             return self._gated(rows_BND)
         else:
@@ -170,7 +175,6 @@ class Rows:
             among, z_BKD = self._narrow(rows_BND, routing)
             self._from_BND = rows_BND
             self._among = among if self.weighs else without_gate(among)
-            self._row_T = None
             self.selected = None
             self._z_BKD = z_BKD
         self.routing = routing
@@ -191,15 +195,6 @@ class Rows:
             # Each narrowing is undone by its own decision, the last one first.
             y_BKD = write_kept(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
-
-    def _whole_rows(self, x_BND: Tensor, routing: Routing) -> Tensor | None:
-        """Return the rows of single tokens, numbered over the batch, where torch copies whole rows; else None."""
-        kept = routing.kept
-        if kept.valid_BK is not None or kept.image_S is not None or backend.forced:
-            return None
-        if routing.joined.slot_BN is not None or routing.skipped_BN is not None:
-            return None
-        return batch_rows(x_BND, kept.index_BK)
 
     def _gated(self, rows_BND: Tensor) -> Tensor:
         """Return the rows after a block that another one with the same decision follows."""

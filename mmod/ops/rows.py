@@ -78,12 +78,12 @@ def batch_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor | None:
     # batch 32, scatter 87 -> 26 us and 2.9 -> 1.0 ms.
     if not x_BND.is_cpu or torch.compiler.is_compiling():
         return None
-    # A view over the batch needs rows side by side.
-    if torch._C._get_tracing_state() is not None or not x_BND.is_contiguous():
+    if torch._C._get_tracing_state() is not None:
         return None
     if index_BK.shape[0] == 1 and index_BK.dtype == torch.int64:
         return index_BK[0]
-    return flat_rows(index_BK, x_BND.shape[1])
+    # A view over the batch needs rows side by side.
+    return flat_rows(index_BK, x_BND.shape[1]) if x_BND.is_contiguous() else None
 
 
 def flat_rows(index_BK: Tensor, tokens: int) -> Tensor:

@@ -141,14 +141,15 @@ class Router(nn.Module):
             score_BN = self._score(x_BND, config.router, importance_BN, masks, unit_BNE)
         if not self.prefix:
             masks = TokenMasks(masks.valid_BN)
-        if isinstance(config.select, Threshold):
-            # What joined another token before competes no more.
-            among = masks if earlier is None else TokenMasks(earlier.keep_BN)
-            kept, gate_BK = self._select_by_threshold(score_BN, among, config.select)
-        else:
+        if config.select == "topk":
             kept, gate_BK = select_topk(
                 score_BN, rule.capacity, self.prefix, masks.valid_BN, masks.protect_BN, gate=gate.name, scale=gate.scale
             )
+        else:
+            assert isinstance(config.select, Threshold)
+            # What joined another token before competes no more.
+            among = masks if earlier is None else TokenMasks(earlier.keep_BN)
+            kept, gate_BK = self._select_by_threshold(score_BN, among, config.select)
         skipped_BN = None
         if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)

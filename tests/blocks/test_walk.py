@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmod
 from tests.kit.zoo import make_images, make_model
@@ -37,14 +41,13 @@ def test_a_token_walks_through_few_files() -> None:
     assert len(files) - len(set(files)) <= 6, files
 
 
+ALONE = mmod.RoutingConfig(router="linear", blocks="late", capacity=0.5)
+SHARED = mmod.RoutingConfig(router="attention", blocks="late", capacity=0.5)
+MERGED = mmod.RoutingConfig(router="redundancy", skipped="merge", blocks="late", capacity=0.5)
+
+
 @pytest.mark.parametrize(
-    ("config", "most"),
-    [
-        (mmod.RoutingConfig(router="linear", blocks="late"), 23),
-        (mmod.RoutingConfig(router="attention", blocks="late"), 37),
-        (mmod.RoutingConfig(router="redundancy", skipped="merge", blocks="late"), 40),
-    ],
-    ids=["alone", "shared", "merged"],
+    ("config", "most"), [(ALONE, 22), (SHARED, 36), (MERGED, 38)], ids=["alone", "shared", "merged"]
 )
 @torch.no_grad()
 def test_a_block_calls_few_functions(config: mmod.RoutingConfig, most: int) -> None:
@@ -58,9 +61,76 @@ def test_a_block_calls_few_functions(config: mmod.RoutingConfig, most: int) -> N
             names.append(frame.f_code.co_name)
 
     model(images)
-    sys.setprofile(enter)
-    try:
+    with profiled(enter):
         model(images)
+    assert len(names) <= most * len(mmod.routed_blocks(model)), names
+
+
+@contextmanager
+def profiled(function: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """Call a function at each call of Python's, and of C's from Python."""
+    sys.setprofile(function)
+    try:
+        yield
     finally:
         sys.setprofile(None)
-    assert len(names) <= most * len(mmod.routed_blocks(model)), names
+
+
+class FirstTokens(nn.Module):
+    """Blocks on the first half of the tokens: what routing costs without a decision."""
+
+    def __init__(self, blocks: nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        half = x_BND.shape[1] // 2
+        out_BND = x_BND.clone()
+        out_BND[:, :half] = self.blocks(x_BND[:, :half])
+        return out_BND
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations of torch."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count_calls(model: nn.Module, images: Tensor) -> tuple[int, int]:
+    """Return how many operations of torch a pass runs, and how many calls Python makes."""
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    model(images)
+    with Operations() as operations:
+        model(images)
+    with profiled(count):
+        model(images)
+    return operations.count, calls
+
+
+@pytest.mark.parametrize(
+    ("config", "most_operations", "most_calls"),
+    [(ALONE, 21, 55), (SHARED, 2.5, 50), (MERGED, 8, 60)],
+    ids=["alone", "shared", "merged"],
+)
+@torch.no_grad()
+def test_a_decision_adds_few_operations(config: mmod.RoutingConfig, most_operations: float, most_calls: float) -> None:
+    """At batch 1, operations between the host's kernels are waited for."""
+    depth = 12
+    late = mmod.route_(make_model("vit_tiny_patch16_224", depth=depth), config)
+    free = make_model("vit_tiny_patch16_224", depth=depth)
+    blocks = len(mmod.routed_blocks(late))
+    free.blocks = nn.Sequential(*free.blocks[: depth - blocks], FirstTokens(free.blocks[depth - blocks :]))
+    images = make_images("vit_tiny_patch16_224", 1)
+    operations, calls = count_calls(late, images)
+    free_operations, free_calls = count_calls(free, images)
+    assert operations - free_operations <= most_operations * blocks
+    assert calls - free_calls <= most_calls * blocks
