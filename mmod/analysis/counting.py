@@ -123,24 +123,39 @@ def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mappin
     # The hooks stay: the model is a copy without data, for this count alone.
     for name, block in blocks.items():
         block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
-    # Models of images alone name their argument as they like.
-    is_image_model = set(inputs) == {"image"}
-    args = tuple(inputs.values()) if is_image_model else ()
-    kwargs = {} if is_image_model else inputs
     inference = _CountingPass(model, inputs)
     training = _CountingPass(model, inputs)
     tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_inside(model) else nullcontext({})
     with tracing as decisions:
         with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
-            model(*args, **kwargs)
+            _call(model, inputs)
         with torch.enable_grad(), _WithoutMaps(), training:
-            output = model(*args, **kwargs)
+            output = _call(model, inputs)
         # Read while the output keeps the graph alive.
         held = training.live
         del output
     # Not from the routers, which blocks that share a decision do not call.
     kept = {name: routing.kept.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
     return PassCounts(inference.flops, tokens, kept, inference.peak, held)
+
+
+@torch.inference_mode(False)
+def pass_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Return the FLOPs of one inference pass, as `mmod.flops` counts them: for searches, which ask for nothing else.
+
+    Args:
+        model: On the meta device, in evaluation mode.
+        inputs: Its arguments by name, without data; those of a model of images are `{"image": image}`.
+    """
+    counted = _CountingPass(model, inputs)
+    with torch.no_grad(), _running_modules(model, counted.running), _WithoutMaps(), counted:
+        _call(model, inputs)
+    return counted.flops[""]
+
+
+def _call(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+    # Models of images alone name their argument as they like.
+    return model(inputs["image"]) if set(inputs) == {"image"} else model(**inputs)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import mmod
+from mmod.analysis.counting import pass_flops
 from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
@@ -85,6 +86,7 @@ def test_flops_are_those_that_run(name: str) -> None:
     with flop_counter() as counter:
         model(IMAGES[:1])
     report = mmod.flops(model, 160)
+    assert pass_flops(model.to("meta"), {"image": IMAGES[:1].to("meta")}) == report.routed
     # Attention in fp32 on a CPU shares its probabilities with importance.
     assert counter.get_total_flops() == pytest.approx(report.routed - report.importance, rel=2e-3)
 
