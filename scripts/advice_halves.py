@@ -25,9 +25,11 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
-from mmod.compare.early import compare_early
+from mmod.compare.early import BATCH, Look, look_at, near_front
+from mmod.compare.measure import fill
 from mmod.compare.table import DENSE, Measured, Table
-from mmod.compare.times import time_models
+from mmod.compare.times import sample_times
+from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.planning.advice import LEAST_SPEEDUP, Advice
 from mmod.planning.candidate import Candidate
@@ -42,7 +44,7 @@ SIDE = 140
 PARTS = (128, 512, None)
 TOLERANCES = (0.01, 0.02, 0.05, 0.1)
 SPLITS = 200
-BATCH = 8
+BATCH_SIZE = 8
 # Advice may be this much slower than the best, and lose this much more than the tolerance, and is right still.
 SLOWER, LOST = 1.05, 0.005
 
@@ -52,7 +54,7 @@ class Recorded(NamedTuple):
 
     Args:
         scores: Whether the top class is the dense model's, by candidate (N,).
-        times: Milliseconds of a batch by candidate and round, those of the dense model among them.
+        times: Milliseconds of a photograph by candidate and round, those of the dense model among them.
     """
 
     scores: dict[str, np.ndarray]
@@ -62,17 +64,19 @@ class Recorded(NamedTuple):
 def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     """Return what `mmod.advise` says of some photographs, whose scores are read instead of measured."""
 
-    def evaluate(name: str, start: int, stop: int) -> Measured:
-        scores = recorded.scores[name][places[start:stop]]
+    def evaluate(look: Look, callback: Callback = lambda share: None) -> Measured:
+        scores = recorded.scores[look.name][places[look.config.start : look.config.stop]]
         return Measured({}, samples=len(scores), outcomes={AGREEMENT: scores})
 
     candidates = {name: Candidate(name) for name in recorded.scores if name != DENSE}
     table = Table()
-    table.add(DENSE, 0, evaluate(DENSE, 0, len(places)))
-    first = min(FIRST_LOOK, len(places))
-    compare_early(table, candidates, evaluate, lambda: {"batch": recorded.times}, AGREEMENT, first, progress=False)
+    (dense,) = look_at([DENSE], 0, len(places))
+    table.add(DENSE, 0, evaluate(dense))
+    looks = look_at(candidates, 0, min(FIRST_LOOK, len(places)))
+    more = near_front(AGREEMENT, len(places))
+    fill(table, looks, evaluate, Runner(progress=False), time=lambda: {BATCH: recorded.times}, more=more)
     rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
-    return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
+    return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 
 
 def is_right(advice: Advice, recorded: Recorded, others: np.ndarray) -> bool:
@@ -172,18 +176,17 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
     pixels, labels = photographs(folder / "test")
     part, stack = find_part(model)
     with torch.no_grad():
-        samples = Images(model, part, stack.prefix, pixels, None, BATCH)
+        samples = Images(model, part, stack.prefix, pixels, None, BATCH_SIZE)
         print(f"dense: {100 * float((samples.dense_NRF[:, 0].argmax(-1).numpy() == labels).mean()):.1f} % right")
         candidates = image_candidates(stack, samples.size, samples.patches)
         models, refused = changed_models(model, samples, BLOCKS, candidates)
         assert not refused, refused
         by_name = {DENSE: Candidate(DENSE), **{candidate.name: candidate for candidate in candidates}}
         scores = {}
-        for name in models:
-            rows = evaluate_once(store, samples, by_name, models, name, 0, len(samples))
-            scores[name] = rows.outcomes[AGREEMENT]
+        for look in look_at(models, 0, len(samples)):
+            scores[look.name] = evaluate_once(store, samples, by_name, models, look).outcomes[AGREEMENT]
         readings = {name: samples.readings(changed) for name, changed in models.items()}
-        times = time_models(readings, rounds=ROUNDS, device=torch.device("cpu"))["batch"]
+        times = sample_times(readings, rounds=ROUNDS, device=torch.device("cpu"))[BATCH]
     store.put(identity, [scores, times], timed_on="cpu")
     return Recorded(scores, times)
 

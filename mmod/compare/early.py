@@ -1,12 +1,13 @@
-"""A comparison that stops early: most candidates are evaluated on few samples alone."""
+"""A comparison that stops early: all candidates are evaluated on few samples, and those near the front on all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from mmod.analysis.timing import relative_times
-from mmod.compare.table import DENSE, Measured, Table, evaluated, mean_of, measure_jobs, unbeaten
-from mmod.io.jobs import Callback, Job, Runner
+from mmod.compare.table import DENSE, Table, evaluated, mean_of, unbeaten
+from mmod.io.jobs import Job
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
@@ -14,48 +15,42 @@ BATCH = "batch"
 _SLACK = 0.02
 
 
-def compare_early(
-    table: Table,
-    names: Iterable[str],
-    evaluate: Callable[[str, int, int], Measured],
-    time: Callable[[], dict[str, dict[str, list[float]]]],
-    figure: str,
-    first: int,
-    *,
-    progress: bool,
-) -> None:
-    """Evaluate all candidates on few samples, and those near the Pareto front on all that the dense model has.
+@dataclass(frozen=True)
+class Look(Job[range]):
+    """The evaluation of a candidate on a range of samples."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
+    """Return the evaluation of candidates on the samples from one to another."""
+    return [Look(name, 0, range(start, stop), work=stop - start) for name in names]
+
+
+def near_front(figure: str, samples: int) -> Callable[[Table], list[Look]]:
+    """Return what asks for all samples of the candidates near the Pareto front, see `mmod.compare.measure.fill`.
 
     Args:
-        table: Rows of the dense model; rows of the others and times join them.
-        names: The others.
-        evaluate: Returns the rows of a candidate by name, from one sample to another.
-        time: Returns the milliseconds of all by pass, name and round, which are measured between the two looks; `BATCH`
-            decides.
         figure: The outcome that decides who is better.
-        first: Samples of the first look.
+        samples: Number of all samples, which the dense model has.
     """
-    total = evaluated(table, DENSE)
-    runner = Runner(progress=progress, title="advise", leave=False)
+    is_first = True
 
-    def look(names: Iterable[str], stop: int) -> None:
-        def measure(job: Job[None], callback: Callback) -> Measured:
-            return evaluate(job.name, evaluated(table, job.name), stop)
-
-        jobs = [Job(name, 0, None) for name in names if evaluated(table, name) < stop]
-        for _ in measure_jobs(table, jobs, measure, runner):
-            pass
-
-    look(names, first)
-    table.times = time()
-    ms = milliseconds(table, BATCH)
-    # Evaluated before any gets more samples: a score of more would not compare.
-    means = {name: mean_of(table, figure, name) for name in ms}
-    near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
-    while near:
-        look(near, total)
+    def more(table: Table) -> list[Look]:
+        nonlocal is_first
+        ms = milliseconds(table, BATCH)
+        near = []
+        if is_first:
+            means = {name: mean_of(table, figure, name) for name in ms}
+            near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
+            near = [name for name in near if evaluated(table, name) < samples]
+            is_first = False
         # More samples may have taken from the front what had beaten others on few.
-        near = [name for name in front_of(table, figure, ms) if evaluated(table, name) < total]
+        near = near or [name for name in front_of(table, figure, ms) if evaluated(table, name) < samples]
+        return [look for name in near for look in look_at([name], evaluated(table, name), samples)]
+
+    return more
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from statistics import mean, stdev
@@ -24,8 +24,6 @@ from mmod.analysis.statistics import (
     resampled_means,
     share_of,
 )
-from mmod.io.jobs import AnyJob, Callback, Runner
-from mmod.io.store import Store
 
 DENSE = "dense"
 """Name of the candidate that all others are compared with."""
@@ -48,6 +46,7 @@ class Measured(NamedTuple):
         skipped: Number of samples that could not be read.
         outcomes: Columns of the samples (N, ...), where these are compared one by one. The mean of a column with the
             name of a figure is that figure as a share; figures are in percent.
+        text: The figures as a line for the terminal.
     """
 
     figures: Mapping[str, float]
@@ -55,6 +54,7 @@ class Measured(NamedTuple):
     samples: int = 0
     skipped: int = 0
     outcomes: Mapping[str, np.ndarray] = {}
+    text: str = ""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Table:
 
     Attributes:
         runs: Rows by candidate and seed.
-        times: Milliseconds by pass, candidate and round, measured in turns.
+        times: Milliseconds of a sample by pass, candidate and round, measured in turns.
         costs: FLOPs, memory and times of a sample, by candidate.
         weigh: Figures that are no means of a column, and how they follow from the outcomes of weighted samples.
     """
@@ -88,26 +88,6 @@ class Table:
     def figures(self, name: str) -> dict[int, Mapping[str, float]]:
         """Return all figures of a candidate by seed."""
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
-
-
-def measure_jobs(
-    table: Table, jobs: Sequence[AnyJob], measure: Callable[[AnyJob, Callback], Measured], runner: Runner
-) -> Iterator[AnyJob]:
-    """Measure candidates and seeds, and yield each job once its rows are in the table.
-
-    Args:
-        jobs: One for each candidate and seed, by whose name and seed the table knows its rows.
-        measure: Returns the rows of a job, once (`measured_once`), so that a stopped comparison resumes; other
-            processes get it pickled.
-    """
-    for job, rows in runner.run(jobs, measure):
-        table.add(job.name, job.seed, rows)
-        yield job
-
-
-def measured_once(store: Store, identity: Mapping[str, Any], measure: Callable[[], Measured]) -> Measured:
-    """Return rows from a store, and measure them if they are not there."""
-    return Measured(**store.once(identity, lambda: measure()._asdict()))
 
 
 def evaluated(table: Table, name: str) -> int:

@@ -1,61 +1,55 @@
-"""Interleaved times of candidates: rows of (pass, candidate, round), and milliseconds and speed-ups from them."""
+"""Interleaved times of candidates: rows of (pass, candidate, round), measured once on a machine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from mmod.analysis.timing import Reading, interleave, relative_times
-from mmod.compare.table import DENSE, Table
+from mmod.analysis.timing import Reading, interleave
+from mmod.io.store import Store
 from mmod.io.timing_threads import on_timing_threads
 
 Input = TypeVar("Input")
 """Names what a timed pass reads, such as the kind of its samples and their number."""
-
-
 Readings = Mapping[str, Mapping[Input, Reading]]
 """The passes of each candidate by name."""
+Times = dict[Input, dict[str, list[float]]]
+"""Milliseconds of a sample by pass, candidate and round."""
 
 
-def time_models(
-    readings: Readings[Input],
-    *,
-    rounds: int,
-    device: torch.device,
-    warmup: int = 2,
-    shown: bool = False,
-) -> dict[Input, dict[str, list[float]]]:
-    """Return milliseconds by pass, candidate and round, all in turns; see `mmod.analysis.timing.interleave`.
-
-    The caller switches gradients off. In inference mode a model may keep tensors that it cannot be trained with.
-    """
+@torch.no_grad()
+def sample_times(
+    readings: Readings[Input], *, rounds: int, device: torch.device, warmup: int = 2, shown: bool = False
+) -> Times[Input]:
+    """Time all passes of all candidates in turns; see `mmod.analysis.timing.interleave`."""
     calls: dict[tuple[str, Input], Callable[[], object]] = {}
     for name, passes in readings.items():
         calls |= {(name, of): reading.call for of, reading in passes.items()}
     with on_timing_threads():
         times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
-    by_pass: dict[Input, dict[str, list[float]]] = {}
-    for (name, of), by_round in times.items():
-        by_pass.setdefault(of, {})[name] = by_round
+    by_pass: Times[Input] = {}
+    for (name, of), ms in times.items():
+        samples = readings[name][of].samples
+        by_pass.setdefault(of, {})[name] = [total / samples for total in ms]
     return by_pass
 
 
-def sample_times(
-    table: Table, readings: Readings[Input], *, rounds: int, device: torch.device, shown: bool = False
-) -> dict[Input, dict[str, tuple[float, float]]]:
-    """Time candidates in turns, and return milliseconds of a sample and speed-up over the dense model by pass and name.
+def times_once(
+    store: Store, identity: Mapping[str, Any], readings: Callable[[], Readings[Any]], device: torch.device, **how: Any
+) -> Times[Any]:
+    """Return times from the store of this machine, and measure them if they are not there.
 
     Args:
-        table: Gets the times.
+        identity: Stands for all candidates and passes: times beside other ones are of other turns.
+        readings: Makes the models and their passes.
+        how: Further arguments of `sample_times`, which join the identity but for `shown`.
     """
-    with torch.inference_mode():
-        table.times = time_models(readings, rounds=rounds, device=device, shown=shown)
-    figures: dict[Input, dict[str, tuple[float, float]]] = {}
-    for of, by_name in table.times.items():
-        figures[of] = {
-            name: (total / readings[name][of].samples, speedup)
-            for name, (total, speedup) in relative_times(by_name, DENSE).items()
-        }
-    return figures
+
+    def measure() -> list[Any]:
+        return list(sample_times(readings(), device=device, **how).items())
+
+    known = {name: value for name, value in how.items() if name != "shown"}
+    rows = store.once({"work": "times", **identity, **known}, measure, timed_on=str(device))
+    return {tuple(of) if isinstance(of, list) else of: by_name for of, by_name in rows}

@@ -14,9 +14,11 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios
-from mmod.compare.early import BATCH, compare_early, front_of, milliseconds
-from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
-from mmod.compare.times import time_models
+from mmod.compare.early import BATCH, Look, front_of, look_at, milliseconds, near_front
+from mmod.compare.measure import fill, measured_once
+from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of
+from mmod.compare.times import Times, times_once
+from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, AdviceRow
@@ -110,13 +112,18 @@ def advise(
         models, refused = changed_models(model, samples, depth, chosen)
         refused |= unfitted
         by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
-        table = Table()
-        table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
         figure = CORRECT if samples.has_labels else AGREEMENT
         results = Store(store)
-        evaluate = partial(evaluate_once, results, samples, by_name, models)
-        time = partial(_times, results, samples, by_name, models)
-        compare_early(table, by_name, evaluate, time, figure, samples.first, progress=progress)
+        table = Table()
+        table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
+        fill(
+            table,
+            look_at(by_name, 0, samples.first),
+            partial(evaluate_once, results, samples, by_name, models),
+            Runner(progress=progress, title="advise", leave=False),
+            time=partial(_times, results, samples, by_name, models),
+            more=near_front(figure, len(samples)),
+        )
         caches = {name: samples.cache_bytes(models[name]) for name in by_name}
         rows = tuple(rows_of(table, figure, by_name, caches, part, depth))
     advice = Advice(
@@ -124,7 +131,7 @@ def advise(
         refused,
         samples.measure,
         mean_of(table, CORRECT, DENSE) if samples.has_labels else None,
-        float(np.median(table.times[BATCH][DENSE])),
+        samples.batch_size * float(np.median(table.times[BATCH][DENSE])),
         samples.batch_size,
         len(samples),
         tolerance,
@@ -237,30 +244,24 @@ def evaluate_once(
     samples: Images | Prompts,
     candidates: Mapping[str, Candidate],
     models: Mapping[str, nn.Module],
-    name: str,
-    start: int,
-    stop: int,
+    look: Look,
+    callback: Callback = lambda share: None,
 ) -> Measured:
     """Evaluate a candidate on some of the samples, once."""
-    named = {"candidate": name, "code": candidates[name].code(samples.part, 0)}
+    start, stop = look.config.start, look.config.stop
+    named = {"candidate": look.name, "code": candidates[look.name].code(samples.part, 0)}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return measured_once(store, identity, lambda: samples.evaluate(models[name], start, stop))
+    return measured_once(store, identity, lambda: samples.evaluate(models[look.name], start, stop))
 
 
 def _times(
     store: Store, samples: Images | Prompts, candidates: Mapping[str, Candidate], models: Mapping[str, nn.Module]
-) -> dict[str, dict[str, list[float]]]:
-    """Time all candidates in turns, once on a machine: times of other candidates are of other turns."""
-    device = next(models[DENSE].parameters()).device
-
-    def measure() -> dict[str, dict[str, list[float]]]:
-        readings = {name: samples.readings(model) for name, model in models.items()}
-        return time_models(readings, rounds=ROUNDS, device=device, warmup=1)
-
+) -> Times[str]:
     codes = {name: candidate.code(samples.part, 0) for name, candidate in candidates.items()}
-    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": ROUNDS}
-    times: dict[str, dict[str, list[float]]] = store.once(identity, measure, timed_on=str(device))
-    return times
+    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
+    readings = {name: samples.readings(model) for name, model in models.items()}
+    device = next(models[DENSE].parameters()).device
+    return times_once(store, identity, lambda: readings, device, rounds=ROUNDS, warmup=1)
 
 
 def rows_of(

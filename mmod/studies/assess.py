@@ -2,65 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import kind_of, parse_kind
 
 if TYPE_CHECKING:
-    from mmod.training.engine.evaluate import RoutedResult
+    from torch import nn
+
+    from mmod.analysis.timing import Reading
+    from mmod.compare.table import Measured, Table
+    from mmod.studies.compare import Run
+    from mmod.training.engine.kind import Kind
 
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
+_PARAMETERS = "parameters"
 
 
-class Assessment(NamedTuple):
-    """The score and the costs of a model; samples are of the type "image", "text", "window" or "prompt"."""
+def assess(config: RunConfig, *, progress: bool = True) -> Table:
+    """Evaluate the model that a run would start from, routed or not, and measure its costs: a comparison of one.
 
-    evaluation: RoutedResult
-    gflops: dict[str, float]  # Of a sample, by its type.
-    parameters: int
-    ms: dict[str, dict[int, float]]  # Of a sample, by its type and the batch size: the median of some rounds.
+    Nothing is written. The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text",
+    "window" or "prompt".
+    """
+    from functools import partial
 
-    def __str__(self) -> str:
-        lines = [str(self.evaluation), f"{self.parameters / 1e6:.4g} million parameters"]
-        for name, gflops in self.gflops.items():
-            times = ", ".join(f"{ms:.3g} at batch {size}" for size, ms in self.ms[name].items())
-            lines.append(f"{name}: {gflops:.4g} GFLOPs, ms {times}")
-        return "\n".join(lines)
+    from mmod.compare.table import DENSE
+    from mmod.io.jobs import Runner
+    from mmod.io.store import Store
+    from mmod.planning.candidate import Candidate
+    from mmod.studies.compare import Timing, compare, measure_run
 
-
-def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
-    """Evaluate the model that a run would start from, routed or not, and measure its costs. Nothing is written."""
-    from mmod.compare.table import DENSE, Table
-    from mmod.compare.times import sample_times
-    from mmod.training.engine.kind import device_of
-
-    kind = kind_of(config)
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
-    model = kind.load()
-    evaluation = kind.evaluate(model, progress).result
-    readings = {}
-    for size in _SAMPLES:
-        for name, reading in kind.readings(model, size).items():
-            # A set may have fewer samples than a batch.
-            if reading.samples == size:
-                readings[name, size] = reading
-    times = sample_times(Table(), {DENSE: readings}, rounds=_ROUNDS, device=device_of(kind), shown=progress)
-    ms: dict[str, dict[int, float]] = {}
-    for (name, size), by_model in times.items():
-        ms.setdefault(name, {})[size] = by_model[DENSE][0]
-    return Assessment(
-        evaluation=evaluation,
-        gflops={name: cost / 1e9 for name, cost in kind.cost(model, evaluation.kept).items()},
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        ms=ms,
+    return compare(
+        [Candidate(DENSE)],
+        kind_of(config),
+        store=Store(),
+        measure=partial(measure_run, progress=progress),
+        count=_count,
+        timing=Timing(_SAMPLES, _ROUNDS, _full_batches),
+        runner=Runner(progress=False),
     )
+
+
+def _count(run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+    """Count the FLOPs of a sample by its type, and parameters."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {_PARAMETERS: parameters, **kind_of(run.config).cost(model, rows.kept)}
+
+
+def _full_batches(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+    """Return the pass over one batch by type of sample; a set may have fewer samples than that."""
+    readings = kind.readings(model, size)
+    return {name: reading for name, reading in readings.items() if reading.samples == size}
+
+
+def described(table: Table) -> str:
+    """Return the score and the costs of the model of an assessment, a line each."""
+    ((name, rows_by_seed),) = table.runs.items()
+    costs = dict(table.costs[name])
+    lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]
+    for sample, flops in costs.items():
+        ms = {size: median(by_name[name]) for (inputs, size), by_name in table.times.items() if inputs == sample}
+        times = ", ".join(f"{value:.3g} at batch {size}" for size, value in ms.items())
+        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms {times}")
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
     config: Any = parse_kind(arguments)
-    print(assess(config))
+    print(described(assess(config)))

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mmod.analysis.timing import Reading
-from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of, measure_jobs, measured_once
-from mmod.compare.times import sample_times
+from mmod.compare.measure import fill, measured_once
+from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of
+from mmod.compare.times import Readings, Times, times_once
 from mmod.io.files import make_folder, sha256
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import STORE, Store
@@ -84,14 +85,11 @@ class Timing(NamedTuple):
 
     Attributes:
         sizes: Sizes of their batches.
-        columns: From an input and a size to the columns of milliseconds of a sample and of the speed-up over the dense
-            model.
         rounds: Interleaved rounds.
         readings: See `Kind.readings`; its first argument is the kind.
     """
 
     sizes: Sequence[int]
-    columns: Callable[[str, int], tuple[str, str]]
     rounds: int
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]]
 
@@ -131,28 +129,35 @@ def compare(
         measure: Does a run; None is `measure_run`.
         weigh: See `Table.weigh`.
         count: Counts the costs of a candidate's first seed; None counts nothing.
-        timing: The passes that are timed at the end, when nothing else runs; None times nothing.
+        timing: The passes that are timed at the end, when nothing else runs, by input and size; None times nothing.
         each: Called after each run, once its rows and costs are in the table.
     """
     kind = _with_data(kind, data)
     train = train if train is None else _with_data(kind_of(train), data).config
     runs = runs_of(candidates, kind, train, seeds, train_dense=train_dense, bases=bases)
     check_runs(kind, runs)
-    # A folder that cannot be written is no news for the end of a run.
-    folder = make_folder(kind.config.output)
-    store = Store(folder / STORE) if store is None else store
+    if store is None:
+        # A folder that cannot be written is no news for the end of a run.
+        store = Store(make_folder(kind.config.output) / STORE)
     runs = [dataclasses.replace(run, config=with_rate(run.config, (rates or {}).get(run.name, 1.0))) for run in runs]
     table = Table(weigh=weigh or {})
     first = {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
     measurer = Measurer(measure or measure_run, store)
-    for run in measure_jobs(table, runs, measurer, Runner(progress=False) if runner is None else runner):
+    runner = Runner(progress=False) if runner is None else runner
+
+    def after(run: Run) -> None:
         if run.seed == 0 and run.name in first and count is not None:
             run = first[run.name] = measurer.ready(run)
             table.costs[run.name] = count(run, load(run), table.runs[run.name][0])
         each(table, run)
-    if timing is not None:
+
+    def time() -> Times[Any]:
+        if timing is None:
+            return {}
         finished = {name: measurer.ready(run) for name, run in first.items()}
-        _time(table, finished, timing, store, shown=runner is not None and runner.progress)
+        return _times(finished, timing, store, shown=runner.progress)
+
+    fill(table, runs, measurer, runner, after=after, time=time)
     return table
 
 
@@ -237,14 +242,17 @@ def load(run: Run) -> nn.Module:
     return kind_of(final_config(run)).load()
 
 
-def measure_run(run: Run, callback: Callback, store: Store, before: str | None = None) -> Measured:
+def measure_run(
+    run: Run, callback: Callback, store: Store, *, before: str | None = None, progress: bool = False
+) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
         before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
+        progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
-        return evaluate_start(store, run.config)
+        return evaluate_start(store, run.config, progress)
     further = {}
     if run.is_tuned and before is not None:
         further["before"] = evaluate_start(store, run.config).figures[before]
@@ -252,13 +260,13 @@ def measure_run(run: Run, callback: Callback, store: Store, before: str | None =
     return rows._replace(figures={**rows.figures, **further})
 
 
-def evaluate_start(store: Store, config: RunConfig) -> Measured:
+def evaluate_start(store: Store, config: RunConfig, progress: bool = False) -> Measured:
     """Evaluate the model that a run starts from, once."""
     kind = kind_of(config)
     identity = {"work": "rows of samples", **identity_of(config)}
 
     def measure() -> Measured:
-        result, outcomes = kind.evaluate(kind.load())
+        result, outcomes = kind.evaluate(kind.load(), progress)
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
@@ -276,7 +284,8 @@ def fit(config: Any, callback: Callback) -> Any:
 
 def measured_of(evaluation: RoutedResult) -> Measured:
     """Return what the table of a comparison keeps of an evaluation."""
-    return Measured(evaluation.columns(), evaluation.kept, getattr(evaluation, "samples", 0))
+    samples = getattr(evaluation, "samples", 0)
+    return Measured(evaluation.columns(), evaluation.kept, samples, text=str(evaluation))
 
 
 def identity_of(config: RunConfig) -> dict[str, Any]:
@@ -310,42 +319,23 @@ def _sha256(file: Path, changed: int) -> str:
     return sha256(file)
 
 
-def _time(table: Table, runs: Mapping[str, Run], timing: Timing, store: Store, *, shown: bool) -> None:
-    """Measure the latency of final models in batches of several sizes, all in turns; times and costs join the table.
-
-    Times are measured once on a machine; those of other candidates are of other turns.
-    """
+def _times(runs: Mapping[str, Run], timing: Timing, store: Store, *, shown: bool) -> Times[Any]:
+    """Return the times of final models, by input and size of batches."""
     kinds = {name: kind_of(final_config(run)) for name, run in runs.items()}
-    device = device_of(kinds[DENSE])
-    identity = {
-        "work": "times",
-        "models": {name: identity_of(kind.config) for name, kind in kinds.items()},
-        "sizes": list(timing.sizes),
-        "rounds": timing.rounds,
-    }
+    identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(timing.sizes)}
 
-    def measure() -> list[dict[str, Any]]:
-        readings: dict[str, dict[tuple[str, int], Reading]] = {}
+    def readings() -> Readings[Any]:
+        passes: dict[str, dict[tuple[str, int], Reading]] = {}
         for name, kind in kinds.items():
             model = kind.load()
-            readings[name] = {}
+            passes[name] = {}
             for size in timing.sizes:
                 # As many samples at every size.
-                passes = timing.readings(kind, model, size, max(timing.sizes) // size)
-                readings[name] |= {(inputs, size): reading for inputs, reading in passes.items()}
-        measured = Table()
-        figures = sample_times(measured, readings, rounds=timing.rounds, device=device, shown=shown)
-        rows = []
-        for (inputs, size), by_name in figures.items():
-            ms = measured.times[inputs, size]
-            rows.append({"inputs": inputs, "size": size, "ms": ms, "of_sample": by_name})
-        return rows
+                by_input = timing.readings(kind, model, size, max(timing.sizes) // size)
+                passes[name] |= {(inputs, size): reading for inputs, reading in by_input.items()}
+        return passes
 
-    for row in store.once(identity, measure, timed_on=str(device)):
-        table.times[row["inputs"], row["size"]] = row["ms"]
-        columns = timing.columns(row["inputs"], row["size"])
-        for name, figures in row["of_sample"].items():
-            table.costs.setdefault(name, {}).update(zip(columns, figures))
+    return times_once(store, identity, readings, device_of(kinds[DENSE]), rounds=timing.rounds, shown=shown)
 
 
 def best_rates(
@@ -384,8 +374,7 @@ def best_rates(
     for by_name in trials.values():
         jobs += by_name.values()
     table = Table()
-    for _ in measure_jobs(table, jobs, functools.partial(_try, measurer, figure), runner):
-        pass
+    fill(table, jobs, functools.partial(_try, measurer, figure), runner)
     best = {}
     for name, by_name in trials.items():
         score = functools.partial(mean_of, table, figure)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mmod.analysis.timing import relative_times
 from mmod.compare.table import DENSE, Table
 from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
@@ -84,10 +85,14 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         measure=_measure_of(config, study),
         weigh=study.weigh,
         count=partial(study.count, config),
-        timing=Timing(config.batch_sizes, partial(_time_columns, config, study), config.latency_rounds, study.readings),
+        timing=Timing(config.batch_sizes, config.latency_rounds, study.readings),
         each=each,
         runner=runner,
     )
+    for (inputs, size), ms in table.times.items():
+        columns = config.time_columns(study.times[inputs], size)
+        for name, figures in relative_times(ms, DENSE).items():
+            table.costs[name].update(zip(columns, figures))
     if study.derive is not None:
         study.derive(table.costs)
     return write(table)
@@ -132,10 +137,6 @@ def _measure_of(config: Any, study: StudyKind, before: bool | None = None) -> Me
     if study.measure is not None:
         return partial(study.measure, config)
     return partial(measure_run, before=config.score if config.before else None)
-
-
-def _time_columns(config: StudyConfig, study: StudyKind, inputs: str, size: int) -> tuple[str, str]:
-    return config.time_columns(study.times[inputs], size)
 
 
 def _find_rates(config: Any, study: StudyKind, runs: Sequence[Run], kind: Any, runner: Runner) -> dict[str, float]:

@@ -6,8 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.compare.early import compare_early, front_of, milliseconds
+from mmod.compare.early import Look, front_of, look_at, milliseconds, near_front
+from mmod.compare.measure import fill
 from mmod.compare.table import DENSE, Measured, Table, evaluated
+from mmod.io.jobs import Callback, Runner
 
 SAMPLES = 12
 FIRST = 4
@@ -25,14 +27,16 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     ms = {DENSE: 6.0} | {name: float(time) for name, (time, _) in models.items()}
     asked: dict[str, list[int]] = {name: [] for name in models}
 
-    def evaluate(name: str, start: int, stop: int) -> Measured:
-        asked[name] += range(start, stop)
-        return Measured({}, samples=stop - start, outcomes={"right": outcomes[name][start:stop]})
+    def evaluate(look: Look, callback: Callback) -> Measured:
+        asked[look.name] += look.config
+        rows = outcomes[look.name][look.config.start : look.config.stop]
+        return Measured({}, samples=len(rows), outcomes={"right": rows})
 
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
     times = {name: [value] * 3 for name, value in ms.items()}
-    compare_early(table, models, evaluate, lambda: {"batch": times}, "right", FIRST, progress=False)
+    more = near_front("right", SAMPLES)
+    fill(table, look_at(models, 0, FIRST), evaluate, Runner(progress=False), time=lambda: {"batch": times}, more=more)
     assert milliseconds(table, "batch") == ms
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.statistics import difference
+from mmod.compare.measure import fill, measured_once
 from mmod.compare.table import (
     Measured,
     Table,
@@ -26,8 +27,6 @@ from mmod.compare.table import (
     interval_of,
     mean_of,
     means_over_seeds,
-    measure_jobs,
-    measured_once,
     unbeaten,
 )
 from mmod.io.jobs import Callback, Job, Runner
@@ -235,10 +234,12 @@ def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
 
     jobs = [Job(name, seed, 0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
     with pytest.raises(KeyboardInterrupt):
-        list(measure_jobs(Table(), jobs, measure, Runner(progress=False)))
+        fill(Table(), jobs, measure, Runner(progress=False))
     done.clear()
     table = Table()
-    assert list(measure_jobs(table, jobs, measure, Runner(progress=False))) == jobs
+    finished: list[Job[float]] = []
+    fill(table, jobs, measure, Runner(progress=False), after=finished.append)
+    assert finished == jobs
     assert done == ["dense", "a"]
     assert table.figures("a") == {0: {"top1": 0.25}, 1: {"top1": 1.25}}
     rows = table.runs["dense"][1]

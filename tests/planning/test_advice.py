@@ -21,7 +21,8 @@ from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
 from mmod.compare import times
-from mmod.compare.table import Measured, measured_once
+from mmod.compare.measure import measured_once
+from mmod.compare.table import Measured
 from mmod.compare.tolerance import missing_samples
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
@@ -516,7 +517,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
         # The first candidates are the slowest.
         return {trials.BATCH: {name: [10.0 / (1 + 0.15 * place)] * 2 for place, name in enumerate(readings)}}
 
-    monkeypatch.setattr("mmod.planning.trials.time_models", timed)
+    monkeypatch.setattr(times, "sample_times", timed)
     model = timm.create_model("test_vit", dynamic_img_size=True).eval()
     images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)

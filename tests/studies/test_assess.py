@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mmod import flops
+from mmod.compare.table import DENSE
 from mmod.data.loader import image_stream
-from mmod.studies.assess import assess, main
+from mmod.studies.assess import assess, described, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
@@ -22,19 +23,20 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
     dense = assess(config(tmp_path, model=start), progress=False)
-    assert dense.evaluation == result.evaluation
+    assert dense.figures(DENSE) == {0: result.evaluation.columns()}
     main([str(tmp_path / "run")])
     assert capsys.readouterr().out.startswith(str(result.evaluation))
-    assert sorted(dense.ms["image"]) == [1, 8, 32]
-    assert "image: " in str(dense)
+    assert sorted(dense.times) == [("image", 1), ("image", 8), ("image", 32)]
+    assert "image: " in described(dense)
 
     run_config = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
     routed = assess(run_config, progress=False)
     seed_draws(0, 0, 0)
     model = ImageKind(run_config).create_models()[0].eval()
-    assert routed.evaluation == evaluate(model, image_stream(run_config.data))
-    assert routed.gflops == {"image": flops(model, (1, 32, 32)).routed / 1e9}
-    assert routed.gflops["image"] < dense.gflops["image"]
+    assert routed.runs[DENSE][0].text == str(evaluate(model, image_stream(run_config.data)))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert routed.costs[DENSE] == {"image": flops(model, (1, 32, 32)).routed, "parameters": parameters}
+    assert routed.costs[DENSE]["image"] < dense.costs[DENSE]["image"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
 
 

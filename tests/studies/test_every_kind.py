@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import mmod
+from mmod.compare.table import DENSE
 from mmod.io.yaml import read_yaml
 from mmod.lazy import import_path
 from mmod.studies import assess, plan
@@ -77,10 +78,11 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
         shown = 100 * outcomes[figure].mean() if figure in outcomes else weigh[figure](outcomes, equal_SN)[0]
         assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
 
-    evaluation = assess.assess(done, progress=False)
-    assert evaluation.evaluation == trained
-    assert set(evaluation.gflops) == set(evaluation.ms) == UNITS[kind]
-    assert all(cost > 0 for cost in evaluation.gflops.values())
+    table = assess.assess(done, progress=False)
+    assert table.figures(DENSE) == {0: trained.columns()}
+    assert {inputs for inputs, _ in table.times} == UNITS[kind]
+    assert table.costs[DENSE].keys() == {"parameters", *UNITS[kind]}
+    assert all(cost > 0 for cost in table.costs[DENSE].values())
     assess.main([str(path)])
     assert str(trained) in capsys.readouterr().out
 
