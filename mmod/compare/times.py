@@ -27,8 +27,7 @@ def sample_times(
     calls: dict[tuple[str, Input], Callable[[], object]] = {}
     for name, passes in readings.items():
         calls |= {(name, of): reading.call for of, reading in passes.items()}
-    with on_timing_threads():
-        times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
+    times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
     by_pass: Times[Input] = {}
     for (name, of), ms in times.items():
         samples = readings[name][of].samples
@@ -48,7 +47,8 @@ def times_once(
     """
 
     def measure() -> list[Any]:
-        return list(sample_times(readings(), device=device, **how).items())
+        with on_timing_threads():
+            return list(sample_times(readings(), device=device, **how).items())
 
     known = {name: value for name, value in how.items() if name != "shown"}
     rows = store.once({"work": "times", **identity, **known}, measure, timed_on=str(device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -122,6 +123,13 @@ class Candidate:
                 config = f"mmod.preset({preset!r}, {_arguments({'depth': depth, **fields})})"
             lines.append(f"mmod.route_(model, {part}={config})")
         return "\n".join(lines)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model that shares its weights."""
+    # With the weights in its memo, deepcopy copies the modules alone.
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)
 
 
 def _arguments(fields: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,11 +17,14 @@ from mmod.adapters import BlockStack
 from mmod.analysis.flop_report import FlopCounts
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
-from mmod.analysis.timing import interleave, relative_times
+from mmod.analysis.timing import Reading, relative_times
+from mmod.compare.table import DENSE
+from mmod.compare.times import sample_times
 from mmod.config import RoutingConfig, Score
-from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
+from mmod.model import route_
+from mmod.planning.candidate import copy_of
 from mmod.planning.divergence import routed
 from mmod.values import check_value
 
@@ -149,21 +151,19 @@ def run_batch(model: nn.Module, batch: Any) -> None:
 def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
     """Return a function that times one forward pass; for a language model the prefill, vision tower included.
 
-    Routed models and the dense model are timed in turns, so that the machine's load affects all of them equally.
+    Copies that share the model's weights and the dense model itself are timed in turns, so that the machine's load
+    affects all of them equally.
     """
 
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:
-        run = partial(run_batch, model, batch)
+        models = {DENSE: model}
+        for place, config in enumerate(configs):
+            models[str(place)] = route_(copy_of(model), tokens=None, **{part: config})
+        readings = {name: {part: Reading(partial(run_batch, timed, batch), 1)} for name, timed in models.items()}
         device = next(model.parameters()).device
-        times: dict[int, list[float]] = {place: [] for place in range(-1, len(configs))}
-        with progress_bar(desc="time options", total=_ROUNDS * len(times), leave=False) as bar:
-            for _ in range(_ROUNDS):
-                for place, config in enumerate([None, *configs], -1):
-                    with nullcontext() if config is None else routed(model, part, config):
-                        times[place] += interleave({0: run}, seconds=0, rounds=1, warmup=1, device=device)[0]
-                    bar.update()
-        speedups = relative_times(times, -1)
-        return speedups[-1][0], [1 / speedups[place][1] for place in range(len(configs))]
+        times = relative_times(sample_times(readings, rounds=_ROUNDS, device=device, shown=True)[part], DENSE)
+        milliseconds, _ = times.pop(DENSE)
+        return milliseconds, [1 / speedup for _, speedup in times.values()]
 
     return measure
 

@@ -22,10 +22,10 @@ from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, AdviceRow
-from mmod.planning.candidate import ONLY, Candidate
+from mmod.planning.candidate import ONLY, Candidate, copy_of
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, MIX, Images, Prompts, first_images, first_prompts
-from mmod.planning.untrained import copy_of, faster_candidates, image_candidates, language_candidates
+from mmod.planning.untrained import faster_candidates, image_candidates, language_candidates
 from mmod.values import check_value
 
 ROUNDS = 5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.flops import flops
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import fitted, named_by_share
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import Candidate, copy_of
 from mmod.planning.options import FIT
 from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
 from mmod.planning.search import search_plan
@@ -104,13 +103,6 @@ def faster_candidates(
             except ValueError as refusal:
                 refused[fitting.name] = str(refusal)
     return named_by_share(candidates, share_of), refused
-
-
-def copy_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model that shares its weights."""
-    # With the weights in its memo, deepcopy copies the modules alone.
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
 
 
 def _smaller(size: tuple[int, int], resized: tuple[int, int]) -> Candidate:

@@ -23,7 +23,7 @@ from mmod.opening.weights import find_weights
 from mmod.planning.candidate import ONLY, Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.plan import search_for
-from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Kind, device_of
 from mmod.training.engine.run_folder import portable
@@ -208,20 +208,19 @@ def _with_data(kind: Kind, data: Mapping[str, Any] | None) -> Kind:
 
 def _work(config: Any) -> float:
     """Return the duration of a run, in any unit that the runs of a comparison share."""
-    return float(config.epochs) if isinstance(config, LoopConfig) else 1.0
+    return float(config.epochs or 1)
 
 
 def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
     """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
     written = {run.config.output for run in runs}
     for run in runs:
-        if isinstance(run.config, LoopConfig) and run.config.model.checkpoint not in (None, *written):
-            find_weights(str(run.config.model.checkpoint))
+        if run.config.model.checkpoint not in written:
+            run.config.find_weights()
     for run in runs:
         started = run.config
-        # Not there yet; its architecture is the dense model's.
-        if not isinstance(started, LoopConfig) and started.model.checkpoint in written:
-            started = dataclasses.replace(started, model=kind.config.model)
+        if started.model.checkpoint in written:
+            started = started.sketched_by(kind.config)
         checked = kind_of(started)
         try:
             if run.is_trained:

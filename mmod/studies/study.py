@@ -30,7 +30,6 @@ from mmod.studies.compare import (
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind
 from mmod.studies.report import StudyResult, write_study
-from mmod.training.engine.config import LoopConfig
 from mmod.training.kinds import kind_of
 
 STUDIES = {
@@ -161,8 +160,10 @@ def starts_others(first: Run) -> bool:
 def epochs_of(runs: Sequence[Run]) -> dict[str, str]:
     """Return the epochs of each model: from scratch, or those of the dense model and of its fine-tuning."""
     first = runs[0]
-    base = f"{first.config.epochs} " if starts_others(first) and isinstance(first.config, LoopConfig) else ""
-    return {run.name: _epochs(run, base) for run in runs if isinstance(run.config, LoopConfig)}
+    if first.config.epochs is None:
+        return {}
+    base = f"{first.config.epochs} " if starts_others(first) else ""
+    return {run.name: _epochs(run, base) for run in runs}
 
 
 def _epochs(run: Run, base: str) -> str:

@@ -178,6 +178,10 @@ class TrainConfig(RunConfig):
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")
 
+    def sketched_by(self, other: TrainConfig) -> TrainConfig:
+        """Return the config with another's model: only weights say which architecture a run has."""
+        return dataclasses.replace(self, model=other.model)
+
     def at_size(self, side: int) -> TrainConfig:
         """Return the same run on images of `side` pixels, see `ModelConfig`."""
         return dataclasses.replace(self, model=dataclasses.replace(self.model, image_size=side))

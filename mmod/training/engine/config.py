@@ -237,6 +237,18 @@ class RunConfig:
     length_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of the length of a run, on which its schedule depends."""
 
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the training data; None where a trainer's arguments say how long it trains."""
+        return None
+
+    def find_weights(self) -> None:
+        """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
+
+    def sketched_by(self, other: Self) -> Self:
+        """Return the config of a run whose weights are not there yet, as far as another one has its architecture."""
+        return self
+
     def check(self) -> None:
         """Raise unless every field has a valid value; see `mmod.values.check_fields`."""
         check_fields(self)
@@ -371,6 +383,14 @@ class LoopConfig(RunConfig):
                 "compile by blocks, as distributed.kind 'fsdp' does it, loses the importance that routers read where "
                 "grad_checkpointing recomputes: leave one of them out"
             )
+
+    def find_weights(self) -> None:
+        """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.find_weights`."""
+        # Imports torch, without which configs are read.
+        from mmod.opening.weights import find_weights
+
+        if self.model.checkpoint is not None:
+            find_weights(self.model.checkpoint)
 
     @cached_property
     def applied(self) -> tuple[Method, ...]:
