@@ -26,6 +26,8 @@ AnyJob = TypeVar("AnyJob", bound="Job[Any]")
 Result = TypeVar("Result")
 Callback = Callable[[float], None]
 """Receives the progress of a job, from 0 to 1."""
+# Seconds in which nothing is computed that is worth an estimate.
+_AT_ONCE = 0.2
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Runner:
                     # With a time limit, because reports and signals arrive while no job ends.
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                     self._read(reports, bar)
+                    bar.wait()
                     if stop.number:
                         self._pass_on(stop.number, pool, set(multiprocessing.active_children()) - set(before))
                     for future in done:
@@ -143,23 +146,41 @@ class Runner:
 
 
 class _Bar:
-    """A bar over all jobs, weighed by their work."""
+    """A bar over all jobs, weighed by their work; what was done by an earlier call does not count for the time left."""
 
     def __init__(self, jobs: Sequence[Job[Any]], bar: Bar) -> None:
         self.jobs = jobs
         self.bar = bar
-        self.shares = [0.0] * len(jobs)
+        self.shares: dict[int, float] = {}
+        self.begun: dict[int, float] = {}
 
     def begin(self, index: int) -> None:
         """Name the job that begins."""
+        self.begun[index] = time.monotonic()
         self.bar.set_description_str(str(self.jobs[index]))
+
+    def wait(self) -> None:
+        """Tell the clock that the jobs of other processes go on."""
+        if not self.bar.disable:
+            self.bar._time()
 
     def update(self, index: int, share: float) -> None:
         """Record the progress of a job."""
-        done = self.jobs[index].work * max(0.0, share - self.shares[index])
+        if self.bar.disable:
+            return
+        before = self.shares.get(index, 0.0)
+        done = self.jobs[index].work * max(0.0, share - before)
         # Sums of shares may end a rounding error above the total.
-        self.bar.update(min(done, self.bar.total - self.bar.n))
-        self.shares[index] = max(share, self.shares[index])
+        done = min(done, self.bar.total - self.bar.n)
+        # A job starts with what it reports first, and one that ends at once was read.
+        is_old = index not in self.shares and (share < 1 or time.monotonic() - self.begun[index] < _AT_ONCE)
+        self.shares[index] = max(share, before)
+        if is_old:
+            self.bar.n += done
+            self.bar.last_print_n += done
+            self.bar.initial += done
+        else:
+            self.bar.update(done)
 
 
 _reports: Any = None

@@ -13,6 +13,9 @@ from tqdm import tqdm
 
 SECONDS = 30
 """Seconds between two lines without a terminal."""
+# A longer time without work, in seconds, is a pause: while it lasts the process computes for less than a share of it.
+_PAUSE = 30
+_IDLE = 0.05
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
 
 say = tqdm.write
@@ -35,10 +38,33 @@ def warn_once(message: str, about: object = None) -> None:
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
-    A line is printed every 30 seconds, and at the end unless `leave=False`.
+    A line is printed every 30 seconds, and at the end unless `leave=False`. Times do not count pauses, as of a process
+    that was suspended.
     """
-    bar = tqdm if sys.stderr.isatty() else _Lines
-    return bar(items, disable=not shown, **options)
+    kind = tqdm if sys.stderr.isatty() else _Lines
+    bar = kind(items, disable=not shown, **options)
+    if shown:
+        bar._time = WorkingTime()
+        bar.start_t = bar.last_print_t = bar._time()
+    return bar
+
+
+class WorkingTime:
+    """A clock in seconds that stands still where neither time is asked nor anything computed for long."""
+
+    def __init__(self) -> None:
+        self.paused = 0.0
+        self.asked = (time.monotonic(), time.process_time())
+
+    def __call__(self) -> float:
+        """Return the time."""
+        now = (time.monotonic(), time.process_time())
+        passed = now[0] - self.asked[0]
+        computed = now[1] - self.asked[1]
+        if passed > _PAUSE and computed < _IDLE * passed:
+            self.paused += passed - computed
+        self.asked = now
+        return now[0] - self.paused
 
 
 class _Lines(tqdm):

@@ -16,12 +16,16 @@ from tests.kit.scripts import ROOT
 
 
 class Clock:
-    """Seconds that pass only when they are told to."""
+    """Seconds that pass only when they are told to; the process computes in all of them but pauses."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.paused = 0.0
 
     def monotonic(self) -> float:
+        return self.now + self.paused
+
+    def process_time(self) -> float:
         return self.now
 
 
@@ -47,6 +51,36 @@ def test_off_a_terminal_there_are_lines_now_and_then(
     assert all(re.fullmatch(r"epoch 1/2: \d+ of 100 sample, \d\d:\d\d elapsed, \d\d:\d\d left", line) for line in lines)
     assert [line.split()[2] for line in lines[:3]] == ["30", "60", "90"]
     assert options or lines[-1].startswith("epoch 1/2: 100 of 100")
+
+
+def test_times_count_no_pause(clock: Clock) -> None:
+    with progress_bar(total=10, mininterval=0, miniters=1) as bar:
+        for done in range(5):
+            clock.now += 40
+            clock.paused += 3600 * (done == 2)
+            bar.update(1)
+        assert bar.format_dict["elapsed"] == 200
+        assert bar.format_dict["rate"] == pytest.approx(1 / 40)
+
+
+def test_the_time_left_knows_what_was_done_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    bars: list[Any] = []
+
+    def create(**options: Any) -> Any:
+        bars.append(progress_bar(**options))
+        return bars[-1]
+
+    monkeypatch.setattr("mmod.io.jobs.progress_bar", create)
+
+    def resumed(job: Job[str], callback: Callback) -> None:
+        if job.name == "resumed":
+            callback(0.75)
+
+    jobs = [Job("read", 0, "", work=2.0), Job("resumed", 0, "", work=4.0)]
+    list(Runner().run(jobs, resumed))
+    (bar,) = bars
+    # Of the second job, a quarter was done now.
+    assert (bar.n, bar.initial) == (6, 5)
 
 
 def test_a_bar_by_hand_counts_and_shows_figures(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
