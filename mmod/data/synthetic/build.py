@@ -1,10 +1,10 @@
-"""Embedded data sets as folders of shards, built atomically and checked on reuse."""
+"""Embedded data sets as folders of shards, built atomically, split by split, and checked on reuse."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig
-from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256
+from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256, write_atomically
 from mmod.io.progress import progress_bar
 from mmod.io.records import check_same, read_record
 
@@ -57,41 +57,64 @@ class SyntheticSet(Generic[Config]):
         return self.difficulties[difficulty]
 
     def locate(self, source: str, root: str | Path | None = None, progress: bool = True) -> str:
-        """Return the glob pattern of a split's shards, built into `root` or `runs/data/TITLE-DIFFICULTY` if missing."""
+        """Return the glob pattern of a split's shards, built into `root` or `runs/data/TITLE-DIFFICULTY` if missing.
+
+        No other split is drawn: that for training takes the longest, and an evaluation does not read it.
+        """
         difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
         config = self.config(difficulty)
         if split not in SPLITS:
             raise ValueError(f"{source!r} must be {self.name}:DIFFICULTY/SPLIT with a split of {', '.join(SPLITS)}")
         folder = Path(root or f"runs/data/{self.title.replace(' ', '-')}-{difficulty}")
-        self.build(folder, config, progress)
+        self.build(folder, config, progress, splits=(split,))
         return f"{folder}/{split}-*.tar"
 
-    def build(self, root: str | Path, config: Config | str = "default", progress: bool = False) -> dict[str, Any]:
-        """Write the shards of a build, or check an existing build of the same parameters; return its manifest."""
+    def build(
+        self,
+        root: str | Path,
+        config: Config | str = "default",
+        progress: bool = False,
+        *,
+        splits: Sequence[str] = SPLITS,
+    ) -> dict[str, Any]:
+        """Write the shards of some splits, unless they are there with the same parameters; return the manifest."""
         config = self.config(config) if isinstance(config, str) else config
         root = Path(root)
-        # Concurrent processes wait for the first one. The folder appears only when complete.
+        counts = getattr(config, config.counts)
+        # Concurrent processes wait for the first one. The folder appears only when its first splits are complete.
         with locked(root, wait=True):
-            existing = read_record(root, MANIFEST)
-            if existing is not None:
-                return self._check(root, existing, config)
-            manifest: dict[str, Any] = {"format": self.format, "parameters": asdict(config)}
-            with replacing(root) as partial:
-                partial.mkdir()
-                manifest["shards"] = self._write(partial, config, progress)
-                (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-                if self.sizes:
-                    sizes = {name: shard["samples"] for name, shard in manifest["shards"].items()}
-                    (partial / SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
+            manifest = read_record(root, MANIFEST)
+            if manifest is None:
+                manifest = {"format": self.format, "parameters": asdict(config), "shards": {}}
+                with replacing(root) as partial:
+                    partial.mkdir()
+                    self._add(partial, manifest, config, splits, progress)
+            else:
+                built = {name.partition("-")[0] for name in self._check(root, manifest, config)["shards"]}
+                missing = [split for split in splits if split not in built and counts[split]]
+                if missing:
+                    self._add(root, manifest, config, missing, progress)
         # Read back, so that a new build and a reused one return the same types.
         return read_json_object(root / MANIFEST)
 
-    def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:
+    def _add(
+        self, folder: Path, manifest: Mapping[str, Any], config: Config, splits: Sequence[str], progress: bool
+    ) -> None:
+        """Write the shards of splits, and then the manifest that names them, so that a killed build leaves no half."""
+        shards = {**manifest["shards"], **self._write(folder, config, splits, progress)}
+        shards = dict(sorted(shards.items()))
+        if self.sizes:
+            sizes = {name: shard["samples"] for name, shard in shards.items()}
+            write_atomically(folder / SIZES, json.dumps(sizes, indent=2) + "\n")
+        write_atomically(folder / MANIFEST, json.dumps({**manifest, "shards": shards}, indent=2) + "\n")
+
+    def _write(self, folder: Path, config: Config, splits: Sequence[str], progress: bool) -> dict[str, dict[str, Any]]:
         shards: dict[str, dict[str, Any]] = {}
         counts = getattr(config, config.counts)
         size = config.shard_size
-        with progress_bar(desc="build", total=sum(counts.values()), unit=config.counts, shown=progress) as bar:
-            for split in SPLITS:
+        total = sum(counts[split] for split in splits)
+        with progress_bar(desc="build", total=total, unit=config.counts, shown=progress) as bar:
+            for split in splits:
                 scenes = enumerate(self.compose(config, split))
                 for first in range(0, counts[split], size):
                     path = folder / f"{split}-{first // size:0{self.shard_digits}d}.tar"
@@ -102,7 +125,7 @@ class SyntheticSet(Generic[Config]):
                             writer.write({"__key__": key, **self.encode(key, scene)})
                     shards[path.name] = {"samples": count, "sha256": sha256(path)}
                     bar.update(count)
-        return dict(sorted(shards.items()))
+        return shards
 
     def _check(self, root: Path, manifest: dict[str, Any], config: Config) -> dict[str, Any]:
         """Return the manifest of an existing build, after checking its parameters and checksums."""

@@ -55,6 +55,26 @@ def test_a_folder_is_built_once_and_belongs_to_its_parameters(name: str, tmp_pat
 
 
 @every_set
+def test_only_the_split_that_is_read_is_drawn(name: str, tmp_path: Path) -> None:
+    made, config = SETS[name]
+    folder = tmp_path / "set"
+
+    def shards() -> dict[str, bytes]:
+        return {file: content for file, content in contents(folder).items() if file.endswith(".tar")}
+
+    made.build(folder, config, splits=("test",))
+    before = shards()
+    assert {file.partition("-")[0] for file in before} == {"test"}
+    made.build(folder, config, splits=("train", "test"))
+    assert {file.partition("-")[0] for file in shards()} == {"train", "test"}
+    assert before.items() <= shards().items()
+    # Split by split or at once, the bytes are the same.
+    made.build(folder, config)
+    made.build(tmp_path / "whole", config)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+@every_set
 def test_an_exception_removes_the_partial_build(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise KeyboardInterrupt
