@@ -178,8 +178,9 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
     with torch.no_grad():
         samples = Images(model, part, stack.prefix, pixels, None, BATCH_SIZE)
         print(f"dense: {100 * float((samples.dense_NRF[:, 0].argmax(-1).numpy() == labels).mean()):.1f} % right")
-        candidates = image_candidates(stack, samples.size, samples.patches)
+        candidates, unfitted = image_candidates(model, part, BLOCKS, samples.pixels[:1], samples.patches)
         models, refused = changed_models(model, samples, BLOCKS, candidates)
+        refused |= unfitted
         assert not refused, refused
         by_name = {DENSE: Candidate(DENSE), **{candidate.name: candidate for candidate in candidates}}
         scores = {}

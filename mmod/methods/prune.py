@@ -40,7 +40,7 @@ class Prune(Method):
 
     Args:
         keep: Share of its patches that a pruning block keeps, rounded up.
-        blocks: Numbers of the blocks that prune.
+        blocks: Numbers of the blocks that prune; None takes those after each quarter of the depth, (3, 6, 9) of 12.
         fuse: Add one token, the sum of the dropped tokens weighted by attention. The next pruning block treats it as a
             patch.
         by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto": the class
@@ -58,25 +58,31 @@ class Prune(Method):
     """
 
     keep: Annotated[float, "(0, 1]"] = 0.7
-    blocks: Annotated[tuple[int, ...], "[0, inf)"] = (3, 6, 9)
+    blocks: Annotated[tuple[int, ...] | None, "[0, inf)"] = None
     fuse: bool = True
     by: Literal["auto", "class_token", "mean"] = "auto"
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model has the blocks and their halves can run separately."""
-        check_blocks(self.blocks, len(stack.blocks))
+        blocks = self._blocks(stack)
+        check_blocks(blocks, len(stack.blocks))
         if self.by == "class_token" and not stack.class_token:
             raise ValueError(
                 f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"
             )
-        for index in self.blocks:
+        for index in blocks:
             check_halves(stack, index)
+
+    def _blocks(self, stack: BlockStack) -> tuple[int, ...]:
+        if self.blocks is not None:
+            return self.blocks
+        return tuple(sorted({len(stack.blocks) * quarter // 4 for quarter in (1, 2, 3)}))
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks, and the model, whose head alone cannot tell which patches remain."""
         watch = partial(_watch, self.by, stack.class_token, owner_of(model, stack))
         rule = Reduction(watch, partial(prune_tokens, self.keep, self.fuse, stack.prefix))
-        reduce_(model, stack, dict.fromkeys(self.blocks, rule), PrunedModel)
+        reduce_(model, stack, dict.fromkeys(self._blocks(stack), rule), PrunedModel)
 
 
 def _watch(by: str, class_token: bool, owner: nn.Module) -> capture_importance | capture_inputs:

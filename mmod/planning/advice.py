@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mmod.analysis.redundancy import RedundancyReport
@@ -16,8 +16,6 @@ from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.samples import AGREEMENT
 
-# Series of pictures to which candidates belong by their first word, where that is not their name.
-_SERIES = {"images": "smaller-image", "ToMe": "tome"}
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
     "No `gradual` saves time here: on so little work, decisions take longer than what they save. On one CPU thread it "
@@ -41,7 +39,9 @@ class AdviceRow:
         code: The line of Python that applies it; `config` the key of a training config that does.
         on_front: No other row is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
-        mix: Speed-up on prompts of different lengths, padded to one; None for images, and for prompts of equal length.
+        series: Name that it shares with the same model at other budgets; empty for none.
+        speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,
+            padded to one.
     """
 
     name: str
@@ -54,7 +54,8 @@ class AdviceRow:
     advice: str
     on_front: bool = False
     cache: int | None = None
-    mix: Spread | None = None
+    series: str = ""
+    speedups: Mapping[str, Spread] = field(default_factory=dict)
 
     @property
     def loss(self) -> Estimate:
@@ -205,7 +206,7 @@ class Advice:
         columns = {
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
-            "mix": ("speed-up, mix", "[.2f"),
+            **{name: (f"speed-up, {name}", "[.2f") for row in self.rows[:1] for name in row.speedups},
             "score": (self._measure_name, ".1f" if in_percent else ".3f"),
             "accuracy": (f"change of {self._accuracy_name}", "+.1f"),
             "cache": ("cache", ".2f"),
@@ -214,6 +215,7 @@ class Advice:
         rows = [
             {
                 **vars(row),
+                **row.speedups,
                 "recipe": f"{'*' if row.on_front else ' '} {row.name}",
                 "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
@@ -254,6 +256,7 @@ class Advice:
         return [
             f"{dense}.",
             f"Rows with * are on the Pareto front: none is faster and loses less. {columns}",
+            "Nothing was trained: fine-tuned models lose less, and may rank differently.",
             *too_small,
             *redundancy,
             *filter(None, [self.note]),
@@ -288,8 +291,7 @@ class Advice:
         marks = [Mark("dense", "dense", cost=1.0, score=baseline, low=baseline, high=baseline)]
         for row in self.rows:
             score = factor * (row.score if row.accuracy is None else row.accuracy)
-            first = row.name.removeprefix("as ").partition(" ")[0]
-            series = _SERIES.get(first, first)
+            series = row.series or row.name.removeprefix("as ").partition(" ")[0]
             marks.append(Mark(row.name, series, row.speedup.median, score.value, score.low, score.high, row.code))
         styles = looks({mark.series for mark in marks})
         figure = new_figure(7, 4.8)

@@ -18,11 +18,11 @@ Share = Callable[[Candidate], float | None]
 """From a candidate to its share of the dense model's FLOPs; None where that depends on the data."""
 
 
-def fitted(candidate: Candidate, share_of: Share, sides: Sequence[int], patches: int) -> Candidate:
+def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches: int) -> Candidate:
     """Return a candidate with the number that brings its FLOPs nearest to its budget in place of "fit".
 
     Args:
-        sides: The sides of smaller images that the model can take, in pixels.
+        sides: Sizes of smaller images that the model can take, the smallest first: sides in pixels, or pairs of them.
         patches: Number of patches of an image.
 
     Returns:
@@ -34,10 +34,10 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[int], patches:
     name = _fitted_field(candidate)
     if name is None:
         return candidate
-    values: Sequence[float]
+    # The cheapest first.
+    values: Sequence[Any]
     if name in ("image_size", "size"):
-        # The cheapest first, as of all numbers.
-        values = sorted(sides)
+        values = sides
     elif name == "r":
         values = range(patches // 2, 0, -1)
     else:
@@ -49,7 +49,7 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[int], patches:
     return _with(candidate, values[_nearest(values, share, budget)])
 
 
-def _nearest(values: Sequence[float], share: Callable[[float], float], budget: float) -> int:
+def _nearest(values: Sequence[Any], share: Callable[[Any], float], budget: float) -> int:
     """Return the index of the value, of ascending shares, whose share is nearest to a budget."""
     # Behind the largest number stands the dense model.
     high = len(values)
@@ -84,7 +84,7 @@ def _nearest(values: Sequence[float], share: Callable[[float], float], budget: f
     return min(known, key=lambda index: abs(known[index] - budget))
 
 
-def _share(candidate: Candidate, share_of: Share, value: float) -> float:
+def _share(candidate: Candidate, share_of: Share, value: Any) -> float:
     share = share_of(_with(candidate, value))
     if share is None:
         raise ValueError(f"{candidate.name}: its FLOPs depend on the data, so no number is fitted to them: give one")

@@ -36,6 +36,8 @@ CORRECT = "correct"
 """The outcome of samples with labels: whether the most probable class is theirs, or the generated answer right."""
 MIX = "mix"
 """Name of the timed pass over prompts of different lengths."""
+ALONE = "batch 1"
+"""Name of the timed pass over one image."""
 
 
 class Images:
@@ -100,9 +102,12 @@ class Images:
         outputs(model, self.pixels[:1].to(self.device), self.part)
 
     def readings(self, model: nn.Module) -> dict[str, Reading]:
-        """Return the pass over a batch."""
+        """Return the passes over a batch and over one image."""
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
-        return {BATCH: Reading(lambda: image_output(model, x), self.batch_size)}
+        passes = {BATCH: Reading(partial(image_output, model, x), self.batch_size)}
+        if self.batch_size > 1:
+            passes[ALONE] = Reading(partial(image_output, model, x[:1]), 1)
+        return passes
 
     def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
         """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""

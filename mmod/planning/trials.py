@@ -24,11 +24,16 @@ from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import ONLY, Candidate, copy_of
 from mmod.planning.prompts import IsRight, same_tokens
-from mmod.planning.samples import AGREEMENT, CORRECT, MIX, Images, Prompts, first_images, first_prompts
-from mmod.planning.untrained import faster_candidates, image_candidates, language_candidates
+from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
+from mmod.planning.untrained import Refused, faster_candidates, image_candidates, language_candidates
 from mmod.values import check_value
 
 ROUNDS = 5
+# Why a study may say otherwise.
+_STUDY = (
+    "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, fine-tuned with `--tune true`; its "
+    "smaller images are made from the files, and not from the prepared images."
+)
 
 
 def advise(
@@ -68,8 +73,9 @@ def advise(
         tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1).
         faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
             that reaches it and loses least is advised, whatever the tolerance.
-        candidates: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
-            pruning; for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
+        candidates: What to try. None takes those of `mmod tradeoff my-model`: gradual and late merging, A-MoD, random
+            tokens, equal patches left out, smaller images, ToMe and pruning at 0.85, 0.7 or 0.55 of the FLOPs; for a
+            language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
             tokens that late layers do not update, random and evenly spread ones.
         is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
@@ -99,16 +105,24 @@ def advise(
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
     samples: Images | Prompts
-    unfitted: dict[str, str] = {}
+    chosen: Sequence[Candidate]
+    unfitted: Refused = {}
+    study = ""
     if faster is not None and (stack.language or candidates is not None):
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
     with in_mode(False, model), torch.no_grad():
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
         else:
-            samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
+            samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
+            of_image = (model, part, depth, samples.pixels[:1].to(samples.device), samples.patches)
             if faster is not None:
-                chosen, unfitted = faster_candidates(model, part, depth, samples.pixels[:1], samples.patches, faster)
+                chosen, unfitted = faster_candidates(*of_image, faster)
+            elif candidates is None:
+                chosen, unfitted = image_candidates(*of_image)
+                study = _STUDY
+            else:
+                chosen = candidates
         models, refused = changed_models(model, samples, depth, chosen)
         refused |= unfitted
         by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
@@ -136,7 +150,7 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, [note, samples.note])),
+        " ".join(filter(None, [note, samples.note, study])),
         samples.cache_bytes(model),
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
@@ -163,23 +177,6 @@ def _check_candidates(candidates: Sequence[Candidate] | None) -> None:
                 f"candidate {candidate.name!r} is one of a study, and advice trains nothing: set only its routing and "
                 'methods, such as {"kind": "resize"} for smaller images'
             )
-
-
-def _images(
-    model: nn.Module,
-    part: str,
-    stack: BlockStack,
-    batches: Iterable[Any],
-    count: int,
-    candidates: Sequence[Candidate] | None,
-    batch_size: int,
-) -> tuple[Images, Sequence[Candidate]]:
-    """Return images to evaluate candidates on, and the candidates."""
-    pixels, labels = first_images(batches, count)
-    samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
-    if candidates is None:
-        candidates = image_candidates(stack, samples.size, samples.patches)
-    return samples, candidates
 
 
 def _prompts(
@@ -291,5 +288,6 @@ def rows_of(
             candidate.advice,
             name in front,
             caches[name],
-            ratios(table.times[MIX][DENSE], table.times[MIX][name]) if MIX in table.times else None,
+            candidate.series,
+            {of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_stacks
+from mmod.adapters import find_stacks
 from mmod.analysis.flops import flops
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import fitted, named_by_share
@@ -23,55 +24,64 @@ _BUDGETS = (0.7, 0.5, 0.35)
 _LAST = {"name": "attention", "importance": "last_token"}
 
 
-def image_candidates(stack: BlockStack, size: tuple[int, int], patch: tuple[int, int] | None) -> list[Candidate]:
-    """Return the candidates of an image model.
+# Series of models made from a dense one of images, each with one number that is fitted to its budget. The config
+# my-model has the same.
+_GRADUAL: dict[str, Any] = {"routing": {"preset": "gradual", "capacity": FIT}}
+_MERGE: dict[str, Any] = {"routing": {"router": "attention", "skipped": "merge", "blocks": "late", "capacity": FIT}}
+_RESIZE: dict[str, Any] = {"methods": ({"kind": "resize", "size": FIT},)}
+_SERIES: dict[str, dict[str, Any]] = {
+    "gradual": _GRADUAL,
+    "merge late": _MERGE,
+    "a-mod": {"routing": {"preset": "a-mod", "blocks": "late", "capacity": FIT}},
+    "random": {"routing": {"preset": "gradual", "router": "random", "capacity": FIT}},
+    "smaller-image": _RESIZE,
+    "tome": {"methods": ({"kind": "merge", "r": FIT},)},
+    "prune": {"methods": ({"kind": "prune", "keep": FIT},)},
+}
+# Those whose loss may be within a tolerance have a mild budget too, and so has the control of merging.
+_MILD = ("gradual", "random", "smaller-image")
+_EVENLY: dict[str, Any] = {"routing": {"router": "stride", "blocks": "late", "capacity": FIT}}
+_FASTER = {"gradual": _GRADUAL, "merge late": _MERGE, "evenly spread": _EVENLY, "smaller-image": _RESIZE}
+Refused = dict[str, str]
+"""Why series and candidates are left out, by name."""
+
+
+def image_candidates(
+    model: nn.Module, part: str, depth: int, image: Tensor, patch: tuple[int, int] | None
+) -> tuple[list[Candidate], Refused]:
+    """Return the candidates of an image model, at shares of its FLOPs, and why others are refused.
 
     Args:
-        size: Height and width of its images in pixels.
+        image: An image of the size that is advised on (1, C, H, W).
         patch: Height and width of its patches in pixels; None where the model does not say.
     """
-    depth = len(stack.blocks)
-    candidates = [
-        Candidate(f"gradual {mean:g}", routing={"preset": "gradual", "mean": mean}) for mean in (0.8, 0.7, 0.6, 0.5)
-    ]
-    merge = {"router": "attention", "skipped": "merge", "blocks": "late"}
-    candidates += [
-        Candidate(f"merge late {capacity:g}", routing={**merge, "capacity": capacity}) for capacity in (0.7, 0.5)
-    ]
-    candidates += [
-        Candidate(f"a-mod {capacity:g}", routing={"preset": "a-mod", "capacity": capacity}) for capacity in (0.75, 0.5)
-    ]
-    candidates.append(Candidate("random 0.5", routing={"router": "random", "capacity": 0.5}))
-    candidates.append(Candidate("pixelprune", routing={"preset": "pixelprune"}))
-    if patch is None:
-        return candidates
-    grid = (size[0] // patch[0], size[1] // patch[1])
-    smaller = {(round(grid[0] * share), round(grid[1] * share)) for share in (0.875, 0.75, 0.625)}
-    for rows, columns in sorted(smaller, reverse=True):
-        if 0 < rows < grid[0] and 0 < columns < grid[1]:
-            candidates.append(_smaller(size, (patch[0] * rows, patch[1] * columns)))
-    for r in sorted({max(1, round(math.prod(grid) * share / depth)) for share in (0.5, 0.75)}):
-        advice = f"merge {r} tokens in each block, as in ToMe"
-        candidates.append(Candidate(f"ToMe r={r}", methods=({"kind": "merge", "r": r},), advice=advice))
-    blocks = tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
-    for keep in (0.8, 0.6):
-        prune = {"kind": "prune", "keep": keep, "blocks": blocks}
-        candidates.append(Candidate(f"prune {keep:g}", methods=(prune,)))
-    return candidates
+    budgets = {name: (0.85, 0.7, 0.55) if name in _MILD else (0.7, 0.55) for name in _SERIES}
+    candidates, refused = _at_budgets(model, part, depth, image, patch, _SERIES, budgets)
+    return [*candidates, Candidate("pixelprune", routing={"preset": "pixelprune"})], refused
 
 
 def faster_candidates(
     model: nn.Module, part: str, depth: int, image: Tensor, patch: tuple[int, int] | None, faster: float
-) -> tuple[list[Candidate], dict[str, str]]:
+) -> tuple[list[Candidate], Refused]:
     """Return few candidates of about the FLOPs at which a model may be faster by a factor, and why others are refused.
 
-    Each kind comes at two shares of the dense FLOPs: that of the factor, and a tenth less, as time falls less than
-    FLOPs.
-
-    Args:
-        image: An image of the size that is advised on (1, C, H, W).
-        patch: See `image_candidates`.
+    Each series comes at two shares of the dense FLOPs: that of the factor, and a tenth less, as time falls less than
+    FLOPs. Arguments are those of `image_candidates`.
     """
+    shares = (round(1 / faster, 2), round(0.9 / faster, 2))
+    return _at_budgets(model, part, depth, image, patch, _FASTER, dict.fromkeys(_FASTER, shares))
+
+
+def _at_budgets(
+    model: nn.Module,
+    part: str,
+    depth: int,
+    image: Tensor,
+    patch: tuple[int, int] | None,
+    series: Mapping[str, Mapping[str, Any]],
+    budgets: Mapping[str, Sequence[float]],
+) -> tuple[list[Candidate], Refused]:
+    """Return the models of some series, fitted to their budgets and named by them."""
     size: Any = {part: image} if len(find_stacks(model)) > 1 else tuple(image.shape[1:])
     whole = flops(model, size).routed
 
@@ -80,39 +90,42 @@ def faster_candidates(
         candidate.apply_(changed, part, depth)
         return flops(changed, size).routed / whole
 
-    sides: list[int] = []
-    patches = 1
-    if patch is not None:
-        patches = math.prod(image.shape[2:]) // math.prod(patch)
-        if len({*image.shape[2:]}) == len({*patch}) == 1:
-            sides = [patch[0] * count for count in range(1, image.shape[3] // patch[0])]
-    merge = {"router": "attention", "skipped": "merge", "blocks": "late", "capacity": FIT}
-    kinds: dict[str, dict[str, Any]] = {
-        "gradual": {"routing": {"preset": "gradual", "capacity": FIT}},
-        "merge late": {"routing": merge},
-        "evenly spread": {"routing": {"router": "stride", "blocks": "late", "capacity": FIT}},
-        "smaller-image": {"methods": ({"kind": "resize", "size": FIT},)},
-    }
+    patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
+    sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
     candidates: list[Candidate] = []
-    refused: dict[str, str] = {}
-    for name, fields in kinds.items():
-        for share in (1 / faster, 0.9 / faster):
-            fitting = Candidate(f"{name}-{share:.2f}", series=name, budget=round(share, 2), **fields)
+    refused: Refused = {}
+    for name, fields in series.items():
+        if patch is None and "methods" in fields:
+            # What these do follows from the patches.
+            continue
+        for budget in budgets[name]:
+            fitting = Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields)
             try:
-                candidates.append(fitted(fitting, share_of, sides, patches))
+                candidates.append(_advised(fitted(fitting, share_of, sizes, patches)))
             except ValueError as refusal:
-                refused[fitting.name] = str(refusal)
+                # The same for all budgets, mostly.
+                refused[name] = str(refusal)
     return named_by_share(candidates, share_of), refused
 
 
-def _smaller(size: tuple[int, int], resized: tuple[int, int]) -> Candidate:
-    """Return the candidate of smaller images: one side for square ones, height and width for others."""
-    height, width = resized
-    if size[0] == size[1] and height == width:
-        resize: dict[str, Any] = {"kind": "resize", "size": height}
-        return Candidate(f"images of {height} px", methods=(resize,), advice=f"use images of {height} px")
-    name = f"images of {height} x {width} px"
-    return Candidate(name, methods=({"kind": "resize", "size": resized},), advice=f"use {name}")
+def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[Any]:
+    """Return smaller sizes in whole patches, the smallest first: one side of square images, or height and width."""
+    rows, columns = size[0] // patch[0], size[1] // patch[1]
+    sizes: list[Any] = []
+    for fewer in range(1, rows):
+        height, width = patch[0] * fewer, patch[1] * max(1, round(columns * fewer / rows))
+        sizes.append(height if size[0] == size[1] and height == width else (height, width))
+    return sizes
+
+
+def _advised(candidate: Candidate) -> Candidate:
+    """Return a candidate that says what to do, where that is plainer than a line of Python."""
+    for method in candidate.methods:
+        if method["kind"] == "resize":
+            side = method["size"]
+            pixels = f"{side[0]} x {side[1]}" if isinstance(side, tuple) else str(side)
+            return dataclasses.replace(candidate, advice=f"use images of {pixels} px")
+    return candidate
 
 
 def language_candidates(

@@ -186,20 +186,32 @@ def tell(
                 f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
                 f"difference) than any of these, the fastest first: {listed(fastest)}."
             )
-    limits = []
+    limits = _against_advice(config, candidates)
     if not has_intervals or (is_by_sample and not note):
         limits.append(_of_chance(chance, dense.samples, is_by_sample))
     if not config.train_dense:
         limits.append("All models start from one dense model; another may rank them differently.")
     if is_repeated and not has_intervals:
         limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
-    if limits:
-        texts.append(" ".join(limits))
+    texts.append(" ".join(limits))
     # Recommended are the best models in the largest batches.
     at_speeds = _best_at_speeds(table, score, times[max(times)]) if times else {}
     recommended = [name for name in dict.fromkeys(at_speeds.values()) if name is not None]
     lines = code(config, [candidates[name] for name in recommended], facts)
     return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
+
+
+def _against_advice(config: TimmStudyConfig, candidates: Candidates) -> list[str]:
+    """Say why `mmod advise` may say otherwise."""
+    reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models lose less, and may rank differently."]
+    if config.tune:
+        reasons = ["Models were fine-tuned: untrained, as `mmod advise` tries them, they lose more."]
+    if any(candidate.image_size is not None for candidate in candidates.values()):
+        reasons.append(
+            "Smaller images are made from the files; where a model resizes prepared ones, as in `mmod advise` and by "
+            "`mmod.methods.Resize`, it may answer a few pictures differently."
+        )
+    return reasons
 
 
 def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts) -> str:

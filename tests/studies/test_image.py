@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.compare.table import Measured, Table
+from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
@@ -27,6 +28,8 @@ from mmod.studies.report import verdict
 from mmod.studies.study import plan, run_study
 from mmod.training.engine.parse import read_config
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import kind_of
 from tests.kit.folders import save_image_model
 from tests.kit.image_study import DENSE
@@ -337,10 +340,11 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     candidates, jobs = plan(dataclasses.replace(config, dense={**fields, "model": dense}))
     flops = {}
     for job in jobs:
-        kind = kind_of(job.config)
-        flops[job.name] = mmod.flops(kind.sketch(), job.config.data.image_size).routed
-    series = {candidate.series for candidate in candidates}
-    assert series == {"dense", "gradual", "a-mod", "random", "smaller-image", "tome", "prune"}
+        # How many patches are equal, no name tells.
+        if job.name != "pixelprune":
+            kind = kind_of(job.config)
+            flops[job.name] = mmod.flops(kind.sketch(), job.config.data.image_size).routed
+    assert {candidate.series for candidate in candidates} == {"dense", "pixelprune", *FITTED}
     for name, count in flops.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
         assert count < flops["dense"] or name == "dense"
@@ -351,6 +355,7 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     assert {candidate.control for candidate in candidates} <= {None, *flops}
 
 
+FITTED = {"gradual", "merge late", "a-mod", "random", "smaller-image", "tome", "prune"}
 SMALL = "vit_small_patch16_224"
 
 
@@ -374,19 +379,35 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
         "dense.data.root": tmp_path / "images",
         "dense.data.image_size": 32,
         "dense.data.channels": 1,
-        "baselines": {
-            "tome": {0.7: {"kind": "merge", "r": 3}},
-            "smaller-image": {0.5: {"kind": "resolution", "image_size": 24}},
-        },
         "latency_rounds": 1,
         "maps": 0,
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
-    series = {point.series for point in result.points}
-    assert series == {"dense", "gradual", "a-mod", "random", "tome", "smaller-image"}
+    assert {point.series for point in result.points} == {"dense", "pixelprune", *FITTED}
     assert "12 test images, on which models are paired: differences below" in result.table
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
+    # Advice on the same images says the same of the models that do not draw and read the same pixels.
+    config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
+    kind = ImageKind(TrainConfig.from_dict(config.dense_fields))
+    batches = list(image_stream(kind.config.data).batches(0))
+    advice = mmod.advise(kind.load(), batches, images=12, progress=False)
+    rows = {row.name: row.accuracy for row in advice.rows}
+    assert advice.accuracy == pytest.approx(result.points[0].figures[0]["top1"] / 100)
+    assert set(rows) == {point.name for point in result.points} - {"dense"}
+    assert "Nothing was trained" in result.table
+    assert "Nothing was trained" in str(advice)
+    assert "`mmod tradeoff my-model` tries the same candidates" in str(advice)
+    codes = {row.name: row.code for row in advice.rows}
+    for candidate in plan(config)[0][1:]:
+        assert candidate.series == "smaller-image" or candidate.code("image", 4) == codes[candidate.name]
+    for point in result.points[1:]:
+        if point.series not in ("random", "smaller-image"):
+            change, difference = rows[point.name], point.to_dense
+            assert change is not None
+            assert difference is not None
+            assert 100 * change.value == pytest.approx(difference.value)
+            assert 100 * change.high == pytest.approx(difference.high)
 
 
 def test_models_are_not_trained_on_the_images_of_the_evaluation() -> None:

@@ -63,7 +63,10 @@ class Duplicate(Score):
             side: Patches along a side of the square that a token stands for.
         """
         channels = pixels_BRCHE.shape[3]
-        by_channel = std if self.std is None else self.std
+        by_channel = self.std
+        if by_channel is None and std is not None and len(std) == channels:
+            # One of other channels is not what these pixels were divided by.
+            by_channel = std
         if by_channel is None and self.tolerance > 0:
             raise ValueError(
                 f"router.tolerance={self.tolerance} is in grey levels, and the model does not say what its pixels were "
