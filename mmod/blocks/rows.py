@@ -19,6 +19,7 @@ from mmod.config import RoutingConfig
 from mmod.ops import (
     Packing,
     add_updates,
+    attend_weighed,
     attend_within,
     backend,
     gather_norm,
@@ -111,6 +112,31 @@ def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
     return x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
+class FilledRows(NamedTuple):
+    """Where the filled slots of a decision are, of which images keep different numbers.
+
+    Args:
+        lengths: Filled slots of each image that has any.
+        bias_T: Bias of keys, by which a row counts as the tokens of its group; None for one each.
+    """
+
+    routing: Routing
+    packing: Packing
+    lengths: list[int]
+    bias_T: Tensor | None
+
+    @classmethod
+    def of(cls, routing: Routing, tokens: int) -> FilledRows:
+        """Return the filled slots of a decision about so many tokens; their lengths are read on the host, once."""
+        index_BK, valid_BK, total, *_ = routing.kept
+        assert valid_BK is not None
+        assert total is not None
+        packing = pack_rows(index_BK, valid_BK, total, tokens)
+        lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
+        bias = routing.joined.bias
+        return cls(routing, packing, lengths, None if bias is None else bias.flatten()[packing.slot_T])
+
+
 class Rows:
     """The rows that blocks run on instead of all tokens.
 
@@ -125,12 +151,14 @@ class Rows:
         rule: The rule of the last decision, if blocks pass on the rows.
         selected: The arguments of blocks of a class that get the rows alone.
         packing: Sources of packed rows; None for padded ones.
+        filled: The filled ones of padded rows of groups, once a block has run on them alone.
     """
 
     routing: Routing
     rule: Rule
     selected: tuple[type, Mapping[str, Any]] | None = None
     packing: Packing | None = None
+    filled: FilledRows | None = None
     # The rows that `routing` kept of those before it.
     _z_BKD: Tensor
     # The same numbered over the batch, if they are single tokens and torch copies whole rows.
@@ -359,8 +387,7 @@ class KeptTokens(Execution):
     def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         kept = routing.kept
-        # Without the total, packing would wait for the device to know its shapes. Packed attention takes no bias of
-        # keys, which rows of groups have.
+        # Without the total, packing would wait for the device to know its shapes. Rows of groups are packed inside.
         differ = kept.valid_BK is not None and kept.total and not self.joins
         if differ and self.call.can_pack(cast(nn.Module, block), arguments):
             return PackedRows(x, weighs=self.weighs)
@@ -374,10 +401,29 @@ class KeptTokens(Execution):
         # Hosts take no empty sequence.
         if not kept.index_BK.shape[1]:
             return z
+        if self.joins and kept.valid_BK is not None and kept.total:
+            # A bias of keys goes with no causal attention, and a branch may expect a batch.
+            is_plain = block.mod_state.inner.value.runner is None and not arguments.get("is_causal")
+            if is_plain and self.call.can_pack(cast(nn.Module, block), arguments):
+                return self._run_filled(host, z, arguments, rows)
         plain = kept.valid_BK is None and rows.routing.joined.size_BK is None
         if arguments or not plain or self.call.narrows_always:
             arguments = self._narrowed(block, arguments, rows)
         return host(z, **arguments)
+
+    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
+        routing = rows.routing
+        if rows.filled is None or rows.filled.routing is not routing:
+            rows.filled = FilledRows.of(routing, rows.x_BND.shape[1])
+        packing, lengths, bias_T = rows.filled[1:]
+        attention = attend_weighed(packing, lengths, bias_T)
+        packed = self.call.pack(arguments, rows.x_BND, routing, packing)
+        y = attention.run(host, (z.flatten(0, 1)[packing.slot_T].unsqueeze(0),), packed)
+        if not attention.calls:
+            raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)
+        empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
+        return empty_SD.index_copy(0, packing.slot_T, y.squeeze(0)).view_as(z)
 
     def _narrowed(self, block: Block, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
         """Return the block's arguments for the rows."""

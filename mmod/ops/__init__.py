@@ -19,7 +19,7 @@ from mmod.ops.importance import (
     importance_of_map,
 )
 from mmod.ops.merging import add_updates, group_sizes, held_slots, mean_rows, size_groups
-from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
+from mmod.ops.packed import Packing, attend_weighed, attend_within, pack_rows, packed_attention
 from mmod.ops.rows import gather_norm, gather_rows, inverse_rows, lerp_rows, merge_rows, scatter_rows
 from mmod.ops.select import Kept, select_topk
 

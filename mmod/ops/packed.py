@@ -7,7 +7,7 @@ Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import HALF, Backend, Kernel, exporting, kernel_op, op
+from mmod.ops.capture import attend_by_length
 from mmod.ops.casting import cast_alike, is_grouped
 from mmod.ops.intercept import SDPA, AttentionCall, AttentionIntercept
 
@@ -151,6 +152,24 @@ class attend_within(AttentionIntercept):
             scale=call.scale,
         )
         return out_THE.transpose(0, 1).unsqueeze(0)
+
+
+class attend_weighed(attend_within):
+    """`attend_within` where a bias of keys weighs the rows, image by image.
+
+    Args:
+        lengths: Rows of each image that has any.
+        bias_T: Bias of keys (T) of logits; None for none.
+    """
+
+    def __init__(self, packing: Packing, lengths: Sequence[int], bias_T: Tensor | None) -> None:
+        super().__init__(packing)
+        self.by_length = attend_by_length(lengths, bias_T)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend within images."""
+        self.calls += 1
+        return self.by_length.attend(call)
 
 
 def image_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:

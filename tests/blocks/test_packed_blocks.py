@@ -11,6 +11,19 @@ from tests.kit.zoo import make_images, make_model
 THRESHOLD = RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold", blocks="all")
 
 
+# Which patches others stand for differs by image.
+DUPLICATE = RoutingConfig(router="duplicate", select="threshold", blocks="all")
+GROUPS = [DUPLICATE.replace(skipped="merge"), DUPLICATE.replace(skipped="follow")]
+
+
+def plain_parts(name: str, count: int) -> Tensor:
+    """Return images of which more and more is of one colour."""
+    images = make_images(name, count).double()
+    for number, image in enumerate(images):
+        image[:, : image.shape[1] * number // count] = 0.5
+    return images
+
+
 def packed_and_padded(
     model: torch.nn.Module, images: Tensor, monkeypatch: pytest.MonkeyPatch, **arguments: bool
 ) -> list[tuple[Tensor, Tensor]]:
@@ -40,8 +53,9 @@ def packed_and_padded(
         "vit_mediumd_patch16_rope_reg1_gap_256",
     ],
 )
-def test_rotary_rows_keep_their_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = mmod.route_(make_model(name), THRESHOLD).double(), make_images(name, 3).double()
+@pytest.mark.parametrize("config", [THRESHOLD, *GROUPS], ids=lambda config: f"{config.router.name}-{config.skipped}")
+def test_rotary_rows_keep_their_positions(config: RoutingConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = mmod.route_(make_model(name), config).double(), plain_parts(name, 3)
     calls = []
     host = type(next(iter(mmod.routed_blocks(model).values())).mod_state.call)
     pack = host.pack
@@ -51,12 +65,15 @@ def test_rotary_rows_keep_their_positions(name: str, monkeypatch: pytest.MonkeyP
     assert calls
 
 
+@pytest.mark.parametrize("config", [THRESHOLD, GROUPS[0]], ids=lambda config: config.router.name)
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_small_patch16_18x2_224"])
-def test_stochastic_depth_drops_images_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = mmod.route_(make_model(name, drop_path_rate=0.5), THRESHOLD).double().train()
+def test_stochastic_depth_drops_images_one_by_one(
+    name: str, config: RoutingConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mmod.route_(make_model(name, drop_path_rate=0.5), config).double().train()
     block = list(mmod.routed_blocks(model).values())[-1]
     assert block.mod_state.call.can_pack(block, {})
-    for packed, padded in packed_and_padded(model, make_images(name, 4).double(), monkeypatch):
+    for packed, padded in packed_and_padded(model, plain_parts(name, 4), monkeypatch):
         torch.testing.assert_close(packed, padded, rtol=1e-8, atol=1e-9)
 
 
