@@ -106,7 +106,7 @@ class BlockStack:
     call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
     calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
     readers: tuple[tuple[nn.Module, type[Mixin], object], ...] = ()
-    captions: Passes[Any] | None = None
+    captions: Passes | None = None
     sequence: int | None = None
     language: bool = False
     reads_images: bool = False

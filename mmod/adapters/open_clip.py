@@ -28,7 +28,6 @@ from mmod.blocks import (
     Arguments,
     GridSource,
     Mixin,
-    Pass,
     Passes,
     StackCalls,
     grid_of_map,
@@ -93,7 +92,7 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
         )
     calls = PerThread(StackCalls)
     blocks = tower.transformer.resblocks
-    captions = Passes(calls, CaptionPass, last=len(blocks))
+    captions = Passes(calls, last=len(blocks))
     causal = tower.attn_mask is not None
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions, causal)
     embedding = (tower.token_embedding, CaptionReader, CaptionMarks(tower, captions))
@@ -102,9 +101,7 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
     )
 
 
-def _stack(
-    tower: Any, name: str, prefix: int, captions: Passes[CaptionPass] | None = None, causal: bool = False
-) -> BlockStack:
+def _stack(tower: Any, name: str, prefix: int, captions: Passes | None = None, causal: bool = False) -> BlockStack:
     blocks = tuple(tower.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
@@ -125,7 +122,7 @@ def _stack(
     )
 
 
-def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, number: int, causal: bool) -> ClipBlock:
+def _call_of(block: nn.Module, dim: int, captions: Passes | None, number: int, causal: bool) -> ClipBlock:
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
     features = int(attention.in_proj_weight.shape[0])
@@ -168,7 +165,7 @@ class ClipBlock(NamedArguments):
 
     heads: int = 1
     flat_masks: bool = True
-    captions: Passes[CaptionPass] | None = None
+    captions: Passes | None = None
     number: int = 0
     causal: bool = False
 
@@ -230,12 +227,6 @@ class ClipBlock(NamedArguments):
         return mask.expand(-1, self.heads, queries, -1).flatten(0, 1) if self.flat_masks else mask
 
 
-class CaptionPass(Pass):
-    """What the blocks of a text tower read in one forward pass: which tokens of the captions are padding."""
-
-    masks: TokenMasks
-
-
 class CaptionMarks:
     """Begins a text tower's forward pass with facts that its blocks do not know: where captions end.
 
@@ -244,7 +235,7 @@ class CaptionMarks:
     `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
 
-    def __init__(self, tower: Any, passes: Passes[CaptionPass]) -> None:
+    def __init__(self, tower: Any, passes: Passes) -> None:
         self.passes = passes
         packed = isinstance(tower, clip_models.CLIP)
         self.pool = str(tower.text_pool_type if packed else tower.pool_type)

@@ -32,7 +32,7 @@ from mmod.blocks.grid import (
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
-from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
+from mmod.blocks.passes import Passes, ReadBlocks, SpanPass, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.remaining import Remaining, Step
 from mmod.blocks.routed import (
@@ -61,4 +61,4 @@ from mmod.blocks.segments import (
     split_rows,
 )
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
-from mmod.blocks.span import Span, SpanPass
+from mmod.blocks.span import Span

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mmod.blocks.remaining import Remaining
+from mmod.blocks.rows import Rows
 from mmod.config import Patches
+from mmod.routing import Routing, Rule, TokenGroups, TokenMasks
 from mmod.threads import PerThread
 
 # How many unfinished passes, and patches that wait for one, a thread remembers of a stack outside calls of the model.
@@ -65,9 +68,9 @@ class StackCall:
         self.uninterrupted = uninterrupted
         self.read_blocks = read_blocks
         self.awaits_features = awaits_features
-        self.passes: list[Pass] = []
-        self.latest: Pass | None = None
-        self.first: Pass | None = None
+        self.passes: list[SpanPass] = []
+        self.latest: SpanPass | None = None
+        self.first: SpanPass | None = None
         self.ends_for_head = False
         self.begun: set[object] = set()
         # A thread may meet a stack for the first time inside a backward pass: the root began before it.
@@ -102,7 +105,7 @@ class StackCalls:
 
     def __init__(self) -> None:
         self.running = StackCall()
-        self.entered: Pass | None = None
+        self.entered: SpanPass | None = None
         self._patches: list[Patches] = []
         self._began = False
 
@@ -129,8 +132,16 @@ class StackCalls:
         return Patches(first.grid if all(other.grid == first.grid for other in others) else None)
 
 
-class Pass:
-    """What the modules of a run share in one forward pass; what they share in particular derives from it.
+class Decision(NamedTuple):
+    """A decision of one block of a span, and what it was made by."""
+
+    rule: Rule
+    tokens: TokenMasks | TokenGroups
+    routing: Routing
+
+
+class SpanPass:
+    """What the modules of a run share in one forward pass.
 
     It must not hold a tensor that is handed on: the pass is kept while that tensor lives, so neither would be freed.
 
@@ -144,7 +155,15 @@ class Pass:
         ends_for_head: See `StackCall`.
         read_blocks: Numbers of the blocks whose output the host collects in an uninterrupted pass.
         busy: A module was entered and not left: it runs, or it failed.
+        score_BN: Scores that all blocks read: importance, or what the first routed block computed; None before.
+        trains: The score has a weight that trains.
+        decisions: The decisions so far, by place.
+        rows: The rows that the previous block passed on instead of all tokens, or None.
+        remaining: The rows that remain where tokens leave for good; None where skipped tokens come back.
+        masks: Which tokens of captions are padding, where the embedding of a text tower tells it.
     """
+
+    masks = TokenMasks()
 
     def __init__(self) -> None:
         self.place = 0
@@ -156,9 +175,11 @@ class Pass:
         self.ends_for_head = False
         self.read_blocks: Collection[int] = ()
         self.busy = False
-
-
-AnyPass = TypeVar("AnyPass", bound=Pass)
+        self.score_BN: Tensor | None = None
+        self.trains = False
+        self.decisions: dict[int, Decision] = {}
+        self.rows: Rows | None = None
+        self.remaining: Remaining | None = None
 
 
 class _Remembered(NamedTuple):
@@ -173,10 +194,10 @@ class _Remembered(NamedTuple):
     tensor: weakref.ref[Tensor]
     address: int
     look: tuple[int, ...]
-    found: Any
+    found: SpanPass
 
 
-class Passes(Generic[AnyPass]):
+class Passes:
     """Finds the forward pass that an input of one of several consecutive modules belongs to.
 
     - The first module begins a pass. A later one finds it by their order in an uninterrupted call.
@@ -193,28 +214,26 @@ class Passes(Generic[AnyPass]):
 
     Args:
         calls: The calls of the stack, by thread.
-        make: Makes the state of a pass.
         last: Place of the last module.
     """
 
-    def __init__(self, calls: PerThread[StackCalls], make: Callable[[], AnyPass], last: int) -> None:
+    def __init__(self, calls: PerThread[StackCalls], last: int) -> None:
         self.calls = calls
-        self.make = make
         self.last = last
         # As a fact of its own: compilers guard on numbers that they read, and runs of other lengths share a graph.
         self.goes_on = last > 0
         self._by_address: dict[int, _Remembered] = {}
         # The pass that a backward pass recomputes in a thread, with the number of that backward pass.
-        self._recomputed: PerThread[list[tuple[int, AnyPass]]] = PerThread(list)
+        self._recomputed: PerThread[list[tuple[int, SpanPass]]] = PerThread(list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the passes out of copies and pickles."""
         # A copy's tensors lie elsewhere, and a weak reference cannot be pickled.
         return {**vars(self), "_by_address": {}}
 
-    def begin(self, x: Tensor) -> AnyPass:
+    def begin(self, x: Tensor) -> SpanPass:
         """Begin a pass with the input of the first module."""
-        started = self.make()
+        started = SpanPass()
         started.owner = self
         started.shape = tuple(x.shape[:2])
         calls = self.calls.value
@@ -251,7 +270,7 @@ class Passes(Generic[AnyPass]):
             self.hand_on(started, x)
         return started
 
-    def find(self, x: Tensor, place: int | None) -> AnyPass | None:
+    def find(self, x: Tensor, place: int | None) -> SpanPass | None:
         """Return the pass that the input of a later module belongs to; None if no pass reached it.
 
         Args:
@@ -262,15 +281,14 @@ class Passes(Generic[AnyPass]):
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
         call = self.calls.value.running
-        latest: Any = call.latest
+        latest = call.latest
         if latest is not None and latest.owner is self and not latest.busy:
             # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
-            following: AnyPass = latest
             if place is None:
-                return following
+                return latest
             if latest.place < place:
                 latest.place = place
-                return following
+                return latest
         found = None
         if not torch.compiler.is_compiling():
             found = self._pass_of(x)
@@ -289,7 +307,7 @@ class Passes(Generic[AnyPass]):
                 call.passes = [other for other in call.passes if other is not found]
         return found
 
-    def hand_on(self, current: AnyPass, y: Tensor) -> None:
+    def hand_on(self, current: SpanPass, y: Tensor) -> None:
         """Remember that a tensor between two modules belongs to a pass."""
         if torch.compiler.is_compiling():
             return
@@ -315,7 +333,7 @@ class Passes(Generic[AnyPass]):
         if found is not None:
             self.hand_on(found, y)
 
-    def _pass_of(self, x: Tensor) -> Any:
+    def _pass_of(self, x: Tensor) -> SpanPass | None:
         """Return the pass that a tensor is remembered to belong to, or None."""
         look = _look(x)
         match = self._by_address.get(look[0])
@@ -325,7 +343,7 @@ class Passes(Generic[AnyPass]):
             return None
         return match.found
 
-    def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> Any:
+    def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> SpanPass | None:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
         level: StackCall | None = call
         while level is not None:
@@ -352,7 +370,7 @@ class Passes(Generic[AnyPass]):
             level = level.outer
         return None
 
-    def _find_recomputed(self, found: AnyPass | None) -> AnyPass | None:
+    def _find_recomputed(self, found: SpanPass | None) -> SpanPass | None:
         """Return the pass that the running backward pass recomputes: the one found by the input, or the last such."""
         task = torch._C._current_graph_task_id()
         if found is not None:
@@ -367,7 +385,7 @@ class Passes(Generic[AnyPass]):
         )
 
 
-def _can_reach(unfinished: Pass, place: int | None) -> bool:
+def _can_reach(unfinished: SpanPass, place: int | None) -> bool:
     """Return whether a pass may enter a module at a place next."""
     return not unfinished.busy and (place is None or unfinished.place < place)
 

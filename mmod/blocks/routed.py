@@ -18,9 +18,10 @@ from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, ma
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
+from mmod.blocks.passes import SpanPass
 from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import AmongAll, CachedTokens, Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
-from mmod.blocks.span import Span, SpanPass
+from mmod.blocks.span import Span
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE, LOSSES, RoutingConfig, Threshold
 from mmod.ops import capture_importance

@@ -11,25 +11,16 @@ Axes: B images or samples, N tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn, Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.passes import Pass, Passes, StackCalls, recomputing
-from mmod.blocks.remaining import Remaining
+from mmod.blocks.passes import Decision, Passes, SpanPass, StackCalls, recomputing
 from mmod.blocks.rows import Execution, Rows, gather_kept
 from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
 from mmod.threads import PerThread
-
-
-class Decision(NamedTuple):
-    """A decision of one block of a span, and what it was made by."""
-
-    rule: Rule
-    tokens: TokenMasks | TokenGroups
-    routing: Routing
 
 
 class StateInSpan(Protocol):
@@ -61,27 +52,7 @@ class InSpan(Protocol):
         """Return the output of the block's first norm."""
 
 
-class SpanPass(Pass):
-    """What the blocks of a span share in one forward pass.
-
-    Attributes:
-        score_BN: Scores that all blocks read: importance, or what the first routed block computed; None before.
-        trains: The score has a weight that trains.
-        decisions: The decisions so far, by place.
-        rows: The rows that the previous block passed on instead of all tokens, or None.
-        remaining: The rows that remain where tokens leave for good; None where skipped tokens come back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score_BN: Tensor | None = None
-        self.trains = False
-        self.decisions: dict[int, Decision] = {}
-        self.rows: Rows | None = None
-        self.remaining: Remaining | None = None
-
-
-class Span(Passes[SpanPass]):
+class Span(Passes):
     """A run of consecutive blocks that share scores or rows.
 
     The dense block whose importance routed blocks read, if any, has place 0. Blocks that read the same scores by the
@@ -100,7 +71,7 @@ class Span(Passes[SpanPass]):
         scored_by_first: bool = False,
         training_only: bool = False,
     ) -> None:
-        super().__init__(calls, SpanPass, len(names) - 1)
+        super().__init__(calls, len(names) - 1)
         self.names = names
         self.scored_by_first = scored_by_first
         self.training_only = training_only

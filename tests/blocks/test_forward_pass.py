@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import Pass, Passes, StackCalls
+from mmod.blocks import Passes, StackCalls
 from mmod.blocks.passes import StackCall
 from mmod.threads import PerThread
 from tests.kit.threads import assert_right_in_threads
@@ -99,7 +99,7 @@ def test_copies_and_pickles_know_no_running_call() -> None:
 
 
 def test_copies_and_pickles_of_passes_know_no_tensor() -> None:
-    passes = Passes(PerThread(StackCalls), Pass, last=2)
+    passes = Passes(PerThread(StackCalls), last=2)
     x = torch.randn(1, 3, 4)
     started = passes.begin(x)
     passes.hand_on(started, x)
