@@ -182,7 +182,7 @@ class TestRoute:
 
     def test_unknown_block_arguments_are_an_error(self) -> None:
         model = mmod.route_(make_model(NAME))
-        with pytest.raises(ValueError, match=r"the tensor 'rope', which cannot be narrowed .* known are attn_mask"):
+        with pytest.raises(ValueError, match=r"got 'rope', of which no trial showed .* known are attn_mask"):
             model.blocks[1](torch.randn(1, 4, 64), rope=torch.zeros(4, 8))
 
     def test_prefix_protection_can_be_given_up(self) -> None:

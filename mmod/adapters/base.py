@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mmod.adapters.masks import (
     add_causal,
     hide_empty_slots,
+    narrow_batch,
     narrow_pairs,
     narrow_queries,
     narrow_rope,
@@ -171,20 +173,26 @@ class CallForm:
         mask: The argument that hides or weighs keys, as a mask or bias of pairs of tokens; empty if the block takes
             none, so that its attention is intercepted.
         rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
+        images: Arguments with one value per image: rows of each image, or no rows, as text states and time embeddings.
+        shared: Arguments that are the same for all tokens and images.
+        cross: See `BlockCall`.
         rope_prefix: Number of leading tokens without such a row.
-        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E), or
-            "flat" if it takes none, so that all images run as one sequence (1, T, D), see `FlatBlock`; "bare" for one
-            sequence (T, D).
+        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E) or
+            (B, K, ...), or "flat" if it takes none, so that all images run as one sequence (1, T, D), see `FlatBlock`;
+            "bare" for one sequence (T, D).
         boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
             `SegmentsBlock`; empty for a host with a batch.
         index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.
         suffix: Tokens at the end that are no patches, see `SuffixBlock`.
         fused: Attention is computed by `scaled_dot_product_attention`.
-        attention_calls: Calls of `scaled_dot_product_attention` in a forward pass of the block.
+        attention_calls: Calls of `scaled_dot_product_attention` among the tokens in a forward pass of the block.
     """
 
     mask: str = ""
     rows: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    cross: tuple[int, ...] = ()
     rope_prefix: int = 0
     layout: str = "heads"
     boundaries: str = ""
@@ -192,6 +200,11 @@ class CallForm:
     suffix: int = 0
     fused: bool = False
     attention_calls: int = 1
+
+
+def has_tensors(value: Any) -> bool:
+    """Return whether an argument has a tensor in it; a number, such as the Trainer's count of samples, is none."""
+    return any(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(value))
 
 
 def parameters_of_block(block: nn.Module) -> dict[str, object]:
@@ -280,13 +293,14 @@ class NamedArguments(CallForm, BlockCall):
                 f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
                 "model with attn_implementation='sdpa'"
             )
-        known = () if self.suffix else (*self.rows, self.mask, self.index_argument)
+        known = (*self.images, *self.shared)
+        if not self.suffix:
+            known = (*self.rows, *known, self.mask, self.index_argument)
         for name, value in arguments.items():
-            # A number, such as the Trainer's count of samples, belongs to no token.
-            if isinstance(value, Tensor) and value.ndim and name not in known:
+            if name not in known and has_tensors(value):
                 raise ValueError(
-                    f"a routed block got the tensor {name!r}, which cannot be narrowed to the kept tokens; known are "
-                    f"{', '.join(filter(None, known)) or 'none'}"
+                    f"a routed block got {name!r}, of which no trial showed how it goes with the kept tokens; known "
+                    f"are {', '.join(filter(None, known)) or 'none'}. Route with mmod.Tokens(example=...) that has it"
                 )
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
@@ -305,10 +319,9 @@ class NamedArguments(CallForm, BlockCall):
         if self.rope_prefix and not self.packs_prefix:
             # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
             return False
-        for name, value in arguments.items():
-            of_tokens = isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.ndim > 0)
-            if of_tokens and name not in self.rows:
-                return False
+        if any(has_tensors(value) for name, value in arguments.items() if name not in self.rows):
+            # Values of an image belong to no row of the sequence.
+            return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
@@ -317,10 +330,16 @@ class NamedArguments(CallForm, BlockCall):
         packed = dict(arguments)
         for name in self.rows:
             if name in packed:
-                packed[name] = map_rows(self._pack_rows, packed[name], packing.row_T, x_BND.shape[1])
+                packed[name] = map_rows(self._pack_rows, packed[name], name, packing.row_T, x_BND.shape[1])
         return packed
 
-    def _pack_rows(self, rows: Tensor, row_T: Tensor, tokens: int) -> Tensor:
+    def _begins_with_images(self, name: str, rows: Tensor) -> bool:
+        """Return whether the axis of rows is the second, behind that of images or of one for all."""
+        return self.layout == "batch" and (rows.ndim > 2 or name in self.images)
+
+    def _pack_rows(self, rows: Tensor, name: str, row_T: Tensor, tokens: int) -> Tensor:
+        if self._begins_with_images(name, rows):
+            return rows.flatten(0, 1)[row_T if len(rows) > 1 else row_T % tokens].unsqueeze(0)
         packed = pack_rope(rows, row_T, tokens, self.rope_prefix)
         if self.layout == "heads":
             return packed
@@ -330,9 +349,8 @@ class NamedArguments(CallForm, BlockCall):
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
         assert routing is not None
         if routing.kept.image_S is not None:
-            # One mask for all images has no rows to select.
             image_S = routing.kept.image_S
-            return {name: map_rows(_of_images, value, image_S) for name, value in arguments.items()}
+            return {name: self.of_images(name, value, image_S, len(x_BND)) for name, value in arguments.items()}
         narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
         mask = narrowed.pop(self.mask, None)
         if mask is not None:
@@ -343,18 +361,30 @@ class NamedArguments(CallForm, BlockCall):
         # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
+    def of_images(self, name: str, value: Any, image_S: Tensor, images: int) -> Any:
+        """Return an argument for some of the images; what is the same for all is unchanged."""
+
+        def select(leaf: Any) -> Any:
+            # Masks and rotary embeddings of each image have four axes.
+            differs = isinstance(leaf, Tensor) and leaf.ndim > 0 and (name in self.images or leaf.ndim == 4)
+            return leaf.index_select(0, image_S) if differs and len(leaf) == images else leaf
+
+        return tree_map(select, value)
+
     def narrow_rows(self, arguments: Arguments, index_BK: Tensor) -> dict[str, Any]:
         """Return the arguments with the rows of some tokens, and their index if the block takes them."""
         narrowed = dict(arguments)
         for name in self.rows:
             if name in narrowed:
-                narrowed[name] = map_rows(self._narrow_rows, narrowed[name], index_BK)
+                narrowed[name] = map_rows(self._narrow_rows, narrowed[name], name, index_BK)
         if self.index_argument:
             before_BN = narrowed.get(self.index_argument)
             narrowed[self.index_argument] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
         return narrowed
 
-    def _narrow_rows(self, rows: Tensor, index_BK: Tensor) -> Tensor:
+    def _narrow_rows(self, rows: Tensor, name: str, index_BK: Tensor) -> Tensor:
+        if self._begins_with_images(name, rows):
+            return narrow_batch(rows, index_BK, self.rope_prefix)
         narrowed = narrow_rope(rows, index_BK, self.rope_prefix)
         return narrowed if self.layout == "heads" else narrowed[:, 0]
 
@@ -406,12 +436,6 @@ class NamedArguments(CallForm, BlockCall):
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
-
-
-def _of_images(value: Any, image_S: Tensor) -> Any:
-    """Return the part of some images; a value without a batch axis is unchanged."""
-    batched = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
-    return value.index_select(0, image_S) if batched else value
 
 
 class Changes(NamedTuple):

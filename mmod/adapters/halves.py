@@ -6,7 +6,7 @@ guessed. Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ class Branches:
         silent_mlp: Modules that return zeros while the MLP is silent.
         idle_mlp: Modules whose output nothing reads then.
         halves: The block is its attention half followed by its MLP half.
+        fed: Arguments that the MLP half reads.
     """
 
     attention: str = ""
@@ -46,6 +47,7 @@ class Branches:
     silent_mlp: tuple[str, ...] = ()
     idle_mlp: tuple[str, ...] = ()
     halves: bool = False
+    fed: tuple[str, ...] = ()
 
     def options(self, block: nn.Module, dim: int) -> dict[str, Any]:
         """Return operators, tuples and halves of a block as options of `NamedArguments`.
@@ -61,7 +63,7 @@ class Branches:
         for name in self.silent_mlp:
             silent_mlp[name] = Zero(dim)
         operators = {"attention": self.attention, "mlp": self.mlp}
-        halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block))
+        halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block), self.fed)
         return {
             "operators": {operator: name for operator, name in operators.items() if name},
             "tuples": ("attention",) if self.attention_in_tuple else (),
@@ -83,60 +85,72 @@ class _Output(NamedTuple):
     channels: int
 
 
-def find_branches(block: nn.Module, x_BND: Tensor, arguments: Arguments) -> Branches:
+def find_branches(
+    block: nn.Module, x_BND: Tensor, arguments: Arguments, rows: Sequence[str] = (), cross: Sequence[int] = ()
+) -> Branches:
     """Return a block's branches; empty names where nothing silences them.
 
     Args:
         block: A dense copy with random weights.
         x_BND: Tokens of a trial, or those of one sequence (T, D).
         arguments: The block's further arguments for them.
+        rows: Those with a row for each token.
+        cross: Numbers of the calls of attention over other keys. Their branch runs with the attention.
     """
-    search = _Search(block, x_BND, arguments)
+    search = _Search(block, x_BND, arguments, cross)
     without_halves = None
     for attention in search.attention_candidates():
         for mlp in search.mlp_candidates(attention):
-            silenced = search.attempt(search.zeros(attention) | search.zeros(mlp))
-            if silenced is None or not close(silenced, search.x_BND):
-                continue
-            branches = search.describe(attention, mlp)
-            if branches.halves:
-                return branches
-            without_halves = without_halves or branches
+            for beside in search.cross_candidates(attention, mlp):
+                silenced = search.attempt(search.zeros(attention, mlp, *beside))
+                if silenced is None or not close(silenced, search.x_BND):
+                    continue
+                branches = search.describe(attention, mlp, beside, rows)
+                if branches.halves:
+                    return branches
+                without_halves = without_halves or branches
     return without_halves or Branches()
 
 
 class _Search:
     """Runs a block with some of its modules replaced."""
 
-    def __init__(self, block: nn.Module, x_BND: Tensor, arguments: Arguments) -> None:
+    def __init__(self, block: nn.Module, x_BND: Tensor, arguments: Arguments, cross: Sequence[int]) -> None:
         self.block = block
+        self.cross = cross
         generator = torch.Generator().manual_seed(3)
         self.x_BND = torch.randn(x_BND.shape, generator=generator, dtype=torch.float32)
         self.arguments = arguments
         self.outputs: dict[str, _Output] = {}
         self.order: list[str] = []
         self.around_attention: list[str] = []
+        self.around_cross: list[str] = []
         self._record()
 
     @torch.no_grad()
-    def run(self, replaced: Mapping[str, _Replacement], x_BND: Tensor | None = None, alone: bool = False) -> Tensor:
+    def run(
+        self,
+        replaced: Mapping[str, _Replacement],
+        x_BND: Tensor | None = None,
+        without: Collection[str] = (),
+    ) -> Tensor:
         """Return the block's tokens with some modules replaced.
 
         Args:
-            alone: Without the arguments that only attention reads, see `SilencedHalves.feed`.
+            without: Arguments that are left out, or None where they have no default, see `SilencedHalves.feed`.
         """
-        arguments: Arguments = self.arguments
-        if alone:
-            arguments = dict.fromkeys(required_arguments(self.block))
+        arguments = {name: value for name, value in self.arguments.items() if name not in without}
+        missing = dict.fromkeys(name for name in required_arguments(self.block) if name not in arguments)
+        torch.default_generator.manual_seed(0)
         with _replacing(self.block, replaced):
-            output = self.block(self.x_BND if x_BND is None else x_BND, **arguments)
+            output = self.block(self.x_BND if x_BND is None else x_BND, **arguments, **missing)
         tokens: Tensor = output[0] if isinstance(output, tuple) else output
         return tokens
 
-    def attempt(self, replaced: Mapping[str, _Replacement]) -> Tensor | None:
-        """Return the block's tokens with some modules replaced; None if the block does not run so."""
+    def attempt(self, replaced: Mapping[str, _Replacement], *options: Any) -> Tensor | None:
+        """Return what `run` does; None if the block does not run so."""
         try:
-            return self.run(replaced)
+            return self.run(replaced, *options)
         # A host may raise anything on an output that its module would not return.
         except Exception:
             return None
@@ -154,7 +168,9 @@ class _Search:
             self.block(self.x_BND, **self.arguments)
         for handle in handles:
             handle.remove()
-        self.around_attention = watch.modules
+        for number, modules in enumerate(watch.modules):
+            around = self.around_cross if number in self.cross else self.around_attention
+            around += modules
 
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
@@ -183,42 +199,60 @@ class _Search:
 
     def mlp_candidates(self, attention: str) -> Iterator[str]:
         """Return modules that may be the MLP branch: those with the most weights first."""
-        updates = [name for name in self._updates() if name not in self.around_attention]
+        around = {*self.around_attention, *self.around_cross}
+        updates = [name for name in self._updates() if name not in around]
         others = [name for name in updates if not _overlap(name, attention) and self._weights(name)]
         # A branch that takes the tokens can run on some of them.
         yield from sorted(others, key=lambda name: (self.outputs[name].takes_tokens, self._weights(name)), reverse=True)
 
+    def cross_candidates(self, attention: str, mlp: str) -> Iterator[tuple[str, ...]]:
+        """Return what may be a branch of attention over other keys: nothing, or a module around it."""
+        yield ()
+        for name in self._updates():
+            if name in self.around_cross and not _overlap(name, attention) and not _overlap(name, mlp):
+                yield (name,)
+
     def _weights(self, name: str) -> int:
         return sum(weight.numel() for weight in self.block.get_submodule(name).parameters())
 
-    def zeros(self, name: str) -> dict[str, _Replacement]:
-        """Return what silences a module."""
-        return {name: _zeros(self.outputs[name])}
+    def zeros(self, *names: str) -> dict[str, _Replacement]:
+        """Return what silences modules."""
+        return {name: _zeros(self.outputs[name]) for name in names}
 
-    def describe(self, attention: str, mlp: str) -> Branches:
-        """Return two branches that are silent together."""
-        silent_attention = self._silent(attention, mlp)
-        silent_mlp = self._silent(mlp, attention)
+    def describe(self, attention: str, mlp: str, beside: tuple[str, ...], rows: Sequence[str]) -> Branches:
+        """Return branches that are silent together."""
+        silent_attention = self._silent((attention, *beside), (mlp,))
+        silent_mlp = self._silent((mlp,), (attention, *beside))
         attended = self.run(self._replacements(silent_mlp))
-        fed = self.run(self._replacements(silent_attention), attended, alone=True)
+        feed = self._replacements(silent_attention)
+        expected = self.run(feed, attended)
+        left_out: list[str] = []
+        for name in self.arguments:
+            actual = self.attempt(feed, attended, (*left_out, name))
+            if actual is not None and torch.equal(actual, expected):
+                left_out.append(name)
+        fed = tuple(name for name in self.arguments if name not in left_out)
         output = self.outputs[attention]
+        attends = output.takes_tokens and attention in self.around_attention and attention not in self.around_cross
+        # Rows that are read elsewhere too cannot be those of kept tokens while the block runs on all.
         return Branches(
-            attention=attention if output.takes_tokens and attention in self.around_attention else "",
+            attention=attention if attends and not {*rows} & {*fed} else "",
             attention_in_tuple=0 if output.others is None else output.others + 1,
             mlp=mlp if self.outputs[mlp].takes_tokens else "",
             silent_attention=_named(silent_attention, zero=True),
             idle_attention=_named(silent_attention, zero=False),
             silent_mlp=_named(silent_mlp, zero=True),
             idle_mlp=_named(silent_mlp, zero=False),
-            halves=close(fed, self.run({})),
+            halves=close(expected, self.run({})),
+            fed=fed,
         )
 
-    def _silent(self, silent: str, other: str) -> dict[str, bool]:
-        """Return the modules that need not run while one branch is silent: True for the one that returns zeros."""
-        expected = self.run(self.zeros(silent))
-        modules = {silent: True}
+    def _silent(self, silent: tuple[str, ...], others: tuple[str, ...]) -> dict[str, bool]:
+        """Return the modules that need not run while some are silent: True for those that return zeros."""
+        expected = self.run(self.zeros(*silent))
+        modules = dict.fromkeys(silent, True)
         for name in [child for child, _ in self.block.named_children() if child in self.outputs]:
-            if _overlap(name, silent) or _overlap(name, other):
+            if any(_overlap(name, other) for other in (*silent, *others)):
                 continue
             idle = {**modules, name: False}
             actual = self.attempt(self._replacements(idle))
@@ -241,7 +275,8 @@ class AttentionWatch(AttentionIntercept):
         maps: Maps of the host's own softmax.
         biased: A call had a mask or bias, which no argument may have brought.
         shapes: Shapes of queries and keys, or of maps.
-        modules: Names of the modules that ran around an attention.
+        keys: Number of keys of each call or map.
+        modules: Names of the modules that ran around each.
     """
 
     def __init__(self, running: Sequence[str] = ()) -> None:
@@ -251,21 +286,24 @@ class AttentionWatch(AttentionIntercept):
         self.maps = 0
         self.biased = False
         self.shapes: list[tuple[int, ...]] = []
-        self.modules: list[str] = []
+        self.keys: list[int] = []
+        self.modules: list[tuple[str, ...]] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Note a call of `scaled_dot_product_attention`, and run it."""
         self.fused += 1
         self.shapes.append((*call.query.shape[:-1], call.key.shape[-2]))
         self.biased = self.biased or call.attn_mask is not None
-        self.modules += self.running
+        self.keys.append(call.key.shape[-2])
+        self.modules.append(tuple(self.running))
         return call.run()
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Note a map of the host's own softmax."""
         self.maps += 1
         self.shapes.append(tuple(attention.shape))
-        self.modules += self.running
+        self.keys.append(attention.shape[-1])
+        self.modules.append(tuple(self.running))
 
 
 def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:

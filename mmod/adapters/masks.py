@@ -15,13 +15,16 @@ def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     """Return the rows (B, H or 1, K or 1, N) of kept queries.
 
     Args:
-        bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
+        bias: Mask or bias of shape (N, N), (H, N, N), (B, 1, N) or (B or 1, H or 1, N or 1, N).
     """
     if bias.shape[-1] != tokens or bias.shape[-2] not in (1, tokens) or bias.ndim > 4:
         raise ValueError(
             f"cannot narrow a mask of shape {tuple(bias.shape)} for {tokens} tokens; valid are (N, N), (H, N, N), "
-            "(B, H, N, N) and (B, 1, 1, N)"
+            "(B, 1, N), (B, H, N, N) and (B, 1, 1, N)"
         )
+    if bias.ndim == 3 and bias.shape[1] == 1 < tokens:
+        # A mask of keys for each image.
+        bias = bias.unsqueeze(1)
     bias = bias[(None,) * (4 - bias.ndim)].expand(index_BK.shape[0], -1, -1, -1)
     return bias if bias.shape[2] == 1 and tokens > 1 else query_rows(bias, index_BK)
 
@@ -57,6 +60,13 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
     rope = rope[(None,) * (4 - rope.ndim)].expand(index_BK.shape[0], -1, -1, -1)
     position = (index_BK[:, prefix:] - prefix)[:, None, :, None]
     return rope.gather(2, position.expand(-1, rope.shape[1], -1, rope.shape[3]))
+
+
+def narrow_batch(rows: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
+    """Return the rows of kept tokens (B, K, ...) of rows (B or 1, N - prefix, ...)."""
+    position_BK = index_BK[:, prefix:] - prefix
+    position = position_BK[(..., *(None,) * (rows.ndim - 2))]
+    return rows.expand(len(index_BK), *rows.shape[1:]).gather(1, position.expand(-1, -1, *rows.shape[2:]))
 
 
 def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:

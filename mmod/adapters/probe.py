@@ -9,18 +9,20 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mmod.blocks import Arguments, Segments, boundaries_of, host_class, map_rows, read_segments, split_rows
 
 Result = TypeVar("Result")
+# What the forward of a model takes: images, all arguments in order, or arguments by name.
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 # Arguments of models that read images or videos.
 PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.
@@ -165,7 +167,7 @@ class _Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def read_inputs(model: nn.Module, blocks: str, example: Tensor | None = None) -> BlockInputs:
+def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -> BlockInputs:
     """Call a copy of a model on two images, up to its first block.
 
     The copy shares weights on the CPU in fp32; others are converted, and those on the meta device drawn at random. The
@@ -173,7 +175,7 @@ def read_inputs(model: nn.Module, blocks: str, example: Tensor | None = None) ->
 
     Args:
         blocks: Name of the list of blocks.
-        example: Images that the model takes, of which the shape counts; None tries what its settings say.
+        example: What the model's forward takes, see `Tokens`; None tries what its settings say.
 
     Raises:
         ValueError: No input reached the first block, or what it got are no tokens.
@@ -187,14 +189,25 @@ def read_inputs(model: nn.Module, blocks: str, example: Tensor | None = None) ->
         raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
     if read is not None:
         return read
-    advice = f"Pass mmod.Tokens({blocks!r}, example=images) with a batch that the model takes"
+    advice = f"pass mmod.Tokens({blocks!r}, example=...) with these"
     if example is not None:
-        advice = "The example must be images that model(example) takes as its only argument, in fp32 on a CPU too"
-    raise ValueError(f"cannot route {title}: no input reached the first of its {blocks} ({reasons}). {advice}")
+        advice = "the example must be these, in fp32 on a CPU too"
+    raise ValueError(
+        f"cannot route {title}: no input reached the first of its {blocks} ({reasons}). Its forward takes "
+        f"{_signature(model)}: {advice}, as a tensor, a tuple, or a mapping by name"
+    )
+
+
+def _signature(model: nn.Module) -> str:
+    """Return the arguments of a model's forward, without their types."""
+    signature = inspect.signature(host_class(model).forward)
+    _, *named = signature.parameters.values()
+    plain = [value.replace(annotation=inspect.Parameter.empty) for value in named]
+    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
 
 
 def first_that_runs(
-    model: nn.Module, run: Callable[[Arguments], Result], example: Tensor | None = None
+    model: nn.Module, run: Callable[[Arguments], Result], example: Example | None = None
 ) -> tuple[Result | None, str]:
     """Return what a function returns for the first inputs that it runs on, or None, and why it ran on no others."""
     reasons: list[str] = []
@@ -205,15 +218,20 @@ def first_that_runs(
             raise
         # A model may raise anything for an input that it was not made for.
         except Exception as error:
-            shapes = [f"{name or 'input'} {tuple(value.shape)}" for name, value in inputs.items()]
+            titles = {name: "input" if _is_positional(name) else name for name in inputs}
+            shapes = [f"{titles[name]} {tuple(v.shape)}" for name, v in inputs.items() if isinstance(v, Tensor)]
             reasons.append(f"{', '.join(shapes)}: {error}")
     return None, "; ".join(reasons[:2]) or "nothing that it takes is known"
 
 
-def split_inputs(inputs: Arguments) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def split_inputs(inputs: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return inputs as positional and named arguments of a model."""
-    named = {name: value for name, value in inputs.items() if name}
-    return tuple(value for name, value in inputs.items() if not name), named
+    named = {name: value for name, value in inputs.items() if not _is_positional(name)}
+    return tuple(value for name, value in inputs.items() if _is_positional(name)), named
+
+
+def _is_positional(name: str) -> bool:
+    return not name or name.isdigit()
 
 
 class _NoTokens(Exception):
@@ -224,7 +242,7 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
     """Return what the first block gets in a call of a copy on two images.
 
     Args:
-        inputs: Arguments by name, "" for the first.
+        inputs: Arguments by name, "" or numbers for those in order.
 
     Raises:
         ValueError: It gets no tokens.
@@ -335,9 +353,7 @@ def runnable(tensor: Tensor) -> Tensor:
 
 def _runnable_value(value: Any) -> Any:
     """Return an argument of a block whose tensors are `runnable`."""
-    if isinstance(value, Tensor):
-        return runnable(value)
-    return tuple(map(_runnable_value, value)) if isinstance(value, (tuple, list)) else value
+    return tree_map(lambda leaf: runnable(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def without_hooks(module: nn.Module) -> None:
@@ -349,12 +365,15 @@ def without_hooks(module: nn.Module) -> None:
                 hooks.clear()
 
 
-def likely_inputs(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[str, Any]]:
+def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, Any]]:
     """Return inputs of two images that a model may take, the likeliest first; "" is the first argument."""
     names = inspect.signature(host_class(model).forward).parameters
     pixels = next((name for name in PIXELS if name in names), "")
     if example is not None:
-        yield {pixels: _draw(*example.shape[1:])}
+        if isinstance(example, (tuple, list)):
+            example = {str(number): value for number, value in enumerate(example)}
+        values = example if isinstance(example, Mapping) else {pixels: example}
+        yield _for_two_images(values, [*names][1:2])
         return
     if GRIDS in names:
         yield from _one_sequence(model, [*names][1])
@@ -372,6 +391,30 @@ def likely_inputs(model: nn.Module, example: Tensor | None = None) -> Iterator[d
         if frames:
             yield {pixels: _draw(frames, *image)}
         yield {pixels: _draw(*image)}
+
+
+def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, Any]:
+    """Return an example for two images: other images, and what goes with those of the example.
+
+    Args:
+        names: The argument of the model's forward that takes the images, if the example has it.
+    """
+    first = next((name for name in (*names, *example) if isinstance(example.get(name), Tensor)), None)
+    if first is None:
+        return dict(example)
+    images = example[first]
+    batch = len(images) if images.ndim else 0
+
+    def repeat(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        of_images = leaf.ndim > 0 and len(leaf) == batch
+        return runnable(leaf[torch.arange(2) % batch] if of_images and batch else leaf)
+
+    repeated = {name: tree_map(repeat, value) for name, value in example.items()}
+    if images.ndim and images.is_floating_point():
+        repeated[first] = _draw(*images.shape[1:])
+    return repeated
 
 
 def _draw(*shape: int) -> Tensor:

@@ -261,7 +261,7 @@ class TimmHalves(Halves):
             return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
         return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
 
-    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
+    def feed(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's MLP."""
         if isinstance(block, _POST_NORM):
             return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))

@@ -10,10 +10,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from mmod.adapters.base import BlockStack
-from mmod.adapters.probe import read_inputs
+from mmod.adapters.probe import Example, read_inputs
 from mmod.adapters.proven import Proof, read_proof, stack_of
 from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
@@ -35,7 +36,8 @@ class Tokens:
     Args:
         blocks: Name of the list of blocks, such as "encoder.layers"; empty for the list with the most weights.
         prefix: Number of leading tokens that are always kept; None for those that no image changes.
-        example: A batch of images that the model takes, of which the shape counts; None tries common shapes.
+        example: What the model's forward takes: a tensor, a tuple, or a mapping of arguments by name. Of images, its
+            first argument, the shape counts; None tries common shapes.
 
     Example:
         >>> import torch, mmod
@@ -58,7 +60,7 @@ class Tokens:
 
     blocks: str = ""
     prefix: int | None = None
-    example: Tensor | None = None
+    example: Example | None = None
 
 
 @contextmanager
@@ -116,9 +118,9 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
     block_list: Any = dict(model.named_modules()).get(name)
     if not isinstance(block_list, (nn.ModuleList, nn.Sequential)) or not len(block_list):
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
-    # Of an example the shape counts; two tensors cannot be compared as one value.
-    shape = None if tokens.example is None else tuple(tokens.example.shape)
-    settings = (name, tokens.prefix, shape, *map(settings_of, block_list), *map(drop_rate, block_list))
+    # Two tensors cannot be compared as one value.
+    shapes = [str(getattr(leaf, "shape", leaf)) for leaf in tree_leaves(tokens.example)]
+    settings = (name, tokens.prefix, *shapes, *map(settings_of, block_list), *map(drop_rate, block_list))
     if block_list in _PROVEN and _PROVEN[block_list][0] == settings:
         return _PROVEN[block_list][1]
     # Libraries build models on the meta device, where nothing could be compared.

@@ -11,13 +11,15 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from mmod.adapters.base import MASKED, NamedArguments
+from mmod.adapters.base import MASKED, NamedArguments, has_tensors
 from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches
 from mmod.adapters.probe import BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
@@ -36,6 +38,8 @@ ALONE = 5
 # Passes of a trial in training, in which some images may be dropped.
 DRAWS = 16
 LAYOUTS = ("heads", "batch", "flat")
+# Ways to give arguments their roles that are tried.
+_ROLES = 32
 
 
 def prove(inputs: BlockInputs, blocks: str, block_list: Sequence[nn.Module], title: str) -> Proof:
@@ -118,7 +122,7 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
 def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
     trial = random_copy(block)
     signature = inspect.signature(host_class(block).forward).parameters
-    rows, rope_prefix = _rows(inputs)
+    inputs = dataclasses.replace(inputs, arguments=_redrawn(inputs))
     base = Proof(
         blocks=blocks,
         projection=inputs.projection,
@@ -127,35 +131,36 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
         dim=inputs.x_BND.shape[-1],
         numbers=inputs.numbers,
         read=inputs.read,
-        rows=rows,
-        rope_prefix=rope_prefix,
         layout=inputs.layout or LAYOUTS[0],
         boundaries=inputs.boundaries,
         index_argument=next((name for name in INDEX_ARGUMENTS if name in signature), ""),
     )
+    if base.boundaries:
+        base = next(_roles(base, inputs))
     x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
     watch = AttentionWatch()
+    torch.default_generator.manual_seed(0)
     with watch, torch.no_grad():
         output = trial(x, **arguments)
-    _check_output(output, x)
+    _check_output(output, x, arguments)
     base = dataclasses.replace(
         base,
         fused=watch.fused > 0 and not watch.maps,
         attention_calls=max(watch.fused, 1),
         in_tuple=isinstance(output, tuple),
     )
-    _check_form(base)
     refusals = []
-    for candidate in _candidates(base, signature):
+    for untried in _candidates(base, signature, inputs):
         try:
-            _Trial(candidate, trial, inputs, watch.biased).check()
+            _check_form(untried)
+            candidate = _Trial(untried, trial, inputs, watch).check()
         except _Refused as refusal:
             refusals.append(refusal)
             continue
         # Arguments with a row for each token fit all tokens only.
         tokens = None if candidate.rows else inputs.prefix + PATCHES
         x, arguments = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
-        branches = find_branches(trial, x, arguments)
+        branches = find_branches(trial, x, arguments, candidate.rows, candidate.cross)
         return dataclasses.replace(candidate, **vars(branches), divides=_divides(trial, branches, x, arguments))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
@@ -166,7 +171,37 @@ def _as_host(proof: Proof, x_BND: Tensor, arguments: Arguments) -> tuple[Tensor,
     return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
 
 
-def _check_output(output: Any, x_BND: Tensor) -> None:
+def _redrawn(inputs: BlockInputs) -> dict[str, Any]:
+    """Return the arguments of a trial, in which values of the two images differ, and no gate of zeros hides a block."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = inputs.x_BND.shape[1]
+
+    def redraw(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.ndim:
+            return leaf
+        of_images = len(leaf) == 2
+        # Rows that images share are mostly rotary embeddings.
+        if leaf.is_floating_point() and (of_images or not {tokens, tokens - inputs.prefix} & {*leaf.shape}):
+            return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
+        if of_images and leaf.ndim == 1 and leaf.dtype == torch.long and int(leaf[0]) == int(leaf[1]) > 0:
+            # The number before one that is valid is valid.
+            return leaf - torch.arange(2)
+        return leaf
+
+    if inputs.boundaries:
+        return dict(inputs.arguments)
+    kept = (*MASKS, *INDEX_ARGUMENTS)
+    return {name: value if name in kept else tree_map(redraw, value) for name, value in inputs.arguments.items()}
+
+
+def _check_output(output: Any, x_BND: Tensor, arguments: Arguments) -> None:
+    streams = [tuple(value.shape) for value in tree_leaves(output) if isinstance(value, Tensor) and value.ndim == 3]
+    for name, value in arguments.items():
+        if len(streams) > 1 and isinstance(value, Tensor) and tuple(value.shape) in streams:
+            raise _Refused(
+                f"returns new values of its argument {name} beside the tokens: it is a double-stream block, as in "
+                "FLUX, SD3 and Qwen-Image, in which tokens and text change each other. Blocks must return tokens alone"
+            )
     tokens = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(tokens, Tensor) or tokens.shape != x_BND.shape:
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -187,16 +222,90 @@ def _check_form(proof: Proof) -> None:
         )
 
 
-def _candidates(base: Proof, signature: Mapping[str, inspect.Parameter]) -> Iterator[Proof]:
+def _candidates(base: Proof, signature: Mapping[str, inspect.Parameter], inputs: BlockInputs) -> Iterator[Proof]:
     """Return the ways in which a block may be called, the fastest first."""
     if base.boundaries:
         yield dataclasses.replace(base, mask=KEY_BIAS)
         return
     masks = [name for name in MASKS if name in signature]
-    layouts = LAYOUTS if base.rows else LAYOUTS[:1]
-    for layout in layouts:
+    for layout in LAYOUTS:
         for mask in (*masks, ""):
-            yield dataclasses.replace(base, mask=mask, layout=layout)
+            for candidate in _roles(dataclasses.replace(base, mask=mask, layout=layout), inputs):
+                # Without rows, layouts are one.
+                if candidate.rows or layout == LAYOUTS[0]:
+                    yield candidate
+
+
+def _roles(base: Proof, inputs: BlockInputs) -> Iterator[Proof]:
+    """Return the roles that arguments may have by their shapes, which leave open what has as many values as tokens."""
+    tokens = inputs.x_BND.shape[1]
+    lengths = {tokens: 0, tokens - inputs.prefix: inputs.prefix}
+    arguments = {name: value for name, value in inputs.arguments.items() if has_tensors(value)}
+    others = {name: value for name, value in arguments.items() if name not in (base.mask, base.index_argument)}
+    options = [_possible_roles(value, base, lengths) for value in others.values()]
+    numbers = itertools.product(*(range(len(roles)) for roles in options))
+    for chosen in itertools.islice(sorted(numbers, key=sum), _ROLES):
+        roles = {name: roles[number] for name, roles, number in zip(others, options, chosen)}
+        prefixes = {role.prefix for role in roles.values() if role.rows}
+        if len(prefixes) > 1:
+            continue
+        yield dataclasses.replace(
+            base,
+            rows=tuple(name for name, role in roles.items() if role.rows),
+            images=tuple(name for name, role in roles.items() if role.images),
+            shared=tuple(name for name, role in roles.items() if not role.rows and not role.images),
+            rope_prefix=prefixes.pop() if prefixes else 0,
+        )
+
+
+class _Role(NamedTuple):
+    """What an argument may be.
+
+    Args:
+        rows: It has a row for each token.
+        images: It has a value for each image.
+        prefix: Leading tokens without a row.
+    """
+
+    rows: bool
+    images: bool
+    prefix: int = 0
+
+
+def _possible_roles(value: Any, base: Proof, lengths: Mapping[int, int]) -> list[_Role]:
+    """Return the roles of an argument; `lengths` are the leading tokens without a row, by the number of rows.
+
+    What has a value for each token at this size, and runs unchanged on fewer tokens, has no rows: so that is tried
+    before. One sequence has one candidate.
+    """
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.ndim]
+    of_images = not base.boundaries and all(len(leaf) == 2 for leaf in leaves)
+    roles: list[_Role] = []
+    for images in (True, False) if of_images else (False,):
+        unchanged = _Role(False, images)
+        prefix = _missing_rows(value, images, base.layout, lengths)
+        if prefix is None:
+            roles.append(unchanged)
+            continue
+        in_rows = _Role(True, images, prefix)
+        roles += [in_rows, unchanged] if base.boundaries else [unchanged, in_rows]
+    return roles
+
+
+def _missing_rows(value: Any, images: bool, layout: str, lengths: Mapping[int, int]) -> int | None:
+    """Return the number of leading tokens without a row; None if the argument has no rows."""
+    items = value if isinstance(value, (tuple, list)) else (value,)
+    if not all(isinstance(item, Tensor) and item.ndim > 1 for item in items):
+        return None
+    found = {lengths.get(_rows_of(item, images, layout)) for item in items}
+    return found.pop() if len(found) == 1 else None
+
+
+def _rows_of(item: Tensor, images: bool, layout: str) -> int:
+    """Return how many rows a tensor has in a layout; 0 for none."""
+    if layout != "batch" or (item.ndim == 2 and not images):
+        return item.shape[-2]
+    return item.shape[1] if images or len(item) == 1 else 0
 
 
 def random_copy(block: nn.Module) -> Any:
@@ -272,28 +381,6 @@ def _shapes(
     return calls.shapes, inputs
 
 
-def _rows(inputs: BlockInputs) -> tuple[tuple[str, ...], int]:
-    """Return the arguments that have a row for each token, and how many leading tokens have none."""
-    tokens = inputs.x_BND.shape[1]
-    found: dict[str, int] = {}
-    for name, value in inputs.arguments.items():
-        items = value if isinstance(value, (tuple, list)) else (value,)
-        tensors = [item for item in items if isinstance(item, Tensor)]
-        if not tensors or name in (*MASKS, *INDEX_ARGUMENTS):
-            continue
-        lengths = {item.shape[-2] if item.ndim > 1 else -1 for item in tensors}
-        if len(tensors) != len(items) or lengths not in ({tokens}, {tokens - inputs.prefix}):
-            shapes = [tuple(item.shape) for item in tensors]
-            raise _Refused(
-                f"takes the argument {name} of shape {shapes[0]} for {tokens} tokens, which cannot be narrowed to some "
-                "of them"
-            )
-        found[name] = tokens - lengths.pop()
-    if len(set(found.values())) > 1:
-        raise _Refused(f"takes the arguments {', '.join(found)}, whose rows begin at different tokens")
-    return tuple(found), next(iter(found.values()), 0)
-
-
 class _TrialBlock(ConvertedBlock):
     """Mixin of the block of a trial, which has what methods add."""
 
@@ -326,10 +413,10 @@ def _decision(index_BK: Tensor, x_BND: Tensor, valid_BK: Tensor | None = None) -
 class _Trial:
     """Runs the copy of a block on some of the tokens that its model passes to it."""
 
-    def __init__(self, proof: Proof, block: nn.Module, inputs: BlockInputs, biased: bool) -> None:
+    def __init__(self, proof: Proof, block: nn.Module, inputs: BlockInputs, watch: AttentionWatch) -> None:
         self.proof = proof
         self.inputs = inputs
-        self.biased = biased
+        self.watch = watch
         self.call = call_of(proof, block)
         self.block: Any = copy.copy(block)
         vars(self.block)["_modules"] = dict(block._modules)
@@ -352,6 +439,8 @@ class _Trial:
         routing = _decision(index_BK, self.x_BND, valid_BK)
         z_BKD = self.x_BND.gather(1, index_BK.unsqueeze(-1).expand(-1, -1, self.x_BND.shape[-1]))
         arguments = dict(self.call.select_tokens(self.arguments, self.x_BND, routing))
+        # Blocks may draw in evaluation too.
+        torch.default_generator.manual_seed(0)
         try:
             y: Tensor = self.block.run_host(z_BKD, **arguments)
         except _Refused:
@@ -363,10 +452,16 @@ class _Trial:
             ) from error
         return y
 
-    def check(self) -> None:
-        """Raise `_Refused` with the property that the block lacks."""
+    def check(self) -> Proof:
+        """Return the proof, with what the trial shows; raise `_Refused` with the property that the block lacks."""
         index_BK = self.index_BK
         y_BKD = self.run(index_BK)
+        cross = self._find_cross()
+        if cross:
+            calls = max(self.proof.attention_calls - len(cross), 1)
+            self.proof = dataclasses.replace(self.proof, cross=cross, attention_calls=calls)
+            self.call = call_of(self.proof, self.block)
+            self.block.mod_state.call = self.call
         if self.proof.index_argument:
             self._check_index()
         prefix = self.inputs.prefix
@@ -386,6 +481,18 @@ class _Trial:
         images = [self._alone(image, index_BK[image : image + 1]) for image in range(2)]
         if not close(torch.cat(images), y_BKD):
             raise _Refused("gives an image another result in another batch", 4)
+        return self.proof
+
+    def _find_cross(self) -> tuple[int, ...]:
+        """Return which calls of attention have as many keys whatever the number of tokens: those over a text."""
+        if len(self.watch.keys) < 2:
+            return ()
+        few = AttentionWatch()
+        with few:
+            self.run(self.index_BK[:, : self.inputs.prefix + ALONE])
+        if len(few.keys) != len(self.watch.keys):
+            return ()
+        return tuple(number for number, keys in enumerate(few.keys) if keys == self.watch.keys[number])
 
     def _check_all_tokens(self) -> None:
         """Permute all patches of an image: a window shows only where there are more tokens than it holds."""
@@ -399,12 +506,12 @@ class _Trial:
             raise _Refused(f"gives all {tokens} tokens in another order another result{self._why()}", 2)
 
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:
-        """Return the output for some tokens of one image alone."""
-        one = slice(image, image + 1)
+        """Return the output for some tokens of one image, beside itself: so both draw what they draw together."""
+        twice = torch.tensor([image, image])
         alone = copy.copy(self)
-        alone.x_BND = self.x_BND[one]
-        alone.arguments = {name: _of_image(value, one) for name, value in self.arguments.items()}
-        return alone.run(index_1K)
+        alone.x_BND = self.x_BND[twice]
+        alone.arguments = {name: self.call.of_images(name, value, twice, 2) for name, value in self.arguments.items()}
+        return alone.run(index_1K.expand(2, -1))[image : image + 1]
 
     def _check_index(self) -> None:
         index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
@@ -415,15 +522,8 @@ class _Trial:
 
     def _why(self) -> str:
         """Return the likely reason for a dependence on positions."""
-        if self.biased:
+        if self.watch.biased:
             return ", because its attention adds a bias for each pair of positions, which does not know the kept tokens"
         if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in self.block.modules()):
             return ", because it has a convolution between tokens"
         return ", because it computes with their positions: a window, a position bias, or rotary positions made inside"
-
-
-def _of_image(value: Any, one: slice) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_of_image(item, one) for item in value)
-    batched = isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] == 2
-    return value[one] if batched else value

@@ -175,11 +175,13 @@ class SilencedHalves(Halves):
         attention: What runs in the place of modules, by name, to silence the attention.
         mlp: The same for the MLP.
         required: The block's arguments without a default, which a silenced attention does not read.
+        fed: See `Halves`.
     """
 
     attention: Mapping[str, BranchRunner]
     mlp: Mapping[str, BranchRunner]
     required: tuple[str, ...] = ()
+    fed: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -192,10 +194,11 @@ class SilencedHalves(Halves):
             y: Tensor = block.run_host(x_BND, **arguments)
             return y
 
-    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
+    def feed(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return tokens (B, N, D) after the block's MLP."""
+        read = {name: arguments[name] for name in self.fed if name in arguments}
         with silencing(block.mod_state.inner, self.attention):
-            y: Tensor = block.run_host(x_BND, **dict.fromkeys(self.required))
+            y: Tensor = block.run_host(x_BND, **{**dict.fromkeys(self.required), **read})
             return y
 
 

@@ -20,7 +20,13 @@ Arguments = Mapping[str, Any]
 
 
 class Halves:
-    """The two halves of a block, each with its residual sum; adapters derive from it."""
+    """The two halves of a block, each with its residual sum; adapters derive from it.
+
+    Attributes:
+        fed: Arguments of the block that its MLP half reads, such as a time embedding.
+    """
+
+    fed: tuple[str, ...] = ()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -31,8 +37,8 @@ class Halves:
         """Return tokens (B, N, D) after a block's attention, from the block's arguments by name."""
         raise NotImplementedError
 
-    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
-        """Return tokens (B, N, D) after a block's MLP, from those after its attention."""
+    def feed(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
+        """Return tokens (B, N, D) after a block's MLP, from those after its attention; see `fed` for arguments."""
         raise NotImplementedError
 
 
@@ -47,6 +53,7 @@ class BlockCall(Protocol):
         caches: The block has a cache, which is told what its next update receives.
         masks_always: `masks` says something even if the block gets the tokens alone.
         narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
+        cross: Numbers of the block's calls of attention whose keys are other than its tokens, in their order.
         shell: Classes around a method's mixin that give the host's block the interface that methods expect.
     """
 
@@ -57,6 +64,7 @@ class BlockCall(Protocol):
     caches: bool = False
     masks_always: bool = False
     narrows_always: bool = False
+    cross: tuple[int, ...] = ()
     shell: Shell = NO_SHELL
 
     @property

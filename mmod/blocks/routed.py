@@ -154,6 +154,7 @@ class ConvertedBlock(Mixin):
         if isinstance(attention, Branch) and "forward" not in vars(attention):
             with running_branch(state.inner, watch):
                 return run()
+        watch.cross = state.call.cross
         y: Tensor = watch.run(run, (), {})
         return y
 

@@ -513,5 +513,9 @@ class MlpOfKept(Execution):
 
     def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the host's MLP."""
-        assert self.call.halves is not None
-        return self.call.halves.feed(cast(nn.Module, block), z)
+        halves = self.call.halves
+        assert halves is not None
+        if halves.fed and arguments:
+            # Rows that stand for several tokens have the arguments of the one that was kept.
+            arguments = self.call.select_tokens(arguments, rows.x_BND, rows.routing)
+        return halves.feed(cast(nn.Module, block), z, arguments)

@@ -39,9 +39,11 @@ def run_inside(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Run a host's forward inside a mode that changes its attention; what reads the attention sees it changed."""
-    inner = block.mod_state.inner
+    state = block.mod_state
+    inner = state.inner
     watch = inner.value.runner
     if not isinstance(watch, AttentionIntercept):
+        change.cross = state.call.cross
         return change.run(forward, args, kwargs)
     with running_branch(inner, _Watched(watch, change)):
         return forward(*args, **kwargs)

@@ -87,11 +87,11 @@ class ReducedBlock(Deciding, ConvertedBlock):
             shared.remaining = Remaining(restores=not (shared.uninterrupted and shared.ends_for_head))
         rows = shared.remaining
         z = rows.gather(x)
-        arguments = self._narrowed(state.call.bind(args, kwargs), rows)
+        bound = state.call.bind(args, kwargs)
         if state.reduction is None:
-            y = self.run_host(z, **arguments)
+            y = self.run_host(z, **self._narrowed(bound, rows))
         else:
-            y = self._reduce(z, arguments, shared, rows)
+            y = self._reduce(z, bound, shared, rows)
         shared.busy = False
         if self._passes_on(shared):
             return y
@@ -110,7 +110,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def _narrowed(self, arguments: dict[str, Any], rows: Remaining) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
         call = self.mod_state.call
-        known = {*call.rows, call.index_argument}
+        known = {*call.rows, *call.images, *call.shared, call.index_argument}
         unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
         if unknown or arguments.get("is_causal"):
             names = [call.boundaries if name == KEY_BIAS else name for name in unknown]
@@ -124,12 +124,13 @@ class ReducedBlock(Deciding, ConvertedBlock):
         bias = None if rows.size_BK is None else rows.size_BK.log()[:, None, None, :]
         return call.with_mask(arguments, bias)
 
-    def _reduce(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass, rows: Remaining) -> Tensor:
+    def _reduce(self, x: Tensor, bound: dict[str, Any], shared: SpanPass, rows: Remaining) -> Tensor:
         """Return the remaining tokens after the block."""
         state = self.mod_state
         call = state.call
         assert state.reduction is not None
         assert call.halves is not None
+        arguments = self._narrowed(bound, rows)
         watch = state.reduction.watch()
         x = self.run_observed(partial(call.halves.attend, self, x, arguments), watch)
         traced = self.record.traced
@@ -144,7 +145,9 @@ class ReducedBlock(Deciding, ConvertedBlock):
             place_BN = rows.place_BK
         if traced:
             self._trace(place_BN, rows.size_BK, shared.shape[1])
-        return call.halves.feed(self, x)
+        if call.halves.fed:
+            arguments = self._narrowed(bound, rows)
+        return call.halves.feed(self, x, arguments)
 
     def _trace(self, place_BK: Tensor | None, size_BK: Tensor | None, tokens: int) -> None:
         """Record the remaining input tokens and their group sizes."""

@@ -72,7 +72,21 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionIntercept(TorchFunctionMode):
-    """Context manager that hands every call of `scaled_dot_product_attention` inside it to `attend`."""
+    """Context manager that hands every call of `scaled_dot_product_attention` inside it to `attend`.
+
+    Attributes:
+        cross: Numbers of the calls, or of softmaxes over maps, that are left alone: their keys are not the tokens.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross: tuple[int, ...] = ()
+        self._seen = 0
+
+    def is_cross(self) -> bool:
+        """Count a call, and return whether it is left alone."""
+        self._seen += 1
+        return self._seen - 1 in self.cross
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function inside the mode."""
@@ -92,7 +106,7 @@ class AttentionIntercept(TorchFunctionMode):
             return replacement(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
         # Four axes: a map by head. A softmax of logits has fewer.
-        if func in SOFTMAX and result.ndim == 4:
+        if func in SOFTMAX and result.ndim == 4 and not self.is_cross():
             self.observe(args[0], result)
         return result
 
@@ -111,7 +125,8 @@ class AttentionIntercept(TorchFunctionMode):
         return None
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.attend(AttentionCall(*args, **kwargs))
+        call = AttentionCall(*args, **kwargs)
+        return call.run() if self.is_cross() else self.attend(call)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the result of a call of `scaled_dot_product_attention`."""

@@ -199,7 +199,7 @@ def halves_of(stack: Any, block: Any, x_BND: Tensor, mask: Tensor) -> tuple[Tens
     convert(block, ConvertedBlock, State(inner, call))
     make_halves(block, call, inner)
     attended = call.halves.attend(block, x_BND, {"attn_mask": mask})
-    return attended, call.halves.feed(block, attended)
+    return attended, call.halves.feed(block, attended, {})
 
 
 @dataclasses.dataclass

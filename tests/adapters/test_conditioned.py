@@ -1,0 +1,330 @@
+"""Blocks that take more than tokens: values per image, text, and rows that the batch shares."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import mmod
+from mmod.adapters import find_stack
+from mmod.adapters.tokens import declared, proofs_of
+from mmod.adapters.trial import ALONE, PATCHES
+from mmod.methods import Merge, Method, Prune
+from tests.kit.conditioned_zoo import (
+    CONDITIONED,
+    TEXT,
+    TEXT_DIM,
+    AdaLNBlock,
+    make_conditioned,
+    only,
+    run,
+    tokens_of,
+)
+
+BLOCKS: dict[str, Any] = {"blocks": (1, 2, 3), "capacity": 0.5}
+# As many slots as a text has words.
+SLOTS = mmod.Threshold(0.5, max_tokens=TEXT)
+LEARNED = mmod.score("linear", init_std=0.3)
+WHOLE = mmod.score("linear", per="sequence", init_std=0.3)
+CONFIGS: dict[str, mmod.RoutingConfig | Method] = {
+    "random": mmod.RoutingConfig(router="random", **BLOCKS),
+    "stride": mmod.RoutingConfig(router="stride", **BLOCKS),
+    "learned": mmod.RoutingConfig(router=LEARNED, **BLOCKS),
+    "gradual": mmod.preset("gradual"),
+    "attention": mmod.RoutingConfig(router="attention", **BLOCKS),
+    "threshold": mmod.RoutingConfig(router=LEARNED, select=mmod.Threshold(0.5), blocks=(1, 2)),
+    "slots": mmod.RoutingConfig(router=LEARNED, select=SLOTS, blocks=(1, 2)),
+    "merge": mmod.RoutingConfig(router="redundancy", skipped="merge", **BLOCKS),
+    "one branch": mmod.RoutingConfig(router="random", operator="mlp", **BLOCKS),
+    "whole images": mmod.RoutingConfig(router=WHOLE, select=mmod.Threshold(0.5), gate="step", blocks=(1, 3)),
+    "pruning": Prune(0.5, (1, 3)),
+    "merging": Merge(3),
+}
+# A residual sum in the block's own forward, without a module of its attention.
+WITHOUT_HALVES = {"rotary video": ("gradual", "one branch", "pruning", "merging")}
+
+
+def configs_of(name: str) -> dict[str, Any]:
+    return {title: config for title, config in CONFIGS.items() if title not in WITHOUT_HALVES.get(name, ())}
+
+
+def apply(model: Any, name: str, config: Any) -> Any:
+    return mmod.apply_(model, config, tokens=tokens_of(name))
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+@torch.no_grad()
+def test_capacity_1_is_dense_and_undone_to_the_last_bit(name: str) -> None:
+    model = make_conditioned(name)
+    inputs = CONDITIONED[name].inputs(3)
+    expected = run(model, inputs)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    for title in ("random", "learned", "gradual"):
+        if title in configs_of(name):
+            apply(model, name, CONFIGS[title].replace(capacity=1.0, gate="identity"))
+            actual = run(model, inputs)
+            torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+            mmod.undo_(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+@torch.no_grad()
+def test_a_batch_gives_what_its_images_give_alone(name: str) -> None:
+    dense = make_conditioned(name)
+    inputs = CONDITIONED[name].inputs(4)
+    for title, config in configs_of(name).items():
+        model = apply(copy.deepcopy(dense), name, config)
+        together = run(model, inputs)
+        assert not torch.equal(together, run(dense, inputs)), title
+        alone = torch.cat([run(model, only(inputs, image)) for image in range(4)])
+        torch.testing.assert_close(
+            together, alone, atol=1e-5 * float(alone.abs().max()), rtol=0, msg=f"{name}, {title}"
+        )
+
+
+def of_image(value: Any, image: int, batch: int, index_K: Tensor, tokens: int) -> Any:
+    """Return an argument of a block for some tokens of an image, by its sizes, which all differ."""
+
+    def select(leaf: Tensor) -> Tensor:
+        if leaf.shape[0] == batch:
+            leaf = leaf[image : image + 1]
+        axes = [axis for axis, size in enumerate(leaf.shape) if size == tokens]
+        for axis in axes:
+            leaf = leaf.index_select(axis, index_K)
+        return leaf
+
+    return tree_map(lambda leaf: select(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+@pytest.mark.parametrize("title", ["random", "slots", "threshold"])
+@pytest.mark.parametrize("name", CONDITIONED)
+@torch.no_grad()
+def test_kept_tokens_run_as_if_the_others_were_not_there(name: str, title: str) -> None:
+    """A slow definition: a block's copy on each image's kept rows alone."""
+    model = make_conditioned(name)
+    block = find_stack_of(model, name).blocks[2]
+    dense = copy.deepcopy(block)
+    torch.manual_seed(5)
+    apply(model, name, CONFIGS[title].replace(blocks=(2,), gate="identity"))
+    seen: dict[str, Any] = {}
+    block.register_forward_hook(lambda _, *call: seen.update(zip(("args", "kwargs", "y"), call)), with_kwargs=True)
+    with mmod.trace(model) as decisions:
+        run(model, CONDITIONED[name].inputs(4))
+    (routing,) = decisions.values()
+    assert routing.keep_BN.any()
+    assert not routing.keep_BN.all()
+    x, *args = seen["args"]
+    for image, keep_N in enumerate(routing.keep_BN):
+        index_K = keep_N.nonzero().flatten()
+        if not len(index_K):
+            continue
+        narrow = functools.partial(of_image, image=image, batch=4, index_K=index_K, tokens=len(keep_N))
+        expected = dense(narrow(x), *map(narrow, args), **{key: narrow(value) for key, value in seen["kwargs"].items()})
+        actual = seen["y"][image : image + 1]
+        torch.testing.assert_close(actual[:, index_K], expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+        assert torch.equal(actual[0, ~keep_N], x[image, ~keep_N])
+
+
+def find_stack_of(model: Any, name: str) -> Any:
+    """Return the blocks of a model, with what a user says of it."""
+    with declared(model, tokens_of(name)):
+        return find_stack(model)
+
+
+@pytest.mark.parametrize("name", ["pixart", "wan", "own video"])
+@torch.no_grad()
+def test_importance_is_read_from_the_attention_among_tokens_alone(name: str) -> None:
+    """The first block attends to its tokens before it attends to the text."""
+    model = apply(make_conditioned(name), name, mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1,)))
+    inputs = CONDITIONED[name].inputs(2)
+    text = "text" if name == "own video" else "encoder_hidden_states"
+    scores = []
+    for states in (inputs[text], inputs[text].flip(0)):
+        with mmod.trace(model) as decisions:
+            run(model, {**inputs, text: states})
+        (routing,) = decisions.values()
+        scores.append(routing.score_BN)
+    assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("name", ["dit", "pixart", "wan, times of tokens"])
+def test_gradient_checkpointing_of_diffusers_gives_the_same_gradients(name: str) -> None:
+    inputs = CONDITIONED[name].inputs(2)
+    for title in ("random", "learned", "gradual"):
+        gradients = []
+        for checkpoints in (False, True):
+            model = apply(make_conditioned(name), name, CONFIGS[title])
+            if checkpoints:
+                model.enable_gradient_checkpointing()
+            torch.manual_seed(1)
+            run(model.train(), inputs).square().mean().backward()
+            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+        for actual, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+@torch.no_grad()
+def test_conditioned_stacks_compile(name: str) -> None:
+    torch._dynamo.reset()
+    model = apply(make_conditioned(name), name, CONFIGS["learned"])
+    inputs = CONDITIONED[name].inputs(2)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(compiled, inputs), run(model, inputs), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONDITIONED)
+@torch.no_grad()
+def test_a_saved_proof_holds_the_roles_of_arguments(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = apply(make_conditioned(name), name, CONFIGS["learned"])
+    inputs = CONDITIONED[name].inputs(2)
+    mmod.save_pretrained(model, tmp_path)
+    monkeypatch.setattr("mmod.adapters.tokens.read_inputs", None)
+    loaded = mmod.load_pretrained(tmp_path, model=CONDITIONED[name].make())
+    assert proofs_of(loaded) == proofs_of(model)
+    assert torch.equal(run(loaded.eval(), inputs), run(model, inputs))
+
+
+TOKENS = {"pixart": 16, "wan": 60, "wan, times of tokens": 60, "own video": 60}
+
+
+def with_words(name: str, words: int) -> dict[str, Any]:
+    """Return inputs of one image with a text of another length."""
+    inputs = CONDITIONED[name].inputs(1)
+    lengths = {key: value for key, value in inputs.items() if value.shape[1:2] == (TEXT,)}
+    return {**inputs, **{key: value[:, :1].repeat_interleave(words, dim=1) for key, value in lengths.items()}}
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_roles_of_arguments_do_not_depend_on_sizes_that_agree(name: str) -> None:
+    """As many words as tokens, as tokens of a trial, or as images; as many tokens as vectors of modulation."""
+    model = make_conditioned(name)
+    expected = find_stack_of(model, name).proof
+    assert "rotary" in name or expected.images
+    examples = [with_words(name, words) for words in (TOKENS[name], PATCHES, ALONE, 2)]
+    if name == "wan":
+        examples.append({**CONDITIONED[name].inputs(1), "hidden_states": torch.randn(1, 4, 1, 4, 6)})
+    for example in examples:
+        with declared(model, mmod.Tokens(example=example)):
+            assert find_stack(model).proof == expected
+
+
+def test_an_example_is_a_tensor_a_tuple_or_a_mapping() -> None:
+    model = make_conditioned("own dit")
+    inputs = CONDITIONED["own dit"].inputs(2)
+    for example in (inputs, tuple(inputs.values()), dict(reversed(inputs.items()))):
+        mmod.route_(model, tokens=mmod.Tokens(example=example))
+        run(model, inputs)
+        mmod.undo_(model)
+    mmod.route_(make_conditioned("rotary video"), tokens=mmod.Tokens(example=torch.zeros(1, 4, 3, 8, 10)))
+
+
+_IMAGES = CONDITIONED["own dit"].inputs(1)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        (None, r"missing .* 't' and 'y'.*Its forward takes \(x, t, y\): pass mmod.Tokens\('blocks', example=...\)"),
+        (_IMAGES["x"], r"input \(2, 4, 8, 8\): .*missing .*Its forward takes \(x, t, y\): the example must be these"),
+        ({**_IMAGES, "text": _IMAGES["t"]}, r"unexpected keyword argument 'text'.*Its forward takes \(x, t, y\)"),
+        ({**_IMAGES, "x": _IMAGES["x"][:, :3]}, r"x \(2, 3, 8, 8\).* 3 channels.*Its forward takes \(x, t, y\)"),
+        ((*_IMAGES.values(), 1), r"takes 4 positional arguments but 5.*Its forward takes \(x, t, y\)"),
+        ("images", r"Its forward takes \(x, t, y\): the example must be these, .* a tensor, a tuple, or a mapping"),
+    ],
+)
+def test_a_wrong_example_ends_in_what_the_forward_takes(example: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mmod.route_(make_conditioned("own dit"), tokens=mmod.Tokens(example=example))
+
+
+def test_an_argument_that_no_trial_saw_is_refused_where_it_comes() -> None:
+    model = make_conditioned("pixart")
+    inputs = CONDITIONED["pixart"].inputs(2)
+    mask = inputs.pop("encoder_attention_mask")
+    mmod.route_(model, tokens=mmod.Tokens(example=inputs))
+    run(model, inputs)
+    with pytest.raises(ValueError, match=r"got 'encoder_attention_mask', of which no trial.*Tokens\(example=...\)"):
+        run(model, {**inputs, "encoder_attention_mask": mask})
+
+
+_JOINT = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": TEXT_DIM}
+_WORDS = {"encoder_hidden_states": torch.zeros(1, TEXT, TEXT_DIM), "timestep": torch.tensor([1])}
+_POOLED = {**_WORDS, "pooled_projections": torch.zeros(1, 8)}
+# Class -> its options, and what its forward takes.
+DOUBLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "FluxTransformer2DModel": (
+        {"in_channels": 4, "num_single_layers": 1, "pooled_projection_dim": 8, "axes_dims_rope": (4, 4, 8)},
+        {
+            "hidden_states": torch.zeros(1, 16, 4),
+            **_POOLED,
+            "img_ids": torch.zeros(16, 3),
+            "txt_ids": torch.zeros(7, 3),
+        },
+    ),
+    "SD3Transformer2DModel": (
+        {"sample_size": 8, "in_channels": 4, "caption_projection_dim": 32, "pooled_projection_dim": 8},
+        {"hidden_states": torch.zeros(1, 4, 8, 8), **_POOLED},
+    ),
+    "QwenImageTransformer2DModel": (
+        {"in_channels": 16, "axes_dims_rope": (4, 4, 8)},
+        {
+            "hidden_states": torch.zeros(1, 16, 16),
+            **_WORDS,
+            "encoder_hidden_states_mask": torch.ones(1, TEXT, dtype=torch.long),
+            "img_shapes": [[(1, 4, 4)]] * 2,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+def test_blocks_of_two_streams_are_refused_by_that(name: str) -> None:
+    options, example = DOUBLE[name]
+    model = getattr(diffusers, name)(**_JOINT, **options)
+    with pytest.raises(
+        ValueError, match="argument encoder_hidden_states beside the tokens: it is a double-stream block"
+    ):
+        mmod.route_(model, tokens=mmod.Tokens(example=example))
+
+
+class PooledBlock(AdaLNBlock):
+    """Every token gets the mean of all tokens, by a gate that the model passes."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return super().forward(x + c.unsqueeze(1) * x.mean(dim=1, keepdim=True), c)
+
+
+class DrawingBlock(AdaLNBlock):
+    """Conditions are dropped at random, also in evaluation."""
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        return super().forward(x, c * (torch.rand(len(c), 1) < 0.5))
+
+
+def test_a_gate_of_zeros_hides_nothing_and_draws_are_alike() -> None:
+    for block, refusal in ((PooledBlock, "another way than attention"), (DrawingBlock, "")):
+        model = make_conditioned("own dit")
+        model.blocks = nn.ModuleList(block() for _ in range(3))
+        for module in (model.times, model.labels):
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)
+        if refusal:
+            with pytest.raises(ValueError, match=refusal):
+                apply(model, "own dit", CONFIGS["random"])
+        else:
+            assert find_stack_of(model, "own dit").proof.images == ("c",)
