@@ -13,7 +13,7 @@ from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig,
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
-from mmod.values import similar
+from mmod.values import check_value, similar
 
 HowToRoute = RoutingConfig | str | None
 
@@ -58,7 +58,14 @@ def apply_(
     return model
 
 
-def route_(model: Model, config: HowToRoute = None, *, tokens: Tokens | None = None, **parts: HowToRoute) -> Model:
+def route_(
+    model: Model,
+    config: HowToRoute = None,
+    *,
+    tokens: Tokens | None = None,
+    training_only: bool | None = None,
+    **parts: HowToRoute,
+) -> Model:
     """Route a model in place: planned blocks run on the tokens that their routers keep; see also `apply_`.
 
     The classes of single blocks change and nothing is wrapped: all weights keep their names in the state dict, and a
@@ -69,6 +76,8 @@ def route_(model: Model, config: HowToRoute = None, *, tokens: Tokens | None = N
         config: How to route every part of the model; or the name of a preset, see `mmod.presets`. None means
             `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
         tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
+        training_only: Whether the model is routed in training mode alone: `eval()` makes it dense, with its host's
+            classes and keys, and `train()` routes it again. None leaves it to the configs.
         parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part
             dense. Without `config`, all other parts stay dense.
 
@@ -86,10 +95,17 @@ def route_(model: Model, config: HowToRoute = None, *, tokens: Tokens | None = N
         ['blocks.1', 'blocks.3', 'blocks.5']
         >>> len(routed_blocks(route_(timm.create_model("test_vit"), "gradual")))
         5
+        >>> model = route_(timm.create_model("test_vit"), RoutingConfig(router="random"), training_only=True)
+        >>> type(model.blocks[1]).__name__, type(model.eval().blocks[1]).__name__
+        ('RoutedBlock', 'Block')
     """
+    check_value("training_only", training_only, bool | None)
     inner = adapted_model(model)
     with declared(inner, tokens):
-        Route(_configs_by_part(find_parts(inner), config, parts)).apply_(inner)
+        configs = _configs_by_part(find_parts(inner), config, parts)
+        if training_only is not None:
+            configs = {name: value.replace(training_only=training_only) for name, value in configs.items()}
+        Route(configs).apply_(inner)
     return model
 
 

@@ -17,7 +17,7 @@ from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.methods.base import methods_inside, methods_of
+from mmod.methods.base import as_evaluated, methods_inside, methods_of, training_only_models
 from mmod.values import brief, check_module
 
 FORMAT_VERSION = 4
@@ -62,11 +62,17 @@ def save_pretrained(
         ...     mmod.capacities(load_pretrained(folder))["blocks.1"]
         0.25
     """
-    config = _describe(model, architecture)
-    state = model.state_dict()
-    _check_plain(state)
-    if config["library"] != OWN:
-        _check_rebuilds(config, model, state)
+    if training_only_models(model) and all(method.training_only for method in methods_of(model)):
+        raise ValueError(
+            f"the methods of this {type(model).__name__} are for training alone: save it as the dense model that it "
+            "is, by its library or its state dict"
+        )
+    with as_evaluated(model):
+        config = _describe(model, architecture)
+        state = model.state_dict()
+        _check_plain(state)
+        if config["library"] != OWN:
+            _check_rebuilds(config, model, state)
     folder = Path(folder)
     existing = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
     if existing and not overwrite:

@@ -29,7 +29,7 @@ def test_config_builds_and_routes_its_model(path: Path) -> None:
     check_input(model, config.data, config.model.pretrained)
     routing = config.image_routing
     if routing is not None:
-        mmod.route_(model, routing)
+        mmod.route_(model.train(), routing)
         assert mmod.routed_blocks(model)
 
 

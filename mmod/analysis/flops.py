@@ -54,7 +54,8 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
 
     Args:
         model: A model of a supported library or a part of one, such as `clip.visual`, routed or dense; it stays
-            unchanged. A model without blocks that can be routed, such as a ResNet, is counted as a whole.
+            unchanged. With methods for training alone, what it costs in its mode is counted. A model without blocks that
+            can be routed, such as a ResNet, is counted as a whole.
         input_size: Height and width of the image, channels in front of them if they are not the model's, or one number
             for a square. Or the model's arguments by name: `{"text": ids}` counts the text tower of a CLIP model. Or
             the `Prompt` of a language model, as numbers of tokens.
@@ -209,8 +210,11 @@ def _meta_copy(model: nn.Module) -> nn.Module:
         # The state of a generator, such as that of a moving average, is no tensor of the model.
         memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
     with _ToMeta():
-        # In evaluation mode, in which no layer draws or averages.
-        return copy.deepcopy(model, memo).eval()
+        copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
+        module.training = False
+    return copied
 
 
 def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:

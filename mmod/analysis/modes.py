@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from mmod.methods.base import TrainingOnly
+
 
 @contextmanager
 def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
@@ -25,3 +27,6 @@ def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
         for module, mode in modes.items():
             # Module by module: a model in training may have parts in evaluation mode.
             module.training = mode
+        for module in modes:
+            if isinstance(module, TrainingOnly):
+                module.follow_mode()

@@ -173,7 +173,7 @@ class _Counter:
             router = self._router_flops(block)
             operator = str(block.router.config.operator)
             context = str(block.router.config.context)
-        elif isinstance(block, ImportanceBlock) and not block.mod_state.span.training_only:
+        elif isinstance(block, ImportanceBlock) and not block.mod_state.span.for_loss:
             viewers = {CHANGE: 0, "last_token": 1}.get(block.mod_state.importance, tokens)
             importance = 2 * viewers * tokens * width
         sizes = _sizes_of_host(block)

@@ -15,7 +15,9 @@ from mmod.blocks.conversion import (
     host_of,
     is_converted,
     make_dense,
+    mixins_of,
     modules_of,
+    remove,
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock, SpannedDecoderBlock
 from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward

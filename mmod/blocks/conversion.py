@@ -23,7 +23,8 @@ class Mixin(nn.Module):
         title: What stands in front of the host's name otherwise; empty for the mixin's own name.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
         optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
-        stacks: It may share a module with one other mixin.
+        stacks: It may share a module with other mixins.
+        of_method: It is part of a method's change; the mixin that puts methods in place and takes them off is none.
         state_name: Where its plain state is.
     """
 
@@ -36,6 +37,7 @@ class Mixin(nn.Module):
     added_modules: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
+    of_method: ClassVar[bool] = True
     state_name: ClassVar[str] = "mod_state"
 
     @classmethod
@@ -92,6 +94,7 @@ class Shell(NamedTuple):
 NO_SHELL = Shell()
 Mixins = tuple[type[Mixin], ...]
 _CLASSES: dict[tuple[Mixins, type[nn.Module], Shell], type[nn.Module]] = {}
+_SHARDED: dict[tuple[type, type[nn.Module]], type[nn.Module]] = {}
 
 
 def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHELL) -> type[nn.Module]:
@@ -137,10 +140,24 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 def host_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return the host library's class of a converted class, or the class itself."""
     host: type[nn.Module] = getattr(module_class, "mod_host", module_class)
-    # FSDP2 puts a class of its own in front of a module's, as mixins do.
-    while len(host.__bases__) == 2 and host.__bases__[0].__name__ == "FSDPModule":
+    while _is_sharded(host):
         host = host.__bases__[1]
     return host
+
+
+def _is_sharded(module_class: type[nn.Module]) -> bool:
+    """Return whether FSDP2 put a class of its own in front of a module's, as mixins do."""
+    return len(module_class.__bases__) == 2 and module_class.__bases__[0].__name__ == "FSDPModule"
+
+
+def _put_class(module: nn.Module, target: type[nn.Module]) -> None:
+    """Give a module another class in place; the one that FSDP2 put in front stays there."""
+    present = type(module)
+    if _is_sharded(present):
+        front = present.__bases__[0]
+        sharded = type(f"FSDP{target.__name__}", (front, target), {"__deepcopy__": vars(present)["__deepcopy__"]})
+        target = _SHARDED.setdefault((front, target), sharded)
+    module.__class__ = target
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -164,7 +181,7 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
         mixins = (mixin, *present) if mixin.stacks else (*present, mixin)
     converted = converted_class(mixins, host_class(module), shell)
     apart = [other for other in mixins if not other.stacks]
-    if len(apart) > 1 or (mixin in present and type(module) is not converted):
+    if len(apart) > 1 or (mixin in present and not isinstance(module, converted)):
         raise ValueError(
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
@@ -180,7 +197,7 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
             return
         raise HiddenClass(module)
     # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
-    module.__class__ = converted
+    _put_class(module, converted)
     setattr(module, mixin.state_name, state)
 
 
@@ -232,7 +249,8 @@ def make_dense(module: nn.Module) -> None:
 
 def _restore(module: Any) -> None:
     for mixin in mixins_of(module):
-        remove(module, mixin)
+        if mixin.of_method:
+            remove(module, mixin)
 
 
 def remove(module: nn.Module, mixin: type[Mixin]) -> None:
@@ -241,9 +259,8 @@ def remove(module: nn.Module, mixin: type[Mixin]) -> None:
         module._modules.pop(name, None)
     vars(module).pop(mixin.state_name, None)
     others = tuple(other for other in mixins_of(module) if other is not mixin)
-    if others:
-        module.__class__ = converted_class(others, host_class(module))
-        return
-    module.__class__ = host_class(module)
-    for name in ("mod_method", "mod_drawn", "mod_told"):
-        vars(module).pop(name, None)
+    host = host_class(module)
+    _put_class(module, converted_class(others, host) if others else host)
+    if not any(other.of_method for other in others):
+        for name in ("mod_method", "mod_drawn", "mod_told"):
+            vars(module).pop(name, None)

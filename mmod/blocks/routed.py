@@ -117,7 +117,7 @@ class ImportanceState:
     @property
     def wanted(self) -> bool:
         """Whether any block reads importance in this forward pass."""
-        return not self.span.training_only or any(router.training for router in self.routers)
+        return not self.span.for_loss or any(router.training for router in self.routers)
 
 
 class ConvertedBlock(Mixin):

@@ -61,7 +61,7 @@ class Span(Passes):
     Args:
         names: Names of the modules, in order.
         scored_by_first: The first routed block computes the scores; otherwise they are importance, or none are shared.
-        training_only: Importance serves a loss only, and is computed in training only.
+        for_loss: Importance serves a loss only, and is computed in training only.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Span(Passes):
         calls: PerThread[StackCalls],
         names: tuple[str, ...],
         scored_by_first: bool = False,
-        training_only: bool = False,
+        for_loss: bool = False,
     ) -> None:
         super().__init__(calls, len(names) - 1)
         self.names = names
         self.scored_by_first = scored_by_first
-        self.training_only = training_only
+        self.for_loss = for_loss
 
     def enter(self, x: Tensor, block: Mixin) -> SpanPass | None:
         """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
@@ -85,7 +85,7 @@ class Span(Passes):
             ValueError: The first block, whose scores this block reads, was not run; or the shape changed since.
             RuntimeError: See `Passes.find`.
         """
-        if self.training_only and not block.training:
+        if self.for_loss and not block.training:
             return None
         state = block.mod_state
         calls = self.calls.value

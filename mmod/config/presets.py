@@ -28,8 +28,8 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
 
     Args:
         name: A name of that list.
-        depth: Number of blocks of the model. "p-mod", "mindskip", "gradual", "gamma-mod", "evenly-spread", "ipcv" and
-            "v2drop" choose blocks by it; without it they choose when a model is routed, see `mmod.config.Preset`.
+        depth: Number of blocks of the model. "p-mod", "mindskip", "gradual", "gamma-mod", "evenly-spread", "ipcv",
+            "v2drop" and "tread" choose blocks by it; without it they choose when a model is routed, see `mmod.config.Preset`.
         changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override. A
             mapping overrides single options of a part. One `capacity` holds for every routed block. If the preset plans
             a capacity per block, as "gradual" and "p-mod" do, the number becomes their mean and the plan keeps its
@@ -198,7 +198,7 @@ class PresetList(tuple[str, ...]):
         for name in self:
             models = [part for part in ("image", "language") if _fits(name, part)]
             summary, *_ = (inspect.getdoc(PRESETS[name]) or "").split("\n\n")
-            trained = "yes" if preset(name).router.learns else "no"
+            trained = "yes" if _needs_training(name) else "no"
             rows.append((name, ", ".join(models), trained, " ".join(summary.split())))
         return markdown_table(("preset", "models", "needs training", "what it does"), rows)
 
@@ -211,7 +211,8 @@ def presets(part: str | None = None, needs_training: bool | None = None) -> Pres
 
     Args:
         part: Those for models of "image" or for "language" models alone; None for all.
-        needs_training: Whether their routers have weights, which start random; None for both.
+        needs_training: Whether their routers have weights, which start random, or they are for training alone; None for
+            both.
 
     Example:
         >>> "gradual" in presets("image", needs_training=False), "mod" in presets("image", needs_training=False)
@@ -221,8 +222,14 @@ def presets(part: str | None = None, needs_training: bool | None = None) -> Pres
         one_of("part", part, ("image", "language"))
     names = [name for name in sorted(PRESETS) if part is None or _fits(name, part)]
     if needs_training is not None:
-        names = [name for name in names if preset(name).router.learns == needs_training]
+        names = [name for name in names if _needs_training(name) == needs_training]
     return PresetList(names)
+
+
+def _needs_training(name: str) -> bool:
+    """Return whether a preset has no use without training."""
+    config = preset(name)
+    return config.router.learns or config.training_only
 
 
 def _fits(name: str, part: str) -> bool:

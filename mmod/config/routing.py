@@ -84,6 +84,8 @@ class RoutingConfig:
             of the kept share from `capacity`, and "importance" is the binary cross-entropy between a learned score and
             the selection by importance. Others are registered losses.
         language: Options that only the layers of a language model have, see `LanguageRouting`.
+        training_only: Route in training mode alone, by a score without weights: in evaluation the model is dense, with
+            the classes, keys and outputs of its host.
         depth: Number of blocks of the model that the blocks are chosen for, which routing checks; None for any.
 
     Attributes:
@@ -109,6 +111,7 @@ class RoutingConfig:
     protect_prefix: bool
     losses: Mapping[str, float]
     language: LanguageRouting
+    training_only: bool
     depth: Annotated[int | None, DEPTH]
     if TYPE_CHECKING:
         joins: bool
@@ -128,6 +131,7 @@ class RoutingConfig:
         protect_prefix: bool = True,
         losses: Mapping[str, float] | None = None,
         language: LanguageRouting | Mapping[str, Any] | None = None,
+        training_only: bool = False,
         depth: int | None = None,
     ) -> None:
         parts = {"router": router, "select": select, "gate": gate, "skipped": skipped, "language": language}
@@ -135,7 +139,7 @@ class RoutingConfig:
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
         # A frozen dataclass refuses assignments.
         vars(self).update(read_parts(parts), capacity=capacity, context=context, operator=operator, blocks=blocks)
-        vars(self).update(protect_prefix=protect_prefix, losses=dict(losses), depth=depth)
+        vars(self).update(protect_prefix=protect_prefix, losses=dict(losses), training_only=training_only, depth=depth)
         # Read in every forward pass.
         vars(self)["joins"] = self.skipped not in ("pass", "scale")
         vars(self)["merges_inside"] = isinstance(self.skipped, Merged) and self.skipped.before == "mlp"
@@ -202,6 +206,11 @@ class RoutingConfig:
             raise ValueError(
                 f"router.shared of {router.name!r} needs skipped='pass' or 'scale', and no loss that reads importance: "
                 "both depend on the block"
+            )
+        if self.training_only and router.learns:
+            raise ValueError(
+                f"training_only needs a score without weights, such as 'random' or 'attention': router {router.name!r} "
+                "adds some, which the dense model cannot keep"
             )
         if "load" in self.losses and gate.name not in ("linear", "sigmoid", "tanh"):
             raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', not {gate.name!r}")

@@ -26,12 +26,15 @@ from mmod.blocks import (
     OnceHook,
     WholeBatchHook,
     attach,
+    convert,
     detach_hooks,
     disown,
     has_replaced_forward,
     is_converted,
     make_dense,
+    mixins_of,
     modules_of,
+    remove,
 )
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.enclosed import watch_saving
@@ -84,11 +87,29 @@ class Method(Checked, ABC, group="method"):
     recomputes: ClassVar[bool] = False
     replaces: ClassVar[str] = ""
 
+    @property
+    def training_only(self) -> bool:
+        """Whether the method changes a model in training mode alone; a method offers it by a field of this name."""
+        return False
+
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
+        if self.training_only:
+            return _apply_in_training(model, self)
+        if isinstance(model, TrainingOnly):
+            kinds = ", ".join(method.kind for method in model.mod_training)
+            raise ValueError(
+                f"this {type(model).__name__} has methods for training alone ({kinds}), which come last: call "
+                f"mmod.undo_, apply {self.kind!r}, and then those"
+            )
+        return self.put_(model)
+
+    def put_(self, model: Model) -> Model:
+        """Change a model in place and note the method there, until it is undone."""
         present = methods_of(model)
         conflicts = [method.kind for method in present if not method.precedes(self.kind)]
-        unknown = not present and self.kind not in self.follows and any(map(is_converted, model.modules()))
+        converted = [module for module in model.modules() if is_converted(module) and not _is_free(module)]
+        unknown = not present and self.kind not in self.follows and converted
         if conflicts or unknown:
             raise ValueError(
                 f"this {type(model).__name__} is already changed by {', '.join(conflicts) or 'another method'}, which "
@@ -96,7 +117,7 @@ class Method(Checked, ABC, group="method"):
             )
         target = self.find(model)
         self.check(model, target)
-        earlier = {module for module in model.modules() if isinstance(module, Mixin)}
+        earlier = {module for module in model.modules() if isinstance(module, Mixin) and not _is_free(module)}
         with _unchanged_on_error(model):
             self.change(model, target)
         told: set[str] = set()
@@ -207,6 +228,97 @@ class Method(Checked, ABC, group="method"):
                 make_dense(module)
 
 
+class TrainingOnly(Mixin):
+    """Mixin of a model with methods for training alone: `train()` puts them in place, and `eval()` takes them off.
+
+    Taken off, they leave the host's classes, so that nothing has to tell such a model from a dense one.
+
+    Attributes:
+        mod_training: The methods, in order.
+    """
+
+    keeps_name = True
+    stacks = True
+    of_method = False
+    state_name = "mod_training"
+    mod_training: tuple[Method, ...]
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the mode of all modules, and put the methods in place or take them off."""
+        super().train(mode)
+        self.follow_mode()
+        return self
+
+    def follow_mode(self) -> None:
+        """Put the methods in place in training mode, and take them off in evaluation mode, unless they are already."""
+        if not self.training:
+            self.take_off()
+        elif not _in_training(self):
+            for method in self.mod_training:
+                method.put_(self)
+
+    def take_off(self) -> None:
+        """Take the methods off, unless they are; capacities that were set since are kept for the next time."""
+        present = _in_training(self)
+        if present:
+            self.mod_training = tuple(method.settled(self) for method in present)
+            _take_off(self, len(present))
+
+
+def _in_training(model: nn.Module) -> tuple[Method, ...]:
+    """Return the methods for training alone that change a model now."""
+    return tuple(method for method in vars(model).get("mod_methods", ()) if method.training_only)
+
+
+def _is_free(module: nn.Module) -> bool:
+    """Return whether no method changes a module itself, which may belong to a model with methods for training alone."""
+    mixins = mixins_of(module)
+    return bool(mixins) and not any(mixin.of_method for mixin in mixins)
+
+
+def _apply_in_training(model: Model, method: Method) -> Model:
+    """Apply a method for training alone, and take it off at once from a model in evaluation mode."""
+    if method.adds_weights:
+        raise ValueError(f"training_only: {method.kind!r} adds weights, which the dense model cannot keep")
+    is_first = not isinstance(model, TrainingOnly)
+    if is_first:
+        convert(model, TrainingOnly, ())
+    changed: Any = model
+    try:
+        # It follows those that are there, which are off in evaluation mode.
+        for earlier in () if _in_training(model) else changed.mod_training:
+            earlier.put_(model)
+        method.put_(model)
+        changed.mod_training = _in_training(model)
+    finally:
+        if not changed.mod_training:
+            remove(model, TrainingOnly)
+        elif not model.training:
+            changed.follow_mode()
+    return model
+
+
+@contextmanager
+def as_evaluated(model: nn.Module) -> Iterator[None]:
+    """Context without methods for training alone in a model and in models inside it, whatever their mode."""
+    held = {module: _release(module) for module in training_only_models(model)}
+    try:
+        yield
+    finally:
+        for module, methods in held.items():
+            for method in methods:
+                _apply_in_training(module, method)
+
+
+def _release(model: TrainingOnly) -> tuple[Method, ...]:
+    """Take methods for training alone off a model for good, and return them."""
+    model.take_off()
+    methods = model.mod_training
+    remove(model, TrainingOnly)
+    _record(model, vars(model).get("mod_methods", ()))
+    return methods
+
+
 @contextmanager
 def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Context that gives the modules of a model their classes and attributes back if a change of it fails."""
@@ -254,16 +366,18 @@ def undo_(model: Model) -> Model:
         >>> type(undo_(model).blocks[1]).__name__
         'Block'
     """
-    owners = method_owners(model)
-    if not owners and methods_inside(model):
+    is_changed = bool(method_owners(model) or training_only_models(model))
+    if not is_changed and methods_inside(model):
         raise ValueError(f"this {type(model).__name__} is a part of a changed model: call mmod.undo_ on that model")
-    if not owners:
+    if not is_changed:
         raise ValueError(f"no method changed this {type(model).__name__}")
     return restore_(model)
 
 
 def restore_(model: Model) -> Model:
     """Restore the host's classes and keys in a model, or in a copy of a part of one; see `undo_`."""
+    for module in training_only_models(model):
+        _release(module)
     for owner in method_owners(model):
         undo_last_(owner, len(methods_of(owner)))
     for method in methods_inside(model):
@@ -271,8 +385,29 @@ def restore_(model: Model) -> Model:
     return model
 
 
+def undo_training_only_(model: nn.Module) -> None:
+    """Undo the methods for training alone, if any, in a model and in models inside it; other methods stay."""
+    for module in training_only_models(model):
+        _release(module)
+
+
+def training_only_models(model: nn.Module) -> list[TrainingOnly]:
+    """Return the models, itself or inside a wrapper, that have methods for training alone."""
+    check_module(model)
+    return [module for module in model.modules() if isinstance(module, TrainingOnly)]
+
+
 def undo_last_(model: nn.Module, count: int = 1) -> None:
     """Undo the last methods of a model itself, not of a wrapper."""
+    for_training = len(_in_training(model))
+    _take_off(model, count)
+    if isinstance(model, TrainingOnly) and for_training:
+        model.mod_training = _in_training(model)
+        if not model.mod_training:
+            _release(model)
+
+
+def _take_off(model: nn.Module, count: int) -> None:
     replaced = [name for name, module in model.named_modules() if has_replaced_forward(module)]
     if replaced:
         raise ValueError(
@@ -298,8 +433,11 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     model.mod_methods = methods  # type: ignore[assignment]
     if not methods:
         del model.mod_methods
-        forget(model)
         detach_hooks(model, OnceHook)
+    if not methods and not isinstance(model, TrainingOnly):
+        forget(model)
+    # A model is saved and loaded without the others.
+    methods = tuple(method for method in methods if not method.training_only)
     watch_saving(model, bool(methods))
     watch_loading(model, bool(methods))
     library = find_library(model)

@@ -35,6 +35,7 @@ class Merge(Method):
 
     Args:
         r: Number of tokens that a block merges, at most half of the patches: one number, or one per block.
+        training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
 
@@ -48,6 +49,7 @@ class Merge(Method):
     """
 
     r: Annotated[int | tuple[int, ...], "[0, inf)"] = 8
+    training_only: bool = False
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""

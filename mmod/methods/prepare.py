@@ -104,8 +104,8 @@ def _make_span(
         )
     start = first - 1 if in_front else first
     names = stack.names[start : run[-1] + 1]
-    training_only = reads_importance and not config.router.reads_importance
-    span = Span(stack.calls, names, scored_by_first=not reads_importance, training_only=training_only)
+    for_loss = reads_importance and not config.router.reads_importance
+    span = Span(stack.calls, names, scored_by_first=not reads_importance, for_loss=for_loss)
     if not in_front:
         return span, None
     # The last block before the routed ones, in which every token attends.

@@ -45,6 +45,7 @@ class Prune(Method):
             patch.
         by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto": the class
             token, or the mean where there is none or the head of a timm model reads none.
+        training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: EViT, Liang et al., arXiv 2202.07800.
 
@@ -61,6 +62,7 @@ class Prune(Method):
     blocks: Annotated[tuple[int, ...] | None, "[0, inf)"] = None
     fuse: bool = True
     by: Literal["auto", "class_token", "mean"] = "auto"
+    training_only: bool = False
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model has the blocks and their halves can run separately."""

@@ -25,7 +25,7 @@ def read_method(values: Mapping[str, Any]) -> Method:
 
     Example:
         >>> read_method({"kind": "prune", "keep": 0.5, "blocks": [2], "fuse": False})
-        Prune(keep=0.5, blocks=(2,), fuse=False, by='auto')
+        Prune(keep=0.5, blocks=(2,), fuse=False, by='auto', training_only=False)
     """
     options = dict(values)
     method = METHODS[options.pop("kind", None)]

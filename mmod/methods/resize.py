@@ -32,6 +32,7 @@ class Resize(Method):
     Args:
         size: Side of square images in pixels, or height and width, each a multiple of the patch's. The aspect ratio of
             an image must be kept up to one patch: any other image is refused with a ValueError.
+        training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: progressive learning of EfficientNetV2, Tan and Le, arXiv 2104.00298, where the size grows in steps.
 
@@ -43,6 +44,7 @@ class Resize(Method):
     """
 
     size: Annotated[int | tuple[int, int], "[1, inf)"] = 160
+    training_only: bool = False
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model takes images of any size."""

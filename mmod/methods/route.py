@@ -28,7 +28,15 @@ from mmod.blocks import (
     make_routed,
 )
 from mmod.config import Merged, Preset, RoutingConfig, rational, read_routing, rescaled
-from mmod.methods.base import Method, Model, method_owners, methods_of, owner_of, register_method
+from mmod.methods.base import (
+    Method,
+    Model,
+    method_owners,
+    methods_of,
+    owner_of,
+    register_method,
+    training_only_models,
+)
 from mmod.methods.prepare import Conversion, prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
@@ -60,6 +68,8 @@ class Route(Method):
             name: config if isinstance(config, RoutingConfig) else read_routing(config)
             for name, config in self.parts.items()
         }
+        if len({config.training_only for config in parts.values()}) > 1:
+            raise ValueError(f"training_only must be the same for all parts, {', '.join(parts)}")
         if not parts:
             raise ValueError("method.parts must name at least one part with its routing, as {'image': {}}, got {}")
         object.__setattr__(self, "parts", parts)
@@ -112,6 +122,11 @@ class Route(Method):
         return "\n\n".join([*sections, f"Share of tokens that each routed block keeps: {kept}."])
 
     @property
+    def training_only(self) -> bool:
+        """Whether the parts are routed in training alone."""
+        return any(config.training_only for config in self.parts.values())
+
+    @property
     def adds_weights(self) -> bool:
         """Whether a router has weights."""
         return any(config.router.learns for config in self.parts.values())
@@ -129,7 +144,9 @@ class Route(Method):
     @property
     def causal(self) -> bool:
         """Whether evaluation decides a token from itself and earlier tokens only."""
-        return self.two_ways or all(config.decides_alone(training=False) for config in self.parts.values())
+        if self.training_only or self.two_ways:
+            return True
+        return all(config.decides_alone(training=False) for config in self.parts.values())
 
     def deciding_together(self, model: nn.Module) -> Any:
         """Return a context in which routers select by top-k in evaluation too."""
@@ -156,6 +173,12 @@ class Route(Method):
 
     def check(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Raise a ValueError if a part is already routed; `change` runs all other checks before it changes anything."""
+        others = [method for method in methods_of(model) if isinstance(method, Route)]
+        if any(method.training_only != self.training_only for method in others):
+            raise ValueError(
+                f"another part of this {type(model).__name__} is routed in training and evaluation, or in training "
+                "alone: training_only must be the same for all parts"
+            )
         for stack in stacks.values():
             if any(is_converted(block) for block in stack.blocks):
                 raise ValueError(
@@ -241,7 +264,10 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     check_module(model)
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
     if not blocks:
-        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
+        title = type(model).__name__
+        if training_only_models(model):
+            raise ValueError(f"this {title} is dense in evaluation, and its routing for training alone: call train()")
+        raise ValueError(f"nothing in this {title} is routed: call mmod.route_(model, config) first")
     return blocks
 
 

@@ -100,6 +100,24 @@ def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, Any]:
     }
 
 
+@register_preset("tread")
+def tread(depth: int, start: int = 2, end: int = 2) -> dict[str, Any]:
+    """TREAD, Krause et al., arXiv 2501.04765, for training alone: half of the tokens, drawn at random, skip the middle
+    blocks.
+
+    One draw for each sample and pass holds from block `start` (from 0) to the last but `end`; the kept tokens attend to
+    each other, and all are written back in place. In evaluation the model is dense. The source has 2, and 4 or fewer
+    dense blocks at the end. Differences: prefix tokens are always kept and count as tokens, and the draw is a hash of
+    the tokens, so that recomputing a block draws alike. With `training_only=False` evaluations draw too.
+    """
+    if depth <= start + end:
+        raise ValueError(
+            f"preset 'tread' keeps the first {start} and the last {end} blocks dense: depth must be at least "
+            f"{start + end + 1}, got {depth}"
+        )
+    return {"router": "random", "blocks": tuple(range(start, depth - end)), "capacity": 0.5, "training_only": True}
+
+
 @register_preset("pixelprune")
 def pixelprune() -> dict[str, Any]:
     """PixelPrune, arXiv 2604.00886, in a vision tower: patches whose pixels equal those of a neighbour do not run.

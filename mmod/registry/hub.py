@@ -11,7 +11,7 @@ from torch import nn
 
 from mmod.adapters import find_library
 from mmod.analysis.flop_report import FlopCounts
-from mmod.methods.base import methods_of
+from mmod.methods.base import as_evaluated, methods_of
 from mmod.pretrained import save_pretrained
 from mmod.values import check_value
 
@@ -70,7 +70,8 @@ def write_hub_folder(
     architecture: str | Mapping[str, Any] | None = None,
 ) -> None:
     """Write what `push_to_hub` uploads into an empty folder: the saved model and its card, README.md."""
-    card = model_card(model, repo, flops, about=about)
+    with as_evaluated(model):
+        card = model_card(model, repo, flops, about=about)
     if find_library(model) == "transformers":
         transformer: Any = model
         transformer.save_pretrained(folder)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mmod.training.image.config import (
         DistillConfig,
         ElasticConfig,
-        InTrainingConfig,
         LossConfig,
         MixupConfig,
         ModelConfig,
@@ -44,7 +43,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.training.image.config": [
             "DistillConfig",
             "ElasticConfig",
-            "InTrainingConfig",
             "LossConfig",
             "MixupConfig",
             "ModelConfig",

@@ -430,6 +430,7 @@ def test_a_split_model_trains_as_a_whole_one(tmp_path: Path) -> None:
     for case in worker.CASES:
         actual = torch.load(tmp_path / f"{case}.pt")
         model = worker.routed(case)
+        torch.testing.assert_close(actual["answer"], worker.answer_of(model, case))
         losses = [worker.loss_of(model, case, rank) for rank in range(2)]
         torch.testing.assert_close(actual["losses"], [loss.detach() for loss in losses])
         (sum(losses) / 2).backward()

@@ -27,10 +27,12 @@ TINY: dict[str, Any] = {
 }
 
 
-# Presets that decide for whole images, merge or restore tokens (no language model does), or read pixels or videos.
-@pytest.mark.parametrize(
-    "name", sorted(set(PRESETS) - {"mindskip", "gradual", "ipcv", "evs", "pixelprune", "pixelprune-language"})
-)
+# Presets that decide for whole images, merge or restore tokens (no language model does), read pixels or videos, or are
+# for training alone.
+OTHERS = {"mindskip", "gradual", "ipcv", "evs", "pixelprune", "pixelprune-language", "tread"}
+
+
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - OTHERS))
 def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
     models = GenerationModels(GenerationConfig(presets=[name], **TINY, train=True), 24, 2)
     models.check()

@@ -36,7 +36,7 @@ def router(**changes: Any) -> Router:
 
 def make_span(scored_by_first: bool) -> Span:
     names = ("blocks.0", "blocks.1", "blocks.2")
-    return Span(PerThread(StackCalls), names, scored_by_first=scored_by_first, training_only=False)
+    return Span(PerThread(StackCalls), names, scored_by_first=scored_by_first, for_loss=False)
 
 
 def at(place: int, router: Router) -> Any:

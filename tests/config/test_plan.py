@@ -172,7 +172,7 @@ def test_depths_are_checked_wherever_they_are_given(depth: Any) -> None:
         lambda: mmod.RoutingConfig().at_depth(depth),
         lambda: mmod.RoutingConfig().resolved(depth),
     ]
-    names = ("p-mod", "mindskip", "gradual", "gamma-mod", "ipcv", "v2drop", "evenly-spread")
+    names = ("p-mod", "mindskip", "gradual", "gamma-mod", "ipcv", "v2drop", "evenly-spread", "tread")
     calls += [lambda name=name: mmod.preset(name).resolved(depth) for name in names if depth is not None]
     calls += [lambda name=name: mmod.preset(name, depth=depth) for name in names if depth is not None]
     for call in calls:

@@ -30,7 +30,7 @@ from tests.kit.vlm_zoo import make_joint
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
-BY_DEPTH = ("evenly-spread", "gamma-mod", "gradual", "ipcv", "mindskip", "p-mod", "v2drop")
+BY_DEPTH = ("evenly-spread", "gamma-mod", "gradual", "ipcv", "mindskip", "p-mod", "tread", "v2drop")
 FOR_LANGUAGE = ("evenly-spread", "evs", "gamma-mod", "pixelprune-language", "v2drop", "videollm-mod")
 FOR_IMAGES = tuple(name for name in sorted(PRESETS) if name not in (*FOR_LANGUAGE, "contrast-mod"))
 
@@ -53,7 +53,7 @@ ROUTES: dict[str, Callable[[nn.Module, str], object]] = {
 @pytest.mark.parametrize("way", ROUTES)
 @pytest.mark.parametrize("name", FOR_IMAGES)
 def test_a_preset_takes_the_depth_from_the_model(name: str, way: str) -> None:
-    for depth in (4, 6):
+    for depth in (5, 6):
         model = make(depth)
         ROUTES[way](model, name)
         assert mmod.routing_config(model) == mmod.preset(name, depth=depth)
@@ -306,7 +306,8 @@ def test_the_list_says_what_each_preset_is_for() -> None:
     for name in mmod.presets("image"):
         model = mmod.route_(make(), name)
         learned = [key for key, _ in model.named_parameters() if ".router." in key]
-        assert bool(learned) == (name in mmod.presets(needs_training=True))
+        is_dense = not mmod.is_routed(model.eval())
+        assert (bool(learned) or is_dense) == (name in mmod.presets(needs_training=True))
     for name in mmod.presets("language"):
         # Frames need a model that gets videos.
         model = make_joint("qwen2-vl" if name == "evs" else "llava", num_hidden_layers=7)
@@ -317,7 +318,7 @@ def test_the_list_says_what_each_preset_is_for() -> None:
 
 @pytest.mark.parametrize("name", mmod.presets("image"))
 def test_a_capacity_of_zero_works_or_is_refused_before_the_first_image(name: str) -> None:
-    model = make().eval()
+    model = make()
     config = mmod.preset(name, capacity=0)
     refused = config.joins or name == "mindskip"
     with pytest.raises(ValueError, match=r"capacity 0 leaves blocks\.") if refused else nullcontext():

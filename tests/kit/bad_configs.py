@@ -70,7 +70,8 @@ def nested(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 RANDOM = {"router": "random", "capacity": 0.5}
 ELASTIC = {"capacities": [0.25, 1.0], "samples": 2}
-MERGE, PRUNE = [{"kind": "merge"}], [{"kind": "prune", "keep": 0.5, "blocks": [0]}]
+QUARTER = {"capacity": 0.25}
+PRUNE = [{"kind": "prune", "keep": 0.5, "blocks": [0]}]
 CROWDS = {"source": "crowds", "label_patch": 4}
 LLAMA = {"model_type": "llama"}
 LLAVA = {"model_type": "llava", "text_config": LLAMA}
@@ -145,23 +146,24 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"elastic": ELASTIC, "routing": RANDOM}, "one of elastic.capacities=[0.25, 1.0]"),
     (
         TrainConfig,
-        {"elastic": ELASTIC, "routing": {"capacity": 0.25}, "grad_checkpointing": True},
+        {"elastic": ELASTIC, "routing": QUARTER, "grad_checkpointing": True},
         "elastic cannot be combined with grad_checkpointing",
     ),
     (TrainConfig, {"elastic.capacities": [0.25, 1.0]}, "must ascend and be at least as many as elastic.samples=4"),
     (TrainConfig, {"elastic": {"capacities": [0.5, 0.25], "samples": 2}}, "must ascend and be at least as many"),
     (TrainConfig, {"elastic": {"capacities": [0.25, 1.5], "samples": 2}}, "elastic.capacities"),
-    (TrainConfig, {"in_training": {}}, "needs one of routing and methods"),
-    (TrainConfig, {"in_training": {"routing": RANDOM, "methods": MERGE}}, "needs one of routing and methods"),
-    (TrainConfig, {"in_training.routing": RANDOM, "routing": RANDOM}, "cannot be combined with routing"),
-    (TrainConfig, {"in_training.routing": RANDOM, "compile": True}, "cannot be combined with compile"),
-    (TrainConfig, {"in_training.methods": MERGE, "grad_checkpointing": True}, "be trained with grad_checkpointing"),
-    (TrainConfig, {"in_training.routing": {"router": "linear"}}, "routing adds weights, which the dense model cannot"),
-    (TrainConfig, {"in_training.methods": [{"kind": "experts"}]}, "experts adds weights, which the dense model cannot"),
+    (TrainConfig, {"routing": {"router": "linear", "training_only": True}}, "router 'linear' adds some"),
+    (TrainConfig, {"methods": [{"kind": "experts", "training_only": True}]}, "unknown field of method experts"),
     (
         TrainConfig,
-        {"in_training": {"routing": RANDOM, "epochs": 4}, "epochs": 3},
-        "in_training.epochs must be an integer in [1, 3] or null, got 4",
+        {"elastic": ELASTIC, "routing": {**QUARTER, "training_only": True}},
+        "routing has training_only: true",
+    ),
+    (TrainConfig, {"training_only_epochs": 2, "routing": RANDOM}, "needs methods for training alone"),
+    (
+        TrainConfig,
+        {"training_only_epochs": 4, "epochs": 3, "routing": {**RANDOM, "training_only": True}},
+        "training_only_epochs must be an integer in [1, 3], got 4",
     ),
     (TrainConfig, {"methods": PRUNE, "routing": {"capacity": 0.5}}, "'routing' cannot follow 'prune'"),
     (TrainConfig, {"methods": PRUNE, "grad_checkpointing": True}, "grad_checkpointing"),

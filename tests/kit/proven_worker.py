@@ -18,6 +18,8 @@ CASES: dict[str, tuple[str, Any]] = {
     "halves": ("dinov2", "gradual"),
     "rotary": ("mlcd", LEARNED),
     "learned": ("siglip", LEARNED),
+    "training only": ("dinov2", mmod.preset("gradual", training_only=True)),
+    "random": ("siglip", mmod.RoutingConfig(router="random", blocks=(1, 2), training_only=True)),
 }
 
 
@@ -32,8 +34,16 @@ def loss_of(model: nn.Module, case: str, rank: int) -> Tensor:
     return output_of(model(**make_pixels(CASES[case][0], 2, seed=rank))).square().mean()
 
 
+def answer_of(model: nn.Module, case: str) -> Tensor:
+    """Return what a model says in evaluation, which `train()` follows."""
+    with torch.no_grad():
+        answer = output_of(model.eval()(**make_pixels(CASES[case][0], 2, seed=7)))
+    model.train()
+    return answer
+
+
 def train_split(folder: Path) -> None:
-    """Take a step of training with every case split, and save loss and gradients."""
+    """Evaluate every case split, take a step of training, and save answer, loss and gradients."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     mesh = dist.init_device_mesh("cpu", (2,))
@@ -42,11 +52,12 @@ def train_split(folder: Path) -> None:
         for block in mmod.routed_blocks(model).values():
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        answer = answer_of(model, case)
         loss = loss_of(model, case, rank)
         loss.backward()
         losses = [torch.zeros(()) for _ in range(2)]
         dist.all_gather(losses, loss.detach())
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
         if rank == 0:
-            torch.save({"losses": losses, "gradients": gradients}, folder / f"{case}.pt")
+            torch.save({"answer": answer, "losses": losses, "gradients": gradients}, folder / f"{case}.pt")
     dist.destroy_process_group()

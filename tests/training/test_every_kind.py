@@ -68,7 +68,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model": {"args": {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}},
     },
     "image, elastic": ELASTIC,
-    "image, routed in training": {"in_training": {"routing": {"router": "random", "capacity": 0.5}}},
+    "image, routed in training": {"routing": {"router": "random", "training_only": True}, "training_only_epochs": 1},
     "pairs": {"routing": TOWERS, "augment": {}, "optim": {"opt": "adamw", "lr": 1e-3}},
     "text": {"routing": PREDICTOR},
     "text, elastic": {"routing": SCORE, "elastic": True},
@@ -132,10 +132,13 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
 # Of each kind: runs of two processes by what they share, in batches of one step of a single process.
 ELASTIC_TEXT = {"routing": PREDICTOR, "elastic": True, "model": {"config": {"tie_word_embeddings": True}}}
 SGD = {"opt": "sgd", "lr": 0.1}
+# Random draws depend on the last bits of the tokens.
+STRIDE = {"router": "stride", "training_only": True}
 TOGETHER: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
     "image": [
         ("ddp", 1, {"routing": ROUTED, "ema": {"decay": 0.5}, "optim": SGD}),
         ("fsdp", 1, {"routing": ROUTED, "ema": {"decay": 0.5}, "optim": SGD, "grad_checkpointing": True}),
+        ("fsdp", 1, {"routing": STRIDE, "ema": {"decay": 0.5}, "optim": SGD, "grad_checkpointing": True}),
     ],
     "pairs": [
         ("ddp", 2, {}),

@@ -89,7 +89,7 @@ class ChatKind:
         """Create the model without weights; see `Kind.sketch`."""
         model = create_dense(self.config, None, on_meta=True)
         apply_methods(model, self.config)
-        return model
+        return model.eval()
 
     def fit(self, *, progress: bool = True, after_step: AfterStep = lambda step: None) -> FitResult[EvalResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""

@@ -337,6 +337,8 @@ class LoopConfig(RunConfig):
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
         log_every: Optimiser steps between updates of the displayed figures; the last step of an epoch updates them too.
         tensorboard: Also write TensorBoard logs into the run folder.
+        training_only_epochs: Number of first epochs with the methods for training alone, see
+            `mmod.RoutingConfig.training_only`; None for all.
     """
 
     model: StartConfig
@@ -357,6 +359,7 @@ class LoopConfig(RunConfig):
     eval_every: Annotated[int, "[1, inf)"] = 1
     log_every: Annotated[int, "[1, inf)"] = 20
     tensorboard: bool = False
+    training_only_epochs: Annotated[int | None, "[1, inf)"] = None
 
     length_keys = frozenset({"epochs"})
     part = ""
@@ -377,6 +380,13 @@ class LoopConfig(RunConfig):
                 "distributed.kind 'fsdp' takes neither precision 'fp16', for which use 'bf16', nor optimisers of "
                 f"lookahead, got {self.precision!r} and {self.optim.opt!r}"
             )
+        if self.training_only_epochs is not None:
+            check_value("training_only_epochs", self.training_only_epochs, int, f"[1, {self.epochs}]")
+            if not any(method.training_only for method in self.applied):
+                raise ValueError(
+                    "training_only_epochs needs methods for training alone: set routing.training_only or that of a "
+                    "method to true, or training_only_epochs to null"
+                )
         reading = any(config.wants_importance(training=True) for config in self.routings.values())
         if self.distributed.sharded and self.compile and self.grad_checkpointing and reading:
             raise ValueError(
@@ -421,8 +431,17 @@ class LoopConfig(RunConfig):
             "tensorboard",
         }
 
+    def refuse_training_only(self, reason: str) -> None:
+        """Raise a ValueError if methods for training alone leave nothing to what needs a changed model."""
+        kinds = [method.kind for method in self.applied if method.training_only]
+        if kinds:
+            raise ValueError(f"{reason}, and {', '.join(kinds)} has training_only: true: leave one of them out")
+
     def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
         """Return the config of a run that trains on; with the same teacher. See `RunConfig.continued`."""
+        if self.training_only_epochs is not None:
+            # It describes the first epochs alone.
+            raise ValueError("a continued run cannot be combined with training_only_epochs")
         teacher = self.teacher() or "none"
         if teacher == "dense":
             # That of the new run would be its own starting weights.
@@ -455,7 +474,8 @@ class LoopConfig(RunConfig):
     def teacher(self) -> str | None:
         """Return the teacher, with "auto" resolved; None for no distillation."""
         if self.distill.teacher == "auto":
-            return "dense" if self.applied and self.model.has_weights else None
+            changed = any(not method.training_only for method in self.applied)
+            return "dense" if changed and self.model.has_weights else None
         return None if self.distill.teacher == "none" else self.distill.teacher
 
     def to_dict(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.audit.replace import free_tokens, only_free
+from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold
 from mmod.io.tables import write_csv
 from mmod.methods.route import is_routed, routed_blocks
@@ -59,7 +60,8 @@ class RouterHealth:
     """
 
     def __init__(self, model: nn.Module, *, measured: bool = True) -> None:
-        self._blocks = routed_blocks(model) if is_routed(model) else {}
+        self._model = model
+        self._blocks: dict[str, RoutedBlock] = {}
         self._measured = measured
         self._figures: dict[str, Figures] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -70,6 +72,8 @@ class RouterHealth:
         """Read the decisions of the last forward pass, before its backward pass."""
         self._figures = {}
         self._gradients = {}
+        # Methods for training alone may have been undone since.
+        self._blocks = routed_blocks(self._model) if is_routed(self._model) else {}
         for name, block in self._blocks.items():
             routing = block.mod_state.routing
             if routing is None:

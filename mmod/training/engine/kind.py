@@ -141,9 +141,6 @@ class LoopKind(Kind, Protocol):
     def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Evaluate a model, on its device, over the evaluation batches of this process."""
 
-    def start_epoch(self, model: nn.Module, epoch: int) -> None:
-        """Prepare the model for an epoch (from 0)."""
-
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the final weights into a folder that does not exist yet."""
 

@@ -25,6 +25,7 @@ from mmod.io.files import replacing
 from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
 from mmod.io.tables import write_csv
+from mmod.methods.base import as_evaluated, undo_training_only_
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS
 from mmod.opening.weights import list_checkpoints
 from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_checkpoints, save_checkpoint, write_sums
@@ -154,7 +155,8 @@ class _Trainer:
         if self.step and self.progress:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
         while self.epoch < self.epochs:
-            self.kind.start_epoch(self.model, self.epoch)
+            if self.epoch >= (self.config.training_only_epochs or self.epochs):
+                undo_training_only_(self.model)
             self._train_epoch()
             row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
             self.meters.gather(keep=True)
@@ -431,6 +433,6 @@ class _Trainer:
                 return
             # An earlier start may have ended between weights and result.
             shutil.rmtree(self.folder / name, ignore_errors=True)
-            with replacing(self.folder / name) as folder:
+            with as_evaluated(gathered_model), replacing(self.folder / name) as folder:
                 self.kind.export(gathered_model, folder)
                 write_sums(folder)

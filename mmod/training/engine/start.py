@@ -73,7 +73,7 @@ def sketch(kind: LoopKind) -> nn.Module:
         model = kind.prepare(weights=False)
         for method in kind.config.applied:
             apply_(model, method)
-    return model
+    return model.eval()
 
 
 class _Unfilled(TorchFunctionMode):

@@ -5,19 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
-from mmod.methods.resolve import resolve_methods
 from mmod.training.engine import config as engine
-from mmod.values import Checked, check_value
-
-if TYPE_CHECKING:
-    from mmod.methods.base import Method
+from mmod.values import Checked
 
 
 @dataclass(frozen=True)
@@ -137,37 +132,6 @@ class ElasticConfig(Checked, group="elastic"):
             )
 
 
-@dataclass(frozen=True)
-class InTrainingConfig(Checked, group="in_training"):
-    """Methods that make training steps cheaper; the model is evaluated and saved dense.
-
-    Args:
-        routing: Routing with a router that does not learn, such as "random": fields of `mmod.RoutingConfig`, or
-            `preset: NAME` with the fields to change.
-        methods: In its place, methods without weights, such as `kind: prune`, `merge` or `resize`.
-        epochs: Number of first epochs that use them; None for all.
-
-    Source: tokens that skip blocks in training, TREAD, Krause et al., arXiv 2501.04765.
-    """
-
-    routing: dict[str, Any] | None = None
-    methods: list[dict[str, Any]] = field(default_factory=list)
-    epochs: Annotated[int | None, "[1, inf)"] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.routing is None) == (not self.methods):
-            raise ValueError("in_training needs one of routing and methods")
-        adding = [method.kind for method in self.applied if method.adds_weights]
-        if adding:
-            raise ValueError(f"in_training: {', '.join(adding)} adds weights, which the dense model cannot keep")
-
-    @cached_property
-    def applied(self) -> tuple[Method, ...]:
-        """The methods, in order."""
-        return resolve_methods(self.methods, {"image": self.routing})
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(engine.LoopConfig):
     """The config of training an image classifier.
@@ -182,7 +146,6 @@ class TrainConfig(engine.LoopConfig):
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
-        in_training: Methods for training alone, of a model that is dense otherwise; None for none.
         trained: "routers" trains routers alone (Router-Tuning); None trains all weights.
     """
 
@@ -194,7 +157,6 @@ class TrainConfig(engine.LoopConfig):
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
     elastic: ElasticConfig | None = None
-    in_training: InTrainingConfig | None = None
     trained: Literal["routers"] | None = None
 
     part = "image"
@@ -204,14 +166,6 @@ class TrainConfig(engine.LoopConfig):
         self._check_elastic()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
-        if self.in_training is not None:
-            self._refuse_with("in_training", "routing", "methods", "compile")
-            if self.grad_checkpointing and self.in_training.methods:
-                raise ValueError("a model changed by in_training.methods cannot be trained with grad_checkpointing")
-            check_value("in_training.epochs", self.in_training.epochs, int | None, f"[1, {self.epochs}]")
-        if self.distributed.sharded:
-            # It changes the model between steps.
-            self._refuse_with("distributed.kind='fsdp'", "in_training")
         if self.trained is not None and (not self.routings or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         # timm mixes each image with its counterpart from the other end of the batch.
@@ -235,24 +189,15 @@ class TrainConfig(engine.LoopConfig):
                 "elastic needs a routing config whose capacity is one of elastic.capacities="
                 f"{self.elastic.capacities}, got {capacity}"
             )
-        # Recomputed blocks would run at the capacity of the last sample.
-        self._refuse_with("elastic", "grad_checkpointing")
-
-    def _refuse_with(self, name: str, *others: str) -> None:
-        taken = [other for other in others if getattr(self, other)]
-        if taken:
-            raise ValueError(f"{name} cannot be combined with {', '.join(taken)}")
+        if self.grad_checkpointing:
+            # Recomputed blocks would run at the capacity of the last sample.
+            raise ValueError("elastic cannot be combined with grad_checkpointing")
+        self.refuse_training_only("elastic evaluates the model at several capacities")
 
     def at_size(self, side: int) -> TrainConfig:
         """Return the same run on images of `side` pixels; position embeddings are resampled."""
         model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
-
-    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
-        """Return the config of a run that trains on; see `RunConfig.continued`."""
-        # It describes the first epochs alone.
-        self._refuse_with("a continued run", "in_training")
-        return super().continued(folder, length)
 
     @property
     def has_classes(self) -> bool:

@@ -22,7 +22,6 @@ from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
-from mmod.methods.base import undo_
 from mmod.model import freeze_dense_, set_capacity_
 from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
@@ -174,8 +173,6 @@ class ImageKind:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
-        if config.in_training is not None:
-            _make_dense(model)
         measure = partial(evaluate_set, model, stream, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return measure()
@@ -233,21 +230,6 @@ class ImageKind:
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
-
-    def start_epoch(self, model: nn.Module, epoch: int) -> None:
-        """Apply the methods for training alone, or undo them after their last epoch."""
-        changes = self.config.in_training
-        if changes is not None and changes.epochs is not None and epoch >= changes.epochs:
-            # Without an evaluation in the last epoch, the model is still changed.
-            _make_dense(model)
-        elif changes is not None and not methods_of(model):
-            for method in changes.applied:
-                method.apply_(model)
-
-
-def _make_dense(model: nn.Module) -> None:
-    if methods_of(model):
-        undo_(model)
 
 
 def _read(model: nn.Module, batches: Sequence[Tensor]) -> None:

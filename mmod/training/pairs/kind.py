@@ -95,9 +95,6 @@ class PairsKind:
     def finish(self, model: nn.Module) -> None:
         """Change nothing: all weights train, but those of a locked tower."""
 
-    def start_epoch(self, model: nn.Module, epoch: int) -> None:
-        """Change nothing: all epochs are alike."""
-
     def find_data(self) -> None:
         """Raise if shards are missing; see `LoopKind.find_data`."""
         find_pairs(self.config.data)

@@ -70,6 +70,8 @@ class TrainConfig(LoopConfig):
         super().__post_init__()
         if self.elastic and not self.routings:
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
+        if self.elastic:
+            self.refuse_training_only("elastic trains a routed model")
 
     def plain(self) -> Self:
         """Return the config without what training alone needs; see `RunConfig.plain`."""

@@ -62,9 +62,6 @@ class TextKind:
     def finish(self, model: nn.Module) -> None:
         """Change nothing: all weights train."""
 
-    def start_epoch(self, model: nn.Module, epoch: int) -> None:
-        """Change nothing: all epochs are alike."""
-
     def find_data(self) -> None:
         """Raise if text is missing; see `LoopKind.find_data`."""
         find_text(self.config.data)

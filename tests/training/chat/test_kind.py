@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import Trainer
+from transformers import AutoModelForImageTextToText, Trainer
 
 import mmod
 from mmod.data.corrupt import CorruptDataError
@@ -115,6 +115,18 @@ def test_a_checkpoint_with_other_names_than_the_model_is_refused(folder: Path, l
     write_sums(checkpoint)
     with pytest.raises(ValueError, match=rf"'{checkpoint}' does not fit the model in 2 names, {router}, score: go on"):
         fit(config, progress=False)
+
+
+def test_what_is_routed_in_training_alone_is_left_dense(folder: Path) -> None:
+    random_tokens = {"router": "random", "training_only": True}
+    routing = {"language": random_tokens, "vision": {**random_tokens, "blocks": [1]}}
+    result = fit(vlm_config(folder, "random", routing=routing), progress=False)
+    assert result.evaluation is not None
+    assert result.evaluation.kept == {}
+    assert any(key.startswith("kept/") for entry in result.history for key in entry)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "random" / "model")
+    assert mmod.methods.methods_of(model) == ()
+    assert type(model).__name__ == "LlavaForConditionalGeneration"
 
 
 def test_questions_asked_in_training_change_no_weight(folder: Path) -> None:

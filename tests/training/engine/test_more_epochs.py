@@ -64,10 +64,10 @@ def test_more_epochs_of_a_finished_run_are_a_new_run_from_its_weights(tmp_path: 
 
 
 def test_what_cannot_be_continued_so_is_told(tmp_path: Path) -> None:
-    changes = {"in_training": {"routing": {"router": "random"}, "epochs": 1}}
+    changes = {"routing": {"router": "random", "training_only": True}, "training_only_epochs": 1}
     config = TrainConfig.from_dict({**IMAGES, **changes, "output": str(tmp_path / "run"), "epochs": 2})
     fit(config, progress=False)
-    with pytest.raises(FolderTakenError, match=r"It is finished.*a continued run cannot be combined with in_training"):
+    with pytest.raises(FolderTakenError, match=r"It is finished.*cannot be combined with training_only_epochs"):
         fit(replace(config, epochs=3), progress=False)
     shorter = TrainConfig.from_dict({**IMAGES, "output": str(tmp_path / "short"), "epochs": 2})
     fit(shorter, progress=False)

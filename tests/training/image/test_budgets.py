@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import mmod
-from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, evaluate
+from mmod.training import ElasticConfig, EmaConfig, evaluate
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.task import ElasticTask
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 CAPACITIES = [0.25, 0.5, 0.75, 1.0]
-RANDOM = {"router": "random", "blocks": "late", "capacity": 0.5}
+RANDOM = {"router": "random", "blocks": "late", "capacity": 0.5, "training_only": True}
 
 
 def elastic(output: Path, **changes: Any) -> Any:
@@ -75,18 +75,18 @@ def test_an_elastic_run_is_evaluated_at_each_capacity(tmp_path: Path) -> None:
         assert evaluate(model, TensorStream(8, seed=None)).accuracies() == figures  # type: ignore[arg-type]
 
 
-IN_TRAINING = [
+TRAINING_ONLY = [
     {"routing": RANDOM},
-    {"methods": [{"kind": "prune", "keep": 0.5, "blocks": [0]}]},
-    {"methods": [{"kind": "merge", "r": 3}]},
-    {"methods": [{"kind": "resize", "size": 8}]},
+    {"methods": [{"kind": "prune", "keep": 0.5, "blocks": [0], "training_only": True}]},
+    {"methods": [{"kind": "merge", "r": 3, "training_only": True}]},
+    {"methods": [{"kind": "resize", "size": 8, "training_only": True}]},
 ]
 
 
-@pytest.mark.parametrize("change", IN_TRAINING, ids=lambda change: change.get("method", {}).get("kind", "routing"))
+@pytest.mark.parametrize("change", TRAINING_ONLY, ids=["routing", "prune", "merge", "resize"])
 def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any], tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 3, "ema": EmaConfig(0.5), "args": {"dynamic_img_size": True}}
-    routed = tiny_config(output=tmp_path / "routed", in_training=InTrainingConfig(**change, epochs=2), **options)
+    routed = tiny_config(output=tmp_path / "routed", **change, training_only_epochs=2, **options)
     done, dense = run(routed), run(tiny_config(output=tmp_path / "dense", **options))
     assert done.evaluation.kept == {}
     trained, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
@@ -97,16 +97,12 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
     ).create_models()
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == done.best  # type: ignore[arg-type]
-    assert tiny_config(output=tmp_path).to_dict()["in_training"] is None
     assert dense.steps == done.steps
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])
 def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], tmp_path: Path) -> None:
-    kind = ImageKind(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
-    model, _ = kind.create_models()
-    is_routed = []
-    for epoch in range(3):
-        kind.start_epoch(model, epoch)
-        is_routed.append(mmod.is_routed(model))
-    assert is_routed == expected
+    config = tiny_config(output=tmp_path, routing=RANDOM, training_only_epochs=epochs, epochs=3)
+    is_routed: list[bool] = []
+    run(config, after_step=lambda step: is_routed.append(mmod.is_routed(step.model)))
+    assert is_routed[:: len(is_routed) // 3] == expected

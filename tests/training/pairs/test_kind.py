@@ -62,6 +62,18 @@ def test_accumulated_batches_are_one_batch_with_all_its_negatives(folder: Path, 
     assert small.history[0]["train_contrastive"] == pytest.approx(large.history[0]["train_contrastive"], rel=1e-4)
 
 
+def test_towers_routed_in_training_alone_are_left_dense(folder: Path) -> None:
+    routing = {tower: {"router": "random", "training_only": True} for tower in ("image", "text")}
+    result = run(clip_config(folder, "routed", routing=routing, grad_checkpointing=True))
+    run(clip_config(folder, "dense"))
+    assert result.evaluation.kept == {}
+    routed, dense = (weights(folder / name / "model") for name in ("routed", "dense"))
+    assert routed.keys() == dense.keys()
+    assert any(not torch.equal(value, dense[name]) for name, value in routed.items())
+    model = open_clip.create_model(f"local-dir:{folder / 'routed' / 'model'}")
+    assert mmod.methods.methods_of(model) == ()
+
+
 def test_a_batch_on_its_own_has_other_negatives(folder: Path) -> None:
     large = run(clip_config(folder, "large", data={"batch_size": 24}))
     small = run(clip_config(folder, "small", data={"batch_size": 6}))

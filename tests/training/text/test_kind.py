@@ -69,6 +69,22 @@ def test_an_elastic_run_tells_the_loss_of_all_tokens_in_all_layers(tmp_path: Pat
     assert "all tokens in all layers" in str(result)
 
 
+def test_what_is_routed_in_training_alone_is_left_dense(tmp_path: Path) -> None:
+    routing = {"router": "random", "training_only": True}
+    for name, epochs in (("routed", None), ("ended", 1)):
+        result = quiet(tmp_path / name, routing=routing, training_only_epochs=epochs)
+        assert (result.evaluation.kept, result.evaluation.causal_loss) == ({}, result.evaluation.loss)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        assert type(model).__name__ == "LlamaForCausalLM"
+        again = TextKind(text_config(tmp_path / "next", model={"checkpoint": str(tmp_path / name)})).create()
+        assert again.state_dict().keys() == model.state_dict().keys()
+    routed, ended, dense = (
+        weights(tmp_path / name / "model") for name in ("routed", "ended", quiet(tmp_path / "dense").folder)
+    )
+    for other in (ended, dense):
+        assert any(not torch.equal(value, other[name]) for name, value in routed.items())
+
+
 def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     quiet(tmp_path / "dense", epochs=1, epoch_steps=1)
     model = {"config": {**LLAMA, "hidden_size": 16}, "checkpoint": str(tmp_path / "dense")}
