@@ -30,7 +30,6 @@ def attention_importance(
     scale: float | None = None,
     valid_BN: Tensor | None = None,
     per_viewer: bool = False,
-    chunk_elements: int | None = None,
 ) -> Tensor:
     """Return the mean attention each token receives, over heads and queries, without a gradient.
 
@@ -47,7 +46,6 @@ def attention_importance(
         valid_BN: False where a token is padding: its query is not counted (B, N).
         per_viewer: Average over the queries that can see a token, weighted by the number of keys that they see. Causal
             attention then does not rank tokens by position. Equal to the plain mean if all queries see the same keys.
-        chunk_elements: Size of a tile in elements; None takes the device's default.
 
     Returns:
         Importance (B, N), fp32 or better; the plain mean sums to 1 over the tokens of an image.
@@ -60,8 +58,6 @@ def attention_importance(
         tensor([[0.2500, 0.2500, 0.2500, 0.2500]])
     """
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
-    if chunk_elements is None:
-        chunk_elements = tiles.GPU_CHUNK_ELEMENTS if q_BHNE.is_cuda else tiles.CHUNK_ELEMENTS
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
         views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
@@ -69,14 +65,14 @@ def attention_importance(
         if torch.compiler.is_compiling() and not exporting():
             # An operation takes tensors and no tuples of them.
             counts = (None, None) if views is None else views
-            total_BN = received_attention(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, *counts, chunk_elements)
+            total_BN = received_attention(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, *counts)
         else:
             attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
             if exporting() or transforming():
                 # One tile for all: an export and a transform could not cut by lengths that they do not know.
                 total_BN = attention.received((slice(None), slice(None), slice(None)))
             else:
-                total_BN = attention.received_by_tiles(chunk_elements)
+                total_BN = attention.received_by_tiles()
         return _mean(total_BN, heads, tokens, valid_BN)
 
 
@@ -229,11 +225,12 @@ class _Map(NamedTuple):
             views = Views(_slice(views.keys_BHN, tile), _slice(views.viewers_BHN, (images, heads, keys)))
         return _column_sums(attention, views)
 
-    def received_by_tiles(self, chunk_elements: int) -> Tensor:
+    def received_by_tiles(self) -> Tensor:
         """Return the attention that keys receive from all rows (B, N)."""
+        elements = tiles.GPU_CHUNK_ELEMENTS if self.q_BHNE.is_cuda else tiles.CHUNK_ELEMENTS
         images, heads, tokens, _ = self.q_BHNE.shape
         total_BN = torch.zeros(images, tokens, dtype=_accumulator(self.q_BHNE), device=self.q_BHNE.device)
-        for tile in cut_map(images, heads, tokens, tokens, chunk_elements, self.is_causal):
+        for tile in cut_map(images, heads, tokens, tokens, elements, self.is_causal):
             received = self.received(tile)
             # A causal tile returns sums of the keys that it sees alone.
             total_BN[tile[0], : received.shape[1]] += received
@@ -266,19 +263,18 @@ def _received_by_tiles(
     valid_BN: Tensor | None,
     keys_BHN: Tensor | None,
     viewers_BHN: Tensor | None,
-    chunk_elements: int,
 ) -> Tensor:
     views = None if keys_BHN is None or viewers_BHN is None else Views(keys_BHN, viewers_BHN)
     attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
-    return attention.received_by_tiles(chunk_elements)
+    return attention.received_by_tiles()
 
 
 # The attention each key receives, summed over heads and queries (B, N). The arguments are those of
 # `attention_importance`, with the fields of its `Views`, or None for the plain mean.
 received_attention = torch_op(
     "received_attention",
-    "(Tensor q, Tensor k, Tensor? mask, bool is_causal, float scale, Tensor? valid, Tensor? keys, Tensor? viewers, "
-    "SymInt chunk_elements) -> Tensor",
+    "(Tensor q, Tensor k, Tensor? mask, bool is_causal, float scale, Tensor? valid, Tensor? keys, "
+    "Tensor? viewers) -> Tensor",
     _received_by_tiles,
     lambda q, *_: q.new_empty(q.shape[0], q.shape[2], dtype=_accumulator(q)),
     flops=flops_of_scores,

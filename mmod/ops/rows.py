@@ -241,12 +241,12 @@ def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = Non
     return take_rows(x_BND, index_BK)
 
 
-def _scatter_by_kernel(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    return _merge_rows(x_BND, index_BK, None, y_BKD, None, None, inverse_BN)
+def _scatter_by_kernel(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
+    return _merge_rows(x_BND, index_BK, None, y_BKD, None, None, None)
 
 
 @op(_kernel(_scatter_by_kernel, why=_UNMEASURED), how="copies of rows, in graphs of elements")
-def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
     """Return the tokens with the rows at `index_BK` replaced.
 
     The result is a new tensor: hosts return a block's input in `forward_intermediates`, so it must not change.

@@ -29,7 +29,9 @@ from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gra
 def test_importance_is_the_column_mean_of_the_map(images, heads, tokens, chunk, grouped, causal) -> None:
     q = torch.randn(images, heads, tokens, 16)
     k = torch.randn(images, 1 if grouped else heads, tokens, 16)
-    importance = attention_importance(q, k, is_causal=causal, chunk_elements=chunk)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "CHUNK_ELEMENTS", chunk)
+        importance = attention_importance(q, k, is_causal=causal)
     expected = full_map(q, k, is_causal=causal).mean((1, 2))
     torch.testing.assert_close(importance.double(), expected, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(importance.sum(1), torch.ones(images))
@@ -204,7 +206,7 @@ def test_ops_keep_their_promises_to_torch() -> None:
         rows = [x if keeps_lse else x.detach() for x in (q, k, v)]
         torch.library.opcheck(shared_map.shared_attention, (*rows, 0.5, keeps_lse, not keeps_lse, None))
         torch.library.opcheck(shared_map.shared_attention, (*rows, 0.5, keeps_lse, keeps_lse, torch.arange(5.0)))
-    arguments = (q.detach(), k.detach(), mask, True, 0.5, mask[:, 0, 0], None, None, 7)
+    arguments = (q.detach(), k.detach(), mask, True, 0.5, mask[:, 0, 0], None, None)
     torch.library.opcheck(importance_module.received_attention, arguments)
 
 
@@ -213,7 +215,7 @@ def test_flops_of_graphs_are_those_of_the_eager_calls() -> None:
     q, k, v = torch.randn(3, 1, 2, 10, 4)
     for op, arguments, products in (
         (shared_map.shared_attention, (q, k, v, 0.5, False, False, None), 2),
-        (importance_module.received_attention, (q, k, None, False, 0.5, None, None, None, 7), 1),
+        (importance_module.received_attention, (q, k, None, False, 0.5, None, None, None), 1),
     ):
         with FlopCounterMode(display=False) as counter:
             op(*arguments)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
+from mmod.ops import attention_importance, attention_with_importance, capture_importance, tiles, use
 from tests.kit.attention_oracle import full_map
 from tests.kit.cover import cover
 from tests.kit.kernels import DEVICES
@@ -55,7 +55,9 @@ def test_importance_per_viewer_is_the_loop_over_keys(images, heads, tokens, kind
     expected = per_viewer(q, k, sees, valid)
     given_valid = valid if kind == "padded" else None
     if way == "fused":
-        importance = attention_importance(q, k, mask, valid_BN=given_valid, per_viewer=True, chunk_elements=chunk)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tiles, "CHUNK_ELEMENTS", chunk)
+            importance = attention_importance(q, k, mask, valid_BN=given_valid, per_viewer=True)
     else:
         with capture_importance(given_valid, "per_viewer") as captured:
             score = q @ k.transpose(-2, -1) * 8**-0.5
