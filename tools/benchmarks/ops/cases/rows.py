@@ -135,9 +135,9 @@ def select_topk_case(make: Maker) -> OpCase:
     capacity = rational(make.size.capacity)
 
     def select(score_BN: Tensor) -> tuple[Tensor, ...]:
-        selection = select_topk(score_BN, capacity, gate="tanh", scale=GATE_SCALE)
-        assert selection.gate_BK is not None
-        return selection.index_BK, selection.gate_BK
+        kept, gate_BK = select_topk(score_BN, capacity, gate="tanh", scale=GATE_SCALE)
+        assert gate_BK is not None
+        return kept.index_BK, gate_BK
 
     def exact(score_BN: Tensor) -> tuple[Tensor, ...]:
         order_BN = score_BN.sort(dim=1, descending=True, stable=True).indices
