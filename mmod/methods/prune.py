@@ -78,7 +78,7 @@ class Prune(Method):
     def _blocks(self, stack: BlockStack) -> tuple[int, ...]:
         if self.blocks is not None:
             return self.blocks
-        return tuple(sorted({len(stack.blocks) * quarter // 4 for quarter in (1, 2, 3)}))
+        return tuple(sorted({max(1, len(stack.blocks) * quarter // 4) for quarter in (1, 2, 3)}))
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks, and the model, whose head alone cannot tell which patches remain."""

@@ -364,6 +364,7 @@ def dense_of(config: ImageStudyConfig) -> dict[str, Any]:
     return config.dense
 
 
+@pytest.mark.slow
 def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) -> None:
     for label in range(3):
         (tmp_path / f"images/val/{label}").mkdir(parents=True)
