@@ -13,11 +13,9 @@ from torch import Tensor
 
 import mmod
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of, read_method, undo_
+from mmod.methods import Experts, methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.methods.experts import ExpertMlp
-from mmod.training.engine.distributed import Process
-from mmod.training.text.evaluate import evaluate
 from mmod.training.text.kind import TextKind
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
@@ -147,38 +145,6 @@ def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
 
 
 @one_way
-@pytest.mark.parametrize("staged", [False, True])
-def test_gradients_reach_everything_and_what_was_saved_is_loaded(
-    tmp_path: Path, staged: bool, way: dict[str, Any]
-) -> None:
-    model, ids = make(staged=staged, **way).float().train(), random_words(4, 24)
-    dense = make_language("llama")
-    loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
-    loss.backward()
-    assert {name for name, p in model.named_parameters() if p.grad is None} == set()
-    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
-    model.eval().save_pretrained(tmp_path)
-    loaded: Any = mmod.load_pretrained(tmp_path)
-    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())  # type: ignore[union-attr]
-    assert mmod.is_routed(loaded) == staged
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, rtol=1e-6, atol=1e-6)
-    for changed in (model, loaded):
-        if staged:
-            mmod.unroute_(changed)
-            # Still that of a method, which the model's folder names.
-            assert type(changed).__mro__[1].__name__ == "DescribedModel"
-        undo_(changed)
-        assert list(changed.state_dict()) == list(dense.state_dict())
-        assert not hasattr(changed.config, "mmod")
-        assert not any(module._forward_pre_hooks for module in changed.modules())
-    with torch.no_grad():
-        undone = dict(model.named_parameters())
-        dense.load_state_dict(undone)
-        assert torch.equal(model(input_ids=ids).logits, dense(input_ids=ids).logits)
-
-
-@one_way
 def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     width, hidden, tokens = 32, 48, 40
     dense = mmod.flops(make_language("llama"), mmod.Prompt(tokens)).blocks[1].dense
@@ -198,24 +164,6 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     staged = mmod.flops(model, mmod.Prompt(tokens)).blocks[1]
     assert staged.kept == tokens // 2
     assert staged.routed < expected
-
-
-SINGLE = Process(0, 1, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("choice", ["score", "predictor"])
-def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
-    method = {"kind": "experts", "experts": 2, "capacity": 0.5, "choice": choice, "membership": 0.1}
-    config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    evaluation: Any = TextKind(config).fit(progress=False).evaluation
-    assert len(evaluation.kept) == len(evaluation.agreement) == 8
-    assert evaluation.kept["model.layers.3.mlp.expert2"] == 0.25
-    assert evaluation.causal_loss != evaluation.loss
-    assert 0 < evaluation.mean_agreement <= 1
-    start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, _ = TextKind(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
-    assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    assert evaluate(again, TextKind(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
 
 
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.methods import Recursions, methods_of, read_method, undo_
+from mmod.methods import Recursions, methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.methods.recursions import Cycle
-from mmod.training.engine.distributed import Process
-from mmod.training.text.evaluate import evaluate
 from mmod.training.text.kind import TextKind
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
@@ -215,28 +213,6 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
         assert learned == alone if choice == "predictor" else "model.embed_tokens.weight" in learned
 
 
-@one_way
-def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
-    model, ids = make("llama", **way).float().train(), random_words(2, 12)
-    keys = list(make_language("llama", num_hidden_layers=6).state_dict())
-    loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
-    loss.backward()
-    assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
-    model.eval().save_pretrained(tmp_path)
-    loaded: Any = mmod.load_pretrained(tmp_path)
-    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())  # type: ignore[union-attr]
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
-    for changed in (model, loaded):
-        undo_(changed)
-        assert list(changed.state_dict()) == keys
-        assert not hasattr(changed.config, "mmod")
-        assert "Cycle" not in changed._no_split_modules
-    with torch.no_grad():
-        # What had been left out of a loaded model is new.
-        assert bool(loaded(input_ids=ids).logits.isfinite().all())
-
-
 @torch.no_grad()
 def test_undoing_gives_the_dense_model_back() -> None:
     model, ids = make_language("llama", num_hidden_layers=6), random_words(2, 9)
@@ -267,25 +243,6 @@ def test_flops_are_those_that_training_runs(keys: str) -> None:
         projected = 2 * kept * 2 * width * width + 2 * keys_made * width * width
         saved += counts.blocks[1].dense - projected - 4 * kept * keys_read * width - 2 * kept * 3 * width * 48
     assert report.routed == counts.dense - saved + scored
-
-
-SINGLE = Process(0, 1, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("choice", ["score", "predictor"])
-def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
-    method = {"kind": "recursions", "recursions": 2, "choice": choice, "membership": 0.1}
-    config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    evaluation: Any = TextKind(config).fit(progress=False).evaluation
-    assert list(evaluation.kept) == ["model.layers.1.recursion2"]
-    assert evaluation.mean_kept == 0.5
-    assert evaluation.causal_loss != evaluation.loss
-    assert 0 < evaluation.mean_agreement <= 1
-    start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, teacher = TextKind(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
-    assert teacher is None
-    assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    assert evaluate(again, TextKind(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
 
 
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import flops
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of, read_method, undo_
+from mmod.methods import Experts, methods_of, undo_
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
@@ -143,24 +142,6 @@ def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: d
         assert torch.equal(model(images), unrouted)
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[3]], ids=str)
-def test_models_with_experts_are_saved_copied_and_loaded(tmp_path: Path, way: dict[str, Any], staged: bool) -> None:
-    images, model = (
-        make_images("test_vit", 2),
-        lively(mmod.apply_(make_model("test_vit"), Experts(blocks=(1, 3), **way))),
-    )
-    if staged:
-        mmod.route_(model, mmod.RoutingConfig(router="linear", capacity=0.25))
-    mmod.save_pretrained(model, tmp_path)
-    loaded = mmod.load_pretrained(tmp_path)
-    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())
-    assert mmod.is_routed(loaded) == staged
-    with torch.no_grad():
-        assert torch.equal(loaded(images), model(images))
-        assert torch.equal(copy.deepcopy(model)(images), model(images))
-
-
 def test_flops_follow_from_the_slots() -> None:
     width, tokens, hidden = 64, 37, 192
     dense = flops(make_model("test_vit"), 96).blocks[1].routed
@@ -175,22 +156,6 @@ def test_flops_follow_from_the_slots() -> None:
     # Without a limit, what the balance loss draws the mean to: three quarters of the tokens.
     model = mmod.apply_(make_model("test_vit"), Experts(experts=3, idle=1, choice="tokens", capacity=None))
     assert flops(model, 96).blocks[1].routed == dense - 4 * (37 - 27) * width * hidden + 2 * tokens * width * 4
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_gradients_reach_routers_and_experts_under_autocast_too(way: dict[str, Any]) -> None:
-    model = lively(mmod.apply_(make_model("test_vit"), Experts(experts=3, blocks=(0, 2), **way))).train()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(make_images("test_vit", 4)).square().mean()
-    balanced = way["choice"] == "tokens"
-    if balanced:
-        loss = loss + mmod.auxiliary_loss(model)
-        # Collected once.
-        with pytest.raises(RuntimeError, match="has routed nothing in training mode since its loss was last collected"):
-            mmod.auxiliary_loss(model)
-    loss.backward()
-    assert all(bool(p.grad.abs().sum() > 0) for p in model.parameters() if p.requires_grad and p.grad is not None)
-    assert all(model.blocks[block].mlp.router.weight.grad is not None for block in (0, 2))
 
 
 @pytest.mark.parametrize(

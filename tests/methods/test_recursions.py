@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
+from mmod.methods import Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
 from mmod.training.image.kind import ImageKind
 from tests.kit.counting import flop_counter
@@ -182,16 +181,6 @@ def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
     assert run_tokens == [37, 27, 18, 9]
 
 
-@one_way
-def test_models_with_recursions_are_saved_and_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
-    images, model = make_images("test_vit", 2), lively(mmod.apply_(make_model("test_vit"), Recursions(**way)))
-    mmod.save_pretrained(model, tmp_path)
-    loaded = mmod.load_pretrained(tmp_path)
-    assert methods_of(loaded)[0] == methods_of(model)[0] == read_method(methods_of(model)[0].to_dict())
-    with torch.no_grad():
-        assert torch.equal(loaded(images), model(images))
-
-
 @pytest.mark.parametrize("keys", ["kept", "first"])
 def test_flops_are_those_that_run(keys: str) -> None:
     dense = flops(make_model("test_vit"), 96)
@@ -208,20 +197,6 @@ def test_flops_are_those_that_run(keys: str) -> None:
     scored = 4 * 2 * 37 * width
     assert report.routed == dense.dense - saved + scored
     assert report.parameters < dense.parameters
-
-
-@one_way
-def test_gradients_reach_routers_and_blocks_under_autocast_too(way: dict[str, Any]) -> None:
-    model = lively(mmod.apply_(make_model("test_vit"), Recursions(**way))).train()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(make_images("test_vit", 4)).square().mean()
-    if way["choice"] == "tokens":
-        loss = loss + mmod.auxiliary_loss(model)
-        with pytest.raises(RuntimeError, match="has routed nothing in training mode since its loss was last collected"):
-            mmod.auxiliary_loss(model)
-    loss.backward()
-    assert all(bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
-    assert all(bool(parameter.grad.abs().sum() > 0) for parameter in cycle_of(model).parameters())
 
 
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[6]], ids=lambda way: "-".join(way.values()))
@@ -251,12 +226,3 @@ def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         mmod.apply_(model, Recursions(**fields))
     assert not methods_of(model)
-
-
-@pytest.mark.parametrize(
-    "method", [Prune(), Recursions(), mmod.RoutingConfig()], ids=lambda method: type(method).__name__
-)
-def test_a_model_is_changed_once(method: Any) -> None:
-    model = mmod.apply_(timm.create_model("test_vit"), Recursions())
-    with pytest.raises(ValueError, match=r"already changed by recursions|cannot route"):
-        mmod.apply_(model, method)

@@ -1,0 +1,165 @@
+"""What holds for every method that adds weights: gradients reach them, and they are saved, loaded and undone."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+import mmod
+from mmod.methods import Channels, Experts, Method, Recursions, methods_of, read_method, undo_
+from mmod.training.engine.distributed import Process
+from mmod.training.text.evaluate import evaluate
+from mmod.training.text.kind import TextKind
+from tests.kit.text_configs import text_config
+from tests.kit.vlm_zoo import make_language, random_words
+from tests.kit.zoo import make_images, make_model, perturb_
+
+WHERE = [{"keys": keys, "adds": adds} for keys, adds in itertools.product(("kept", "first"), ("output", "change"))]
+EXPERTS: list[dict[str, Any]] = [
+    {"choice": "topk"},
+    {"choice": "tokens"},
+    {"choice": "topk", "idle": 2, "capacity": 0.6},
+    {"choice": "tokens", "idle": 1, "capacity": 0.5, "normalize": True},
+    {"choice": "topk", "capacity": 2.5, "normalize": True},
+    {"choice": "tokens", "idle": 1, "capacity": None},
+]
+TEXT_EXPERTS: list[dict[str, Any]] = [
+    {"choice": "tokens", "capacity": None, "idle": 2},
+    {"choice": "tokens", "capacity": None, "normalize": True},
+    {"choice": "score", "capacity": 0.75, "idle": 1},
+    {"choice": "predictor", "capacity": 1.5, "normalize": True},
+]
+CHANNELS: list[dict[str, Any]] = [
+    {},
+    {"into": "own"},
+    {"adds": "change", "squeeze": 4},
+    {"into": "own", "adds": "change", "squeeze": 1},
+    {"into": "own", "chosen": "first"},
+    {"into": "own", "chosen": "random"},
+]
+METHODS: list[tuple[str, Method]] = [
+    *(("vit", Experts(experts=3, blocks=(0, 2), **way)) for way in EXPERTS),
+    *(("vit", Recursions(choice=choice, **where)) for choice in ("topk", "tokens") for where in WHERE),
+    *(("resnet", Channels(divisor=4, **way)) for way in CHANNELS),
+    *(("llama", Experts(experts=3, **way)) for way in TEXT_EXPERTS),
+    *(("llama", Recursions(choice=way, **where)) for way in ("score", "predictor", "tokens") for where in WHERE),
+]
+ROUTED = mmod.RoutingConfig(router="linear", capacity=0.25)
+DECIDED = mmod.RoutingConfig(
+    router="linear",
+    capacity=0.5,
+    gate="sigmoid",
+    language={"inference_threshold": 0.5, "predictor": True},
+    losses={"membership": 0.1},
+)
+# Experts may be staged: kept tokens alone reach them.
+CASES = [(host, method, False) for host, method in METHODS]
+CASES += [(host, method, True) for host, method in METHODS if isinstance(method, Experts)]
+every_case = pytest.mark.parametrize(
+    ("host", "method", "staged"), CASES, ids=[f"{host}-{method.kind}-{staged}" for host, method, staged in CASES]
+)
+# What methods add differs from one to the next; the last norm of a narrow block begins with zeros.
+lively = partial(perturb_, parts=(".others.", ".router", ".predictor", "layer1.1.bn", "layer4.1.bn"))
+
+
+def make(host: str) -> Any:
+    if host == "llama":
+        return make_language("llama", num_hidden_layers=6)
+    if host == "vit":
+        return make_model("test_vit")
+    torch.manual_seed(0)
+    return timm.create_model("resnet18", layers=(2, 1, 1, 2), channels=(16, 32, 32, 64), num_classes=7).eval()
+
+
+def changed(host: str, method: Method, staged: bool) -> Any:
+    model = mmod.apply_(make(host), method)
+    if staged:
+        mmod.route_(model, DECIDED if host == "llama" else ROUTED)
+    return lively(model)
+
+
+def run(model: Any, host: str) -> Tensor:
+    if host == "llama":
+        return model(input_ids=random_words(4, 24)).logits
+    images = make_images("test_vit", 4)
+    return model(images if host == "vit" else images[..., :40, :40])
+
+
+@every_case
+def test_gradients_reach_all_that_was_added_under_autocast_too(host: str, method: Any, staged: bool) -> None:
+    model = changed(host, method, staged).train()
+    dense = set(make(host).state_dict())
+    with torch.autocast("cpu", torch.bfloat16, enabled=host != "llama"):
+        loss = run(model, host).square().mean()
+    loss = loss + mmod.auxiliary_loss(model)
+    if getattr(method, "choice", "topk") != "topk":
+        with pytest.raises(RuntimeError, match="has routed nothing in training mode since its loss was last collected"):
+            mmod.auxiliary_loss(model)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    # An expert that no token chooses learns nothing.
+    unused = {name for name, gradient in gradients.items() if gradient is None}
+    assert all(isinstance(method, Experts) and ".others." in name for name in unused)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients.values() if gradient is not None)
+    if host != "llama":
+        decides = [
+            name for name in gradients if name not in dense and (".router" in name or ".selector.2.weight" in name)
+        ]
+        assert decides
+        assert all(bool(gradients[name].abs().sum() > 0) for name in decides)
+
+
+@every_case
+@torch.no_grad()
+def test_what_is_saved_is_loaded_and_undone_the_dense_model_is_back(
+    host: str, method: Method, staged: bool, tmp_path: Path
+) -> None:
+    dense, model = make(host), changed(host, method, staged)
+    expected = run(model, host)
+    assert torch.equal(run(copy.deepcopy(model), host), expected)
+    model.save_pretrained(tmp_path) if host == "llama" else mmod.save_pretrained(model, tmp_path)
+    loaded: Any = mmod.load_pretrained(tmp_path)
+    assert methods_of(loaded)[0] == method == read_method(method.to_dict())
+    assert mmod.is_routed(loaded) == staged
+    torch.testing.assert_close(run(loaded, host), expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match=r"already changed by|cannot route"):
+        mmod.apply_(model, method)
+    for other in (model, loaded):
+        if staged:
+            mmod.unroute_(other)
+        undo_(other)
+        assert list(other.state_dict()) == list(dense.state_dict())
+        assert not any(module._forward_pre_hooks for module in other.modules())
+        if host == "llama":
+            assert not hasattr(other.config, "mmod")
+            assert "Cycle" not in other._no_split_modules
+        # What had been left out of a loaded model is new.
+        assert bool(run(other, host).isfinite().all())
+    assert torch.equal(run(model, host), run(dense, host))
+
+
+@pytest.mark.parametrize("choice", ["score", "predictor"])
+@pytest.mark.parametrize("kind", ["experts", "recursions"])
+def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, kind: str, choice: str) -> None:
+    fields = {"experts": {"experts": 2, "capacity": 0.5}, "recursions": {"recursions": 2}}[kind]
+    method = {"kind": kind, "choice": choice, "membership": 0.1, **fields}
+    config = text_config(tmp_path / "run", methods=[method], epochs=1)
+    evaluation: Any = TextKind(config).fit(progress=False).evaluation
+    kept = {f"model.layers.{layer}.mlp.expert{number}": 0.25 for layer in range(4) for number in (1, 2)}
+    assert evaluation.kept == (kept if kind == "experts" else {"model.layers.1.recursion2": 0.5})
+    assert evaluation.causal_loss != evaluation.loss
+    assert 0 < evaluation.mean_agreement <= 1
+    start = {"config": None, "checkpoint": str(tmp_path / "run")}
+    again, teacher = TextKind(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
+    assert kind == "experts" or teacher is None
+    assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
+    test = TextKind(config).create_streams(Process(0, 1, torch.device("cpu")), again)[1]
+    assert evaluate(again, test).loss == pytest.approx(evaluation.loss)
