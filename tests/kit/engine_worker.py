@@ -108,12 +108,6 @@ def run(
     return fit(config, streams=(train, test), progress=False, after_step=after_step)
 
 
-def without_usage(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result without its folder and without the figures that differ between equal runs."""
-    history = [{name: value for name, value in row.items() if name not in USAGE} for row in result["history"]]
-    return {**result, "folder": "", "usage": {}, "history": history}
-
-
 def read_metrics(folder: Path) -> list[dict[str, str]]:
     """Read `metrics.csv` without the figures that differ between equal runs."""
     rows = csv.DictReader((folder / "metrics.csv").open())

@@ -15,6 +15,7 @@ from mmod.training import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import TextKind
 from mmod.training.text.task import TextTask
+from tests.kit.engine_worker import weights
 from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
