@@ -52,7 +52,7 @@ def full_pass(model: Model) -> Model:
     # A deep copy takes from this mapping what it shall not copy.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     # The copy shares all weights, since its keys are those of the routed model.
-    full = route_(unroute_(copy.deepcopy(model, shared)), tokens=None, **configs)
+    full = route_(unroute_(copy.deepcopy(model, shared)), tokens=None, training_only=None, **configs)
     # It has no predictor of the kept mask, so loading is not strict.
     full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
     return full.train(model.training)

@@ -115,7 +115,7 @@ class Divergence(NamedTuple):
 @contextmanager
 def routed(model: nn.Module, part: str, config: RoutingConfig) -> Iterator[None]:
     """Route a part of a dense model within the context."""
-    route_(model, tokens=None, **{part: config})
+    route_(model, tokens=None, training_only=None, **{part: config})
     try:
         yield
     finally:

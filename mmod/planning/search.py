@@ -121,7 +121,7 @@ def search_plan(
         configs = [option.config(range(scoring.first, len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
-            unroute_(route_(model, tokens=None, **{part: config}))
+            unroute_(route_(model, tokens=None, training_only=None, **{part: config}))
         counted: list[tuple[BlockCosts, float]] = []
 
         def count() -> None:

@@ -43,7 +43,7 @@ def routed(config: RoutingConfig | str | None = None, **parts: RoutingConfig | s
         @functools.wraps(original)
         def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            route_(self, config, tokens=None, **parts)
+            route_(self, config, tokens=None, training_only=None, **parts)
             # Dense weights load strictly, and leave the new routers.
             self.register_load_state_dict_pre_hook(_complete)
 
