@@ -184,6 +184,7 @@ class CallForm:
             `SegmentsBlock`; empty for a host with a batch.
         index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.
         suffix: Tokens at the end that are no patches, see `SuffixBlock`.
+        tokens: Name by which the block gets its tokens; empty where they come first.
         fused: Attention is computed by `scaled_dot_product_attention`.
         attention_calls: Calls of `scaled_dot_product_attention` among the tokens in a forward pass of the block.
     """
@@ -198,6 +199,7 @@ class CallForm:
     boundaries: str = ""
     index_argument: str = ""
     suffix: int = 0
+    tokens: str = ""
     fused: bool = False
     attention_calls: int = 1
 
@@ -339,7 +341,7 @@ class NamedArguments(CallForm, BlockCall):
 
     def _pack_rows(self, rows: Tensor, name: str, row_T: Tensor, tokens: int) -> Tensor:
         if self._begins_with_images(name, rows):
-            return rows.flatten(0, 1)[row_T if len(rows) > 1 else row_T % tokens].unsqueeze(0)
+            return rows.flatten(0, 1)[row_T if rows.shape[0] > 1 else row_T % tokens].unsqueeze(0)
         packed = pack_rope(rows, row_T, tokens, self.rope_prefix)
         if self.layout == "heads":
             return packed
@@ -350,7 +352,7 @@ class NamedArguments(CallForm, BlockCall):
         assert routing is not None
         if routing.kept.image_S is not None:
             image_S = routing.kept.image_S
-            return {name: self.of_images(name, value, image_S, len(x_BND)) for name, value in arguments.items()}
+            return {name: self.of_images(name, value, image_S, x_BND.shape[0]) for name, value in arguments.items()}
         narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
         mask = narrowed.pop(self.mask, None)
         if mask is not None:
@@ -367,7 +369,7 @@ class NamedArguments(CallForm, BlockCall):
         def select(leaf: Any) -> Any:
             # Masks and rotary embeddings of each image have four axes.
             differs = isinstance(leaf, Tensor) and leaf.ndim > 0 and (name in self.images or leaf.ndim == 4)
-            return leaf.index_select(0, image_S) if differs and len(leaf) == images else leaf
+            return leaf.index_select(0, image_S) if differs and leaf.shape[0] == images else leaf
 
         return tree_map(select, value)
 

@@ -65,8 +65,8 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
 def narrow_batch(rows: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
     """Return the rows of kept tokens (B, K, ...) of rows (B or 1, N - prefix, ...)."""
     position_BK = index_BK[:, prefix:] - prefix
-    position = position_BK[(..., *(None,) * (rows.ndim - 2))]
-    return rows.expand(len(index_BK), *rows.shape[1:]).gather(1, position.expand(-1, -1, *rows.shape[2:]))
+    position = position_BK.view(*position_BK.shape, *(1,) * (rows.ndim - 2))
+    return rows.expand(index_BK.shape[0], *rows.shape[1:]).gather(1, position.expand(-1, -1, *rows.shape[2:]))
 
 
 def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:

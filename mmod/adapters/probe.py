@@ -55,6 +55,7 @@ class BlockInputs:
         layout: The form of one sequence, see `NamedArguments`; empty for a batch.
         numbers: Numbers of the blocks that attend within whole images; empty for all.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
+        tokens: See `CallForm`.
     """
 
     x_BND: Tensor
@@ -66,6 +67,7 @@ class BlockInputs:
     layout: str = ""
     numbers: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
+    tokens: str = ""
 
 
 class _Reached(Exception):
@@ -92,6 +94,7 @@ class _Block(nn.Module):
         self.x: Any = None
         self.arguments: dict[str, Any] = {}
         self.boundaries = ""
+        self.tokens = ""
 
     def __getattr__(self, name: str) -> Any:
         """Return None for attributes of the block that its model reads before it is called, but stand for modules."""
@@ -122,7 +125,8 @@ class _Block(nn.Module):
     def _keep(self, args: tuple[Any, ...], kwargs: Arguments) -> None:
         bound = self.parameters_of_forward.bind(self, *args, **kwargs).arguments
         _, *named = bound.items()
-        (_, self.x), *further = named
+        (first, self.x), *further = named
+        self.tokens = "" if args else first
         for name, value in further:
             if self.parameters_of_forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
                 self.arguments.update(value)
@@ -295,7 +299,9 @@ def _inputs_of(stand: _Block) -> BlockInputs:
     changed = same_N.logical_not().nonzero().flatten()
     suffix = x.shape[1] - 1 - int(changed[-1])
     runnable_arguments = {name: _runnable_value(value) for name, value in arguments.items()}
-    return BlockInputs(x.float(), runnable_arguments, int(changed[0]), suffix, "", stand.boundaries, layout)
+    return BlockInputs(
+        x.float(), runnable_arguments, int(changed[0]), suffix, "", stand.boundaries, layout, tokens=stand.tokens
+    )
 
 
 def _boundaries(stand: _Block) -> Segments:

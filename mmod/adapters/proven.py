@@ -21,6 +21,7 @@ from mmod.blocks import (
     GridSource,
     InterceptedBlock,
     Mixin,
+    NamedBlock,
     SegmentsBlock,
     Shell,
     SuffixBlock,
@@ -104,6 +105,8 @@ def _outer(proof: Proof) -> type[Mixin] | None:
         return SuffixBlock
     if proof.boundaries:
         return SegmentsBlock
+    if proof.tokens:
+        return NamedBlock
     return TupleBlock if proof.in_tuple else None
 
 

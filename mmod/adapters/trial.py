@@ -128,6 +128,7 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
         projection=inputs.projection,
         prefix=inputs.prefix,
         suffix=inputs.suffix,
+        tokens=inputs.tokens,
         dim=inputs.x_BND.shape[-1],
         numbers=inputs.numbers,
         read=inputs.read,
@@ -213,6 +214,8 @@ def _check_form(proof: Proof) -> None:
     if proof.suffix and (proof.rows or proof.in_tuple):
         others = ", ".join(proof.rows) or "a tuple"
         raise _Refused(f"has {proof.suffix} tokens at the end that are no patches, beside {others}")
+    if proof.tokens and (proof.suffix or proof.boundaries or proof.in_tuple):
+        raise _Refused(f"gets its tokens by the name {proof.tokens}: let the model pass them first, without a name")
     if proof.boundaries and proof.in_tuple:
         raise _Refused("returns a tuple, while all images come as one sequence")
     if proof.boundaries and not proof.fused:

@@ -62,5 +62,5 @@ from mmod.blocks.segments import (
     read_segments,
     split_rows,
 )
-from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
+from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, NamedBlock, SuffixBlock, TupleBlock, UntupledBlock
 from mmod.blocks.span import Span

@@ -68,6 +68,16 @@ class UntupledBlock(InterceptedBlock):
         return super().forward(x, *args, **kwargs)[0]
 
 
+class NamedBlock(Mixin):
+    """Outer mixin of a block that gets its tokens by name."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the block on tokens that come first."""
+        if not args:
+            args = (kwargs.pop(self.mod_state.call.tokens),)
+        return super().forward(*args, **kwargs)
+
+
 class TupleBlock(Mixin):
     """Outer mixin of a block that returns a tuple of the tokens and an attention map.
 

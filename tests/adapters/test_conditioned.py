@@ -127,13 +127,14 @@ def test_kept_tokens_run_as_if_the_others_were_not_there(name: str, title: str) 
     (routing,) = decisions.values()
     assert routing.keep_BN.any()
     assert not routing.keep_BN.all()
-    x, *args = seen["args"]
+    args, kwargs = seen["args"], seen["kwargs"]
+    x = (*args, *kwargs.values())[0]
     for image, keep_N in enumerate(routing.keep_BN):
         index_K = keep_N.nonzero().flatten()
         if not len(index_K):
             continue
         narrow = functools.partial(of_image, image=image, batch=4, index_K=index_K, tokens=len(keep_N))
-        expected = dense(narrow(x), *map(narrow, args), **{key: narrow(value) for key, value in seen["kwargs"].items()})
+        expected = dense(*map(narrow, args), **{key: narrow(value) for key, value in kwargs.items()})
         actual = seen["y"][image : image + 1]
         torch.testing.assert_close(actual[:, index_K], expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
         assert torch.equal(actual[0, ~keep_N], x[image, ~keep_N])

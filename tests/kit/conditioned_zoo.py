@@ -218,6 +218,12 @@ def _make_wan() -> Any:
     return diffusers.WanTransformer3DModel(**_HEADS, **widths, attention_head_dim=12, out_channels=4)
 
 
+def _ltx(batch: int) -> dict[str, Any]:
+    text = {"encoder_hidden_states": _draw(batch, TEXT, TEXT_DIM), "encoder_attention_mask": torch.ones(batch, TEXT)}
+    grid = {"num_frames": 3, "height": 4, "width": 5}
+    return {"hidden_states": _draw(batch, 60, 4), "timestep": _times(batch), **text, **grid}
+
+
 CONDITIONED: dict[str, Stack] = {
     "dit": Stack(
         lambda: diffusers.DiTTransformer2DModel(**_LATENT, num_embeds_ada_norm=10),
@@ -235,6 +241,13 @@ CONDITIONED: dict[str, Stack] = {
     ),
     "wan": Stack(_make_wan, _wan),
     "wan, times of tokens": Stack(_make_wan, _wan_by_token),
+    # Blocks get their tokens by name, and rotary positions for each video.
+    "ltx": Stack(
+        lambda: diffusers.LTXVideoTransformer3DModel(
+            **_HEADS, attention_head_dim=8, out_channels=4, cross_attention_dim=DIM, caption_channels=TEXT_DIM
+        ),
+        _ltx,
+    ),
     "own dit": Stack(
         OwnDiT,
         lambda batch: {"x": _draw(batch, 4, 8, 8), "t": _times(batch), "y": torch.arange(batch) % 4 + 1},
@@ -267,4 +280,4 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def only(inputs: dict[str, Any], image: int) -> dict[str, Any]:
     """Return the arguments for one image of a batch."""
-    return {name: value[image : image + 1] for name, value in inputs.items()}
+    return {name: value[image : image + 1] if isinstance(value, Tensor) else value for name, value in inputs.items()}

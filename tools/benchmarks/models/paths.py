@@ -68,7 +68,7 @@ class FreeBlock(Mixin):
         elif state.halves:
             assert call.halves is not None
             x = call.halves.attend(self, x, first_tokens(arguments, tokens, rows))
-            y = call.halves.feed(self, x[:, :count])
+            y = call.halves.feed(self, x[:, :count], first_tokens(arguments, tokens, count))
         else:
             y = super().forward(x[:, :count], **first_tokens(arguments, tokens, count))
         if count < rows:
