@@ -38,6 +38,7 @@ ALONE = 5
 # Passes of a trial in training, in which some images may be dropped.
 DRAWS = 16
 LAYOUTS = ("heads", "batch", "flat")
+_PLAIN = (str, int, float, bool, type(None), type)
 # Ways to give arguments their roles that are tried.
 _ROLES = 32
 
@@ -92,12 +93,20 @@ class _Refused(ValueError):
 
 
 def _comparable(value: object) -> object:
-    """Return a value that equals that of another block with the same behaviour; other objects are themselves alone."""
+    """Return a value that equals that of another block with the same behaviour; other objects are themselves alone.
+
+    Objects of Python's own making with plain attributes, such as the attention processors of diffusers, are these.
+    """
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
     if isinstance(value, functools.partial):
         return value.func, _comparable(value.args), _comparable([*value.keywords.items()])
-    return value if isinstance(value, (str, int, float, bool, type(None), type)) else id(value)
+    if isinstance(value, _PLAIN):
+        return value
+    attributes = getattr(value, "__dict__", {"": value})
+    if type(value).__new__ is object.__new__ and all(isinstance(item, _PLAIN) for item in attributes.values()):
+        return type(value), tuple(attributes.items())
+    return id(value)
 
 
 def settings_of(block: nn.Module) -> tuple[object, ...]:

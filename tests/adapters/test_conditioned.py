@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import mmod
-from mmod.adapters import find_stack
+from mmod.adapters import find, find_stack, trial
 from mmod.adapters.tokens import declared, proofs_of
-from mmod.adapters.trial import ALONE, PATCHES
+from mmod.adapters.trial import ALONE, PATCHES, random_copy
+from mmod.blocks.rows import Rows
 from mmod.methods import Merge, Method, Prune
 from tests.kit.conditioned_zoo import (
     CONDITIONED,
@@ -127,7 +128,8 @@ def test_kept_tokens_run_as_if_the_others_were_not_there(name: str, title: str) 
     (routing,) = decisions.values()
     assert routing.keep_BN.any()
     assert not routing.keep_BN.all()
-    args, kwargs = seen["args"], seen["kwargs"]
+    args = seen["args"]
+    kwargs = seen["kwargs"]
     x = (*args, *kwargs.values())[0]
     for image, keep_N in enumerate(routing.keep_BN):
         index_K = keep_N.nonzero().flatten()
@@ -144,6 +146,27 @@ def find_stack_of(model: Any, name: str) -> Any:
     """Return the blocks of a model, with what a user says of it."""
     with declared(model, tokens_of(name)):
         return find_stack(model)
+
+
+@pytest.mark.parametrize("name", ["own dit", "own video", "rotary video"])
+@torch.no_grad()
+def test_blocks_that_pass_on_rows_get_the_arguments_of_these(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Rows] = []
+    write_back = Rows.write_back
+    monkeypatch.setattr(Rows, "write_back", lambda rows, y: written.append(rows) or write_back(rows, y))
+    inputs = CONDITIONED[name].inputs(3)
+    titles = [title for title in ("random", "gradual") if title in configs_of(name)]
+    for title in titles:
+        dense = make_conditioned(name)
+        expected = run(apply(copy.deepcopy(dense), name, CONFIGS[title]), inputs)
+        each = len(written)
+        with monkeypatch.context() as patch:
+            # Nothing is known of what code of one's own reads between blocks; here it is.
+            patch.setattr(find, "find_blocks", functools.partial(find.find_blocks, host="tests"))
+            actual = run(apply(dense, name, CONFIGS[title]), inputs)
+        assert len(written) - each == 1 < each
+        torch.testing.assert_close(actual, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+        written.clear()
 
 
 @pytest.mark.parametrize("name", ["pixart", "wan", "own video"])
@@ -208,6 +231,13 @@ def with_words(name: str, words: int) -> dict[str, Any]:
     inputs = CONDITIONED[name].inputs(1)
     lengths = {key: value for key, value in inputs.items() if value.shape[1:2] == (TEXT,)}
     return {**inputs, **{key: value[:, :1].repeat_interleave(words, dim=1) for key, value in lengths.items()}}
+
+
+def test_blocks_with_processors_of_their_own_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[nn.Module] = []
+    monkeypatch.setattr(trial, "random_copy", lambda block: copies.append(block) or random_copy(block))
+    find_stack_of(make_conditioned("dit"), "dit")
+    assert len(copies) == 1
 
 
 @pytest.mark.parametrize("name", TOKENS)
