@@ -27,8 +27,8 @@ class Resize(Method):
 
     A timm model needs `dynamic_img_size=True`; a model of transformers takes `interpolate_pos_encoding`, or any size.
     No weights are added, so a model can train on small images first and on full-size images afterwards. Whatever the
-    model returns is what it returns for the resized images: outputs per patch, and maps of features, are smaller. Images
-    that are prepared at the smaller size from their files differ a little, and so may a few answers.
+    model returns is what it returns for the resized images: outputs per patch, and maps of features, are smaller.
+    Images that are prepared at the smaller size from their files differ a little, and so may a few answers.
 
     Args:
         size: Side of square images in pixels, or height and width, each a multiple of the patch's. The aspect ratio of

@@ -158,7 +158,7 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:
         models = {DENSE: model}
         for place, config in enumerate(configs):
-            models[str(place)] = route_(copy_of(model), tokens=None, **{part: config})
+            models[str(place)] = route_(copy_of(model), tokens=None, training_only=None, **{part: config})
         readings = {name: {part: Reading(partial(run_batch, timed, batch), 1)} for name, timed in models.items()}
         device = next(model.parameters()).device
         times = relative_times(sample_times(readings, rounds=_ROUNDS, device=device, shown=True)[part], DENSE)
