@@ -37,6 +37,7 @@ class Branches:
         idle_mlp: Modules whose output nothing reads then.
         halves: The block is its attention half followed by its MLP half.
         fed: Arguments that the MLP half reads.
+        attends_twice: The block computes its attention itself, so that a silent attention runs in vain.
     """
 
     attention: str = ""
@@ -48,6 +49,7 @@ class Branches:
     idle_mlp: tuple[str, ...] = ()
     halves: bool = False
     fed: tuple[str, ...] = ()
+    attends_twice: bool = False
 
     def options(self, block: nn.Module, dim: int) -> dict[str, Any]:
         """Return operators, tuples and halves of a block as options of `NamedArguments`.
@@ -63,7 +65,9 @@ class Branches:
         for name in self.silent_mlp:
             silent_mlp[name] = Zero(dim)
         operators = {"attention": self.attention, "mlp": self.mlp}
-        halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block), self.fed)
+        halves = SilencedHalves(
+            silent_attention, silent_mlp, required_arguments(block), self.fed, self.attends_twice
+        )
         return {
             "operators": {operator: name for operator, name in operators.items() if name},
             "tuples": ("attention",) if self.attention_in_tuple else (),
@@ -225,7 +229,9 @@ class _Search:
         silent_mlp = self._silent((mlp,), (attention, *beside))
         attended = self.run(self._replacements(silent_mlp))
         feed = self._replacements(silent_attention)
-        expected = self.run(feed, attended)
+        watch = AttentionWatch()
+        with watch:
+            expected = self.run(feed, attended)
         left_out: list[str] = []
         for name in self.arguments:
             actual = self.attempt(feed, attended, (*left_out, name))
@@ -245,6 +251,7 @@ class _Search:
             idle_mlp=_named(silent_mlp, zero=False),
             halves=close(expected, self.run({})),
             fed=fed,
+            attends_twice=bool(watch.shapes),
         )
 
     def _silent(self, silent: tuple[str, ...], others: tuple[str, ...]) -> dict[str, bool]:

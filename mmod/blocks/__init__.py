@@ -2,7 +2,15 @@
 
 # The one list of this package's names.
 # ruff: noqa: F401
-from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves, make_observed
+from mmod.blocks.branches import (
+    Branch,
+    SilencedHalves,
+    Unchanged,
+    Zero,
+    make_halves,
+    make_observed,
+    warn_of_halves,
+)
 from mmod.blocks.call import Arguments, BlockCall, Halves
 from mmod.blocks.conversion import (
     NO_SHELL,

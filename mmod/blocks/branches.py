@@ -5,6 +5,7 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -136,6 +137,24 @@ def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> N
             convert(module, Branch, BranchState(inner, name, name in call.operators.values()))
 
 
+def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = "") -> None:
+    """Warn if most blocks of a model run their halves separately, and compute attention in both.
+
+    Args:
+        halved: The blocks that run their halves separately, by name.
+        depth: Number of blocks of the model.
+        remedy: What else to do, behind a comma.
+    """
+    twice = [name for name, call in halved.items() if call.halves is not None and call.halves.attends_twice]
+    if 2 * len(twice) >= depth:
+        warnings.warn(
+            f"{twice[0]} and {len(twice) - 1} other blocks compute their attention in their own forward, so that it "
+            "runs twice where a block decides between attention and MLP, which saves few FLOPs (see mmod.flops): give "
+            f"the attention a module of its own{remedy}",
+            stacklevel=6,
+        )
+
+
 class Zero(NamedTuple):
     """Returns zeros instead of an update of tokens.
 
@@ -176,12 +195,14 @@ class SilencedHalves(Halves):
         mlp: The same for the MLP.
         required: The block's arguments without a default, which a silenced attention does not read.
         fed: See `Halves`.
+        attends_twice: The attention is computed in both halves, see `warn_of_halves`.
     """
 
     attention: Mapping[str, BranchRunner]
     mlp: Mapping[str, BranchRunner]
     required: tuple[str, ...] = ()
     fed: tuple[str, ...] = ()
+    attends_twice: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:

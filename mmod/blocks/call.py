@@ -24,9 +24,11 @@ class Halves:
 
     Attributes:
         fed: Arguments of the block that its MLP half reads, such as a time embedding.
+        attends_twice: Attention is computed in both.
     """
 
     fed: tuple[str, ...] = ()
+    attends_twice: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 SECONDS = 30
-"""Seconds between two lines without a terminal."""
+"""Seconds to the first line without a terminal, and at least between two."""
+# The share of the time so far that passes before the next line, so that a log of hours stays short.
+_GROWTH = 0.5
 # A longer time without work, in seconds, is a pause: while it lasts the process computes for less than a share of it.
 _PAUSE = 30
 _IDLE = 0.05
@@ -38,8 +40,8 @@ def warn_once(message: str, about: object = None) -> None:
 def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
-    A line is printed every 30 seconds, and at the end unless `leave=False`. Times do not count pauses, as of a process
-    that was suspended.
+    A line is printed every 30 seconds, then ever more seldom, and at the end unless `leave=False`. Times do not count
+    pauses, as of a process that was suspended.
     """
     kind = tqdm if sys.stderr.isatty() else _Lines
     bar = kind(items, disable=not shown, **options)
@@ -75,7 +77,8 @@ class _Lines(tqdm):
     monitor_interval = 0
 
     def __init__(self, items: Iterable[Any] | None, *, bar_format: str = _LINE, **options: Any) -> None:
-        self._due = time.monotonic() + SECONDS
+        self._began = time.monotonic()
+        self._due = self._began + SECONDS
         # Without the bar itself, which only a terminal redraws.
         super().__init__(items, bar_format=bar_format.replace("|{bar}| ", ""), **options)
 
@@ -92,5 +95,6 @@ class _Lines(tqdm):
         self.disable = True
 
     def _write(self) -> None:
-        self._due = time.monotonic() + SECONDS
+        now = time.monotonic()
+        self._due = now + max(SECONDS, _GROWTH * (now - self._began))
         print(self, file=self.fp, flush=True)

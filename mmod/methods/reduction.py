@@ -35,6 +35,7 @@ from mmod.blocks import (
     host_class,
     make_halves,
     make_observed,
+    warn_of_halves,
 )
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.passes import StackCall
@@ -197,12 +198,14 @@ def reduce_(
     """
     first = min(reductions)
     span = Span(stack.calls, stack.names[first:])
+    halved: dict[str, NamedArguments] = {}
     for index in range(first, len(stack.blocks)):
         block = stack.blocks[index]
         call = stack.call_of(block, None)
         assert isinstance(call, NamedArguments)
         state = ReducedState(call=call, span=span, place=index - first, number=index, reduction=reductions.get(index))
         if index in reductions:
+            halved[stack.names[index]] = call
             make_halves(block, call, state.inner)
             make_observed(block, call, state.inner)
         convert(block, ReducedBlock, state, call.shell)
@@ -211,6 +214,7 @@ def reduce_(
     stack.watch_grid(stack.converted)
     if stack.dividing:
         attach(owner, WholeBatchHook(stack.dividing))
+    warn_of_halves(halved, len(stack.blocks))
 
 
 def head_reads(model: nn.Module) -> str:

@@ -26,6 +26,7 @@ from mmod.blocks import (
     is_converted,
     make_importance,
     make_routed,
+    warn_of_halves,
 )
 from mmod.config import Merged, Preset, RoutingConfig, rational, read_routing, rescaled
 from mmod.methods.base import (
@@ -221,6 +222,10 @@ class Route(Method):
             attach(module, hook)
         if self.capacities:
             assign_capacities(model, self.capacities)
+        for name, stack in stacks.items():
+            routed = [state for *_, state in conversions[name] if isinstance(state, RoutedState)]
+            halved = {stack.names[state.number]: state.call for state in routed if state.execution.between_halves}
+            warn_of_halves(halved, len(stack.blocks), ", or decide before the block by skipped={'before': 'block'}")
 
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""

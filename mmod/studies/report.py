@@ -105,7 +105,7 @@ class StudyResult:
     points: list[Any]
     rows: Sequence[Mapping[str, Any]]  # Of the table.
     table: str
-    summary: str  # The text with the most important columns.
+    summary: str  # The most important columns and the text, as printed: code is in the files.
     cpu_seconds: float  # Of all processes since the study was last started.
 
 
@@ -151,7 +151,7 @@ def write_study(
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], f"{shown}\n\n{text}", pictures)
-    return StudyResult(folder, points, rows, f"{shown}\n\n{text}", f"{summary}\n\n{text}", more["cpu_seconds"])
+    return StudyResult(folder, points, rows, f"{shown}\n\n{text}", f"{summary}\n\n{told.text}", more["cpu_seconds"])
 
 
 def points_of(

@@ -18,6 +18,7 @@ from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
 from tests.kit import proven_worker as worker
 from tests.kit.clip_zoo import make_clip
+from tests.kit.counting import flop_counter
 from tests.kit.own_vits import DIM, REFUSED, ROUTED, Mlp, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.processes import run_processes
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of, table
@@ -130,12 +131,36 @@ def test_kept_tokens_run_as_if_the_others_were_not_there(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "parallel branches"])
-def test_the_halves_of_a_block_are_the_block(name: str) -> None:
+def test_the_halves_of_a_block_are_the_block(name: str, recwarn: pytest.WarningsRecorder) -> None:
     model = make(name)
     inputs = inputs_of(name, 2)
-    expected = run(model, inputs)
-    mmod.route_(model, mmod.preset("gradual", capacity=1.0))
-    torch.testing.assert_close(run(model, inputs), expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    with flop_counter() as dense:
+        expected = run(model, inputs)
+    mmod.route_(model, mmod.preset("gradual", router="stride", capacity=1.0))
+    with flop_counter() as halved:
+        actual = run(model, inputs)
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    told = [str(warning.message) for warning in recwarn if "runs twice" in str(warning.message)]
+    assert len(told) == (name == "attention in the block")
+    # The halves cost what the block does, unless the attention runs in both.
+    assert (halved.get_total_flops() == dense.get_total_flops()) == (not told)
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        (mmod.preset("gradual"), 1),
+        (mmod.preset("gradual", skipped={"before": "block"}), 0),
+        (mmod.preset("a-mod"), 0),
+        (mmod.methods.Merge(r=4), 1),
+        (mmod.methods.Prune(keep=0.5, blocks=(1,)), 0),
+    ],
+)
+def test_attention_that_runs_in_both_halves_is_told_once(
+    method: Any, told: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    mmod.apply_(make("attention in the block"), method)
+    assert sum("compute their attention in their own forward" in str(warning.message) for warning in recwarn) == told
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "dinov3", "siglip"])

@@ -93,6 +93,20 @@ class OwnBlock(nn.Module):
         return x + self.channels(self.second(x))
 
 
+class AttendingBlock(OwnBlock):
+    """Attention in the block's own forward, as in many short scripts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_key_value = nn.Linear(DIM, 3 * DIM)
+        self.mixer = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.query_key_value(self.first(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.scale * self.mixer(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.channels(self.second(x))
+
+
 class PostNormBlock(OwnBlock):
     """Norms behind the branches, inside the residual sum."""
 
@@ -277,6 +291,7 @@ ROUTED: dict[str, Callable[[], OwnViT]] = {
     "sdpa, registers": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=5),
     "no class token": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=0),
     "norms behind": lambda: OwnViT(lambda _: PostNormBlock(Sdpa)),
+    "attention in the block": lambda: OwnViT(lambda _: AttendingBlock()),
     "parallel branches": lambda: OwnViT(lambda _: ParallelBlock(Sdpa)),
     "halves in sequence": lambda: OwnViT(lambda _: HalvesInSequence()),
 }
