@@ -1,4 +1,4 @@
-"""Write the tables of figures in the docs from the JSON files beside them: `python scripts/doc_tables.py [--check]`.
+"""Tables of figures in the docs from the JSON files beside them, which `python -m scripts.pages` writes.
 
 `docs/results/PAGE.json` holds the tables of `docs/PAGE.md` by name, and `docs/notebook/results` those of the notebook's
 pages: the `commands` that measure the figures, or `how` they were measured where no command does, the titles of the
@@ -8,10 +8,8 @@ column are written, `row_formats` those of each row. In the page a table stands 
 `<!-- end -->`.
 """
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -84,28 +82,7 @@ def pages() -> Iterator[tuple[Path, dict[str, Any]]]:
         yield path.parents[1] / f"{path.stem}.md", json.loads(path.read_text())
 
 
-def update(check: bool = False) -> list[str]:
-    """Write the pages whose tables differ, or with `check` none; return their names."""
-    changed = []
+def rewritten() -> Iterator[tuple[Path, str]]:
+    """Yield every page with tables of figures, and its text with all of them written anew."""
     for path, tables in pages():
-        before = path.read_text()
-        if (text := written(before, tables)) != before:
-            changed.append(path.name)
-            if not check:
-                path.write_text(text)
-    return changed
-
-
-def main() -> None:
-    """Write the pages, or end with an error where one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
-    check = parser.parse_args().check
-    changed = update(check)
-    if check and changed:
-        sys.exit(f"tables differ from the JSON beside them: {', '.join(changed)}; run `python scripts/doc_tables.py`")
-    print("written:", ", ".join(changed) or "nothing, all tables are those of the JSON beside them")
-
-
-if __name__ == "__main__":
-    main()
+        yield path, written(path.read_text(), tables)

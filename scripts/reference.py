@@ -1,4 +1,4 @@
-"""Write the API pages and the options of configs from docstrings: `python scripts/reference.py [--check]`.
+"""API pages and options of configs from docstrings, which `python -m scripts.pages` writes.
 
 In a page of the docs, `<!-- api NAME ... -->` stands before the entries of these names, `<!-- options NAME -->` before
 the options of a config in their order, both as `MODULE:NAME` or `mmod.NAME`, and `<!-- names -->` before a list of all
@@ -7,14 +7,12 @@ names with entries. What is between such a line and `<!-- end -->` is written he
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import importlib
 import inspect
 import json
 import re
-import sys
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -261,28 +259,7 @@ def _shown(item: dataclasses.Field[Any]) -> str:
     return "required" if item.default is dataclasses.MISSING else f"`{json.dumps(item.default)}`"
 
 
-def update(check: bool = False) -> list[str]:
-    """Write the pages that differ, or with `check` none; return their names."""
-    changed = []
+def rewritten() -> Iterator[tuple[Path, str]]:
+    """Yield every page with places, and its text with all of them written anew."""
     for path in pages():
-        text = written(path)
-        if text != path.read_text():
-            changed.append(path.name)
-            if not check:
-                path.write_text(text)
-    return changed
-
-
-def main() -> None:
-    """Write the pages, or end with an error where one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
-    check = parser.parse_args().check
-    changed = update(check)
-    if check and changed:
-        sys.exit(f"pages differ from the docstrings: {', '.join(changed)}; run `python scripts/reference.py`")
-    print("written:", ", ".join(changed) or "nothing, all pages are as the docstrings say")
-
-
-if __name__ == "__main__":
-    main()
+        yield path, written(path)

@@ -31,7 +31,7 @@ from mmod.data.readers.shards import ShardSource
 from mmod.data.stream import BatchStream
 from mmod.io.files import write_atomically
 from mmod.training import ModelConfig, TrainConfig, fit
-from scripts import doc_tables
+from scripts import doc_tables, pages
 
 RESULTS = doc_tables.DOCS / "notebook/results/reliability.json"
 _MIB = 1 << 20
@@ -299,7 +299,7 @@ def main() -> None:
         measured = {"commands": ["python -m scripts.reliability"], "machine": machine, **MEASUREMENTS[name]()}
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         write_atomically(RESULTS, json.dumps({**results, name: measured}, indent=1) + "\n")
-    doc_tables.update()
+    pages.update()
 
 
 if __name__ == "__main__":

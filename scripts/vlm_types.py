@@ -15,7 +15,7 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 import mmod
-from scripts import doc_tables
+from scripts import doc_tables, pages
 from tests.kit.vlm_types import FAMILIES, IMAGE, VIDEO
 from tests.kit.vlm_zoo import make_joint, prompt
 
@@ -88,7 +88,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     outcomes = {kind: check(kind) for kind in sorted(FAMILIES)}
     RESULTS.write_text(json.dumps({"types": table(outcomes)}, indent=1) + "\n")
-    doc_tables.update()
+    pages.update()
     print(Path(RESULTS).read_text())
 
 

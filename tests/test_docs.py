@@ -123,9 +123,10 @@ def test_installation_takes_the_address_of_a_repository() -> None:
         assert requirement.extras <= extras
 
 
-def test_tables_of_figures_are_those_of_the_json_beside_the_pages() -> None:
-    done = run_script("scripts/doc_tables.py", "--check")
+def test_pages_are_those_of_figures_and_docstrings() -> None:
+    done = run_script("-m scripts.pages", "--check")
     assert (done.returncode, done.stderr) == (0, "")
+    assert not doctest.testmod(reference).failed
 
 
 def test_a_changed_figure_and_a_table_without_a_place_are_noticed() -> None:
@@ -240,12 +241,6 @@ def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert blocks
     for body in blocks:
         exec(compile(body, page, "exec"), scope)
-
-
-def test_api_pages_and_options_are_those_of_the_docstrings() -> None:
-    done = run_script("scripts/reference.py", "--check")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not doctest.testmod(reference).failed
 
 
 def test_every_public_name_has_an_entry_and_is_used_on_its_page() -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import stack_configs
 from mmod.lazy import import_path
-from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.opening.runs import RUN_CONFIG, find_run, is_described
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.table import KINDS
@@ -128,8 +128,14 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] =
     """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind.
 
     In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file
-    in these, for the weights there; see `finished_run`.
+    in these, for the weights there; see `finished_run`. The folder of a saved model stands for that model, and options
+    name its data.
     """
+    if arguments and find_run(arguments[0]) is None and is_described(arguments[0]):
+        folder, *options = arguments
+        kind = kind_named(options)
+        model = {"name": folder, "pretrained": True} if kind == "image" else {"checkpoint": folder}
+        return parse_config(options, config_of(kind), {"output": folder, "model": model})
     run = find_run(arguments[0]) if arguments else None
     words = arguments if run is None else [str(run / RUN_CONFIG), *arguments[1:]]
     kind = kind_named(words)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmod import flops
+from mmod import flops, route_, save_pretrained
 from mmod.compare.table import DENSE
 from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, described, main
@@ -16,6 +16,8 @@ from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
 from mmod.training.kinds import parse_kind
 from tests.kit.image_study import MODEL, config
+
+DATA = ("source", "root", "image_size", "channels", "batch_size")
 
 
 def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,6 +52,19 @@ def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None
 def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set model\.checkpoint"):
         assess(config(tmp_path), progress=False)
+
+
+def test_the_folder_of_a_saved_model_stands_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_config = config(tmp_path)
+    model = ImageKind(run_config).create_models()[0].eval()
+    route_(model, "gradual")
+    save_pretrained(model, tmp_path / "saved")
+    words = [f"--data.{name}={value}" for name, value in vars(run_config.data).items() if name in DATA]
+    main([str(tmp_path / "saved"), *words])
+    assert capsys.readouterr().out.startswith(str(evaluate(model, image_stream(run_config.data))))
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "saved")])
+    assert "keys that are required: data\n" in capsys.readouterr().err
 
 
 def test_the_kind_of_a_run_folder_without_one_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

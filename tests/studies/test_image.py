@@ -246,7 +246,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         (
             {"controls": {"a-mod": "rand"}},
             ValueError,
-            "unknown series in controls rand; valid ones are a-mod, threshold, random",
+            "unknown series in controls rand; near ones: random; valid ones are a-mod, threshold, random",
         ),
         ({"seeds": 0}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"then": {"seeds": 2}}, ValueError, "then must name its output, a folder in this study's"),

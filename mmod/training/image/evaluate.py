@@ -22,7 +22,7 @@ from mmod.training.engine.evaluate import (
     read_rows,
 )
 from mmod.training.engine.task import autocast
-from mmod.training.image.task import answers, check_targets
+from mmod.training.image.task import answers, check_range
 from mmod.values import check_value
 
 CONFUSION = "confusion"
@@ -116,10 +116,11 @@ def evaluate_set(
 
 
 def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
-    """Return the rows of a batch: "loss" and "outcome", means over an image's labels, and "five" and "labels".
+    """Return the rows of a batch: "loss" and "outcome", means over an image's labels, "five" and "labels".
 
-    "five" is the share of labels among the first five guesses and "labels" their number. Patches have "guess" and
-    "target" besides, class numbers (B, N).
+    "five" is the share of labels among the first five guesses and "labels" their number. "first" and "last" are the
+    lowest and the highest label, which `check_labels` compares with "outputs", the number of classes. Patches also have
+    "guess" and "target", class numbers (B, N).
 
     Args:
         batch: Images (B, C, H, W) and class numbers (B,), or of patches (B, N), where `IGNORED` marks those without.
@@ -129,7 +130,7 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
         logits = answers(model, images, targets)
     if not logits.is_floating_point():
         raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
-    check_targets(targets, logits.shape[-1])
+    classes = logits.shape[-1]
     target_BN = targets if targets.ndim == 2 else targets[:, None]
     # One row of logits per label, for patches and for images alike.
     logits_BNC = logits.float().unflatten(0, target_BN.shape)
@@ -137,20 +138,31 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
     count_B = has_label_BN.sum(1)
     # An image without labels has weight 0.
     labels_B = count_B.clamp(min=1)
-    loss_BN = F.cross_entropy(logits_BNC.movedim(-1, 1), target_BN, ignore_index=IGNORED, reduction="none")
-    guess_BNK = logits_BNC.topk(min(5, logits.shape[-1]), dim=-1).indices
+    # Labels are checked later, since reading one here would wait for the device in every batch.
+    is_class_BN = (target_BN >= 0) & (target_BN < classes)
+    safe_BN = target_BN.where(is_class_BN, IGNORED)
+    loss_BN = F.cross_entropy(logits_BNC.movedim(-1, 1), safe_BN, ignore_index=IGNORED, reduction="none")
+    guess_BNK = logits_BNC.topk(min(5, classes), dim=-1).indices
     right_BNK = guess_BNK == target_BN[..., None]
     rows = {
         "loss": loss_BN.double().sum(1) / labels_B,
         "outcome": right_BNK[..., 0].double().sum(1) / labels_B,
         "five": right_BNK.any(-1).double().sum(1) / labels_B,
         "labels": count_B,
-        "outputs": torch.full_like(count_B, logits.shape[-1]),
+        "first": target_BN.where(has_label_BN, 0).amin(1),
+        "last": target_BN.where(has_label_BN, 0).amax(1),
+        "outputs": torch.full_like(count_B, classes),
         **kept_rows(decisions),
     }
     if targets.ndim == 2:
         rows |= {"guess": guess_BNK[..., 0].short(), "target": targets.short()}
     return rows
+
+
+def check_labels(rows: Columns) -> None:
+    """Raise a ValueError if a label is not a class of the model, which the rows of `evaluate_batch` tell."""
+    first, last, outputs = (int(value) for value in (rows["first"].min(), rows["last"].max(), rows["outputs"][0]))
+    check_range(first, last, outputs, of_patches="guess" in rows)
 
 
 def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
@@ -159,6 +171,7 @@ def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
     Args:
         classes: The classes of the data; None where they are not known.
     """
+    check_labels(rows)
     if classes is not None:
         classes.check_outputs(int(rows["outputs"][0]))
     # Weighed by labels: an image with few labelled patches counts for less.

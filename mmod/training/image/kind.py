@@ -37,7 +37,7 @@ from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_outputs
 from mmod.training.image.classes import check_same_classes, model_classes
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.evaluate import EvalResult, evaluate_batch, evaluate_set
+from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
 from mmod.training.image.folder import save_model
 from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.task import ClassificationTask, ElasticTask
@@ -167,7 +167,9 @@ class ImageKind:
 
     def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
-        return evaluate_batch(model, batch, self.config.precision)
+        rows = evaluate_batch(model, batch, self.config.precision)
+        check_labels(rows)
+        return rows
 
     def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""

@@ -184,12 +184,15 @@ def check_targets(targets: Tensor, classes: int | None) -> None:
     known = targets[targets != IGNORED] if targets.ndim == 2 else targets
     if classes is None or not len(known):
         return
-    first = int(known.min())
-    last = int(known.max())
+    check_range(int(known.min()), int(known.max()), classes, of_patches=targets.ndim == 2)
+
+
+def check_range(first: int, last: int, classes: int, of_patches: bool) -> None:
+    """Raise a ValueError unless labels from `first` to `last` are classes of a model."""
     if first >= 0 and last < classes:
         return
     advice = "number classes from 0" if first < 0 else f"train it with model.args.num_classes={last + 1} or more"
-    ignored = f"; patches without a class are {IGNORED}" if targets.ndim == 2 else ""
+    ignored = f"; patches without a class are {IGNORED}" if of_patches else ""
     raise ValueError(
         f"labels run from {first} to {last} and the model has {classes} classes (0 to {classes - 1}): {advice}{ignored}"
     )

@@ -123,7 +123,7 @@ def evaluate_set(
     progress: bool = False,
 ) -> Evaluated:
     """Return the result of `evaluate`, and recall at 1 of every pair, the mean of both directions."""
-    rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
+    rows = read_rows(partial(embed_batch, precision=precision), model, stream, device, progress=progress)
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     for name, embeddings in (("image", images), ("text", texts)):
         check_finite(f"the {name} embeddings of an evaluation", embeddings)
@@ -137,56 +137,55 @@ def evaluate_set(
             options: Any = {"stream": stream, "workers": workers, "bar": progress}
             top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
     first_N, second_N = rank_both_ways(images, texts, tokens)
-    recall_N = ((first_N < 1).float() + (second_N < 1)) / 2
-    return Evaluated(score(rows, device, top1, top5), {"recall1": recall_N.cpu().numpy()})
-
-
-def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
-    """Return the rows of a batch: embeddings, the captions' tokens, and "loss" and "outcome" among its pairs.
-
-    These two are cross entropy and recall at 1, the mean of both directions. Images with equal captions match each
-    other's, and a tie counts as a miss.
-
-    Args:
-        model: An open_clip model, made with `output_dict=True`.
-        batch: Images (B, C, H, W) and their captions' tokens (B, L).
-
-    Source: the loss of CLIP (arXiv 2103.00020).
-    """
-    images, texts = batch
-    with autocast(images.device, precision), decisions_of(model) as decisions:
-        output = model(images, texts)
-    image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
-    loss_B, outcome_B = _among(image_BD, text_BD, scale, texts)
-    return {
-        "loss": loss_B,
-        "outcome": outcome_B,
-        "image": image_BD,
-        "text": text_BD,
-        "tokens": texts,
-        **kept_rows(decisions),
-    }
-
-
-def score(rows: Columns, device: torch.device, top1: float | None = None, top5: float | None = None) -> EvalResult:
-    """Return the result of the rows of all pairs.
-
-    Args:
-        device: Where similarities are computed.
-        top1: Zero-shot accuracy in percent; so is `top5`.
-    """
-    images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
-    first, second = rank_both_ways(images, texts, tokens)
-    return EvalResult(
-        image_to_text_r1=share(first < 1),
-        image_to_text_r5=share(first < 5),
-        text_to_image_r1=share(second < 1),
-        text_to_image_r5=share(second < 5),
+    result = EvalResult(
+        image_to_text_r1=share(first_N < 1),
+        image_to_text_r5=share(first_N < 5),
+        text_to_image_r1=share(second_N < 1),
+        text_to_image_r5=share(second_N < 5),
         samples=len(tokens),
         zero_shot_top1=top1,
         zero_shot_top5=top5,
         kept=kept_means(rows),
     )
+    return Evaluated(result, {"recall1": _recall(first_N, second_N).cpu().numpy()})
+
+
+def embed_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
+    """Return the rows of a batch: embeddings, the captions' tokens, and shares of kept tokens.
+
+    Args:
+        model: An open_clip model, made with `output_dict=True`.
+        batch: Images (B, C, H, W) and their captions' tokens (B, L).
+    """
+    rows, _ = _embedded(model, batch, precision)
+    return rows
+
+
+def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
+    """Return the rows of `embed_batch`, and "loss" and "outcome" of every pair among those of its batch.
+
+    These two are cross entropy and recall at 1, the mean of both directions. Images with equal captions match each
+    other's, and a tie counts as a miss.
+
+    Source: the loss of CLIP (arXiv 2103.00020).
+    """
+    rows, scale = _embedded(model, batch, precision)
+    loss_B, outcome_B = _among(rows["image"], rows["text"], scale, rows["tokens"])
+    return {"loss": loss_B, "outcome": outcome_B, **rows}
+
+
+def _embedded(model: Any, batch: tuple[Tensor, Tensor], precision: str) -> tuple[Columns, Tensor]:
+    """Return the rows of `embed_batch` and the model's scale of similarities."""
+    images, texts = batch
+    with autocast(images.device, precision), decisions_of(model) as decisions:
+        output = model(images, texts)
+    image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
+    return {"image": image_BD, "text": text_BD, "tokens": texts, **kept_rows(decisions)}, scale
+
+
+def _recall(first_N: Tensor, second_N: Tensor) -> Tensor:
+    """Return recall at 1 of every pair from its ranks in both directions, their mean."""
+    return ((first_N < 1).float() + (second_N < 1)) / 2
 
 
 def rank_both_ways(images: Tensor, texts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,9 +246,7 @@ def _among(image_BD: Tensor, text_BD: Tensor, scale: Tensor, texts: Tensor) -> t
         # The probability of any matching pair, since equal captions are not wrong.
         matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
         loss_B += (similarity_BB.logsumexp(1) - matched_B) / 2
-    image_to_text_B, text_to_image_B = rank_both_ways(image_BD, text_BD, texts)
-    right_B = ((image_to_text_B < 1).float() + (text_to_image_B < 1)) / 2
-    return loss_B, right_B
+    return loss_B, _recall(*rank_both_ways(image_BD, text_BD, texts))
 
 
 def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
