@@ -74,7 +74,7 @@ _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME"
 _USAGE = "mmod COMMAND [--key value] | mmod --help | mmod --version"
 _NOTES = (
     "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
-    "RUN is the folder of a finished run, which stands for its final model, or of a saved model; options name its data.",
+    "RUN is the folder of a finished run, for its final model, or of a saved model: options then name the data.",
     "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
     "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
 )
