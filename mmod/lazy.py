@@ -73,8 +73,12 @@ EXTRAS = {
     "clip": ("open_clip",),
     "vlm": ("accelerate", "peft", "transformers"),
     "datasets": ("datasets",),
+    "parquet": ("pyarrow",),
+    "remote": ("fsspec",),
 }
 """Imported packages by extra."""
+# Packages of no extra, which single commands and options need.
+_OTHERS = ("pandas", "tensorboard")
 
 
 @contextmanager
@@ -92,9 +96,10 @@ def name_missing_extra() -> Iterator[None]:
     except ImportError as error:
         package = (error.name or "").partition(".")[0]
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-        if extra is None or not (isinstance(error, ModuleNotFoundError) or _is_folder(package)):
+        is_known = extra is not None or package in _OTHERS
+        if not is_known or not (isinstance(error, ModuleNotFoundError) or _is_folder(package)):
             raise
-        instruction = f'pip install "mmod[{extra}]"'
+        instruction = f"pip install {package}" if extra is None else f'pip install "mmod[{extra}]"'
         message = f"this needs the package {package}, which is not installed: {instruction}"
         raise ModuleNotFoundError(message, name=error.name) from None
 

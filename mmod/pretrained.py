@@ -17,7 +17,7 @@ from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.methods.base import as_evaluated, methods_inside, methods_of, training_only_models
+from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, training_only_models
 from mmod.values import brief, check_module
 
 FORMAT_VERSION = 4
@@ -201,8 +201,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
             f"this {type(model).__name__} is a part of a changed model: save that model, or change the part itself by "
             "mmod.route_ or mmod.apply_ before the model is built around it"
         )
-    if not methods:
-        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+    check_changed(model)
     library = find_library(model) or OWN
     if library == OWN and "mod_methods" not in vars(model):
         raise ValueError(

@@ -346,7 +346,10 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
         # A value of a valid type that is out of range is told the range, not the types.
         return ValueError if ValueError in faults else TypeError
     if origin is Literal:
-        return _fault(value, str, arguments)
+        # True equals 1, and is none.
+        if type(value) not in map(type, arguments):
+            return TypeError
+        return None if value in arguments else ValueError
     if hint in (int, float):
         abstract = numbers.Integral if hint is int else numbers.Real
         # `True` is an integer to Python, and no number to a reader of a config.

@@ -14,7 +14,7 @@ from mmod.analysis.maps import draw_maps
 from mmod.blocks import Deciding, deciding_modules
 from mmod.config import Grid
 from mmod.io.tables import markdown_table
-from mmod.methods.base import method_owners, methods_inside
+from mmod.methods.base import check_changed, method_owners
 from mmod.routing import Routing
 from mmod.values import check_module
 
@@ -228,8 +228,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         | blocks.5 |    101 | 0.495 |
     """
     decisions = Trace(model)
-    if not decisions.names and not methods_inside(model):
-        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+    if not decisions.names:
+        check_changed(model)
     with decisions.watching_grid():
         decisions.start()
         try:

@@ -132,7 +132,7 @@ class DataConfig(StreamConfig, SourceConfig):
     train_limit: Annotated[int | None, "[1, inf)"] = None
     val_limit: Annotated[int | None, "[1, inf)"] = None
     image_size: Annotated[int, "[1, inf)"] = 32
-    channels: int = 1
+    channels: Literal[1, 3] = 1
     mean: tuple[float, ...] | None = None
     std: Annotated[tuple[float, ...] | None, "(0, inf)"] = None
     augment: AugmentConfig | None = None
@@ -152,8 +152,6 @@ class DataConfig(StreamConfig, SourceConfig):
         elif reader not in (*EMBEDDED, "shards", "hf-datasets"):
             check_name(self.source)
         self._check_labels(reader)
-        if self.channels not in (1, 3):
-            raise ValueError(f"channels={self.channels} is unknown; valid: 1 (grey), 3 (RGB)")
         for name in ("mean", "std"):
             values = getattr(self, name)
             if values is not None and len(values) != self.channels:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,6 +29,7 @@ _IMAGES = ("image", "images")
 _TURNS = ("conversations", "messages")
 _PART_NAMES = ("image", "path", "url")
 # Keys of records that hold media; `image_id` and the like describe an image.
+_TURN_ORDER = re.compile("(system )?user assistant( user assistant)*")
 _SUFFIX = r"s?(_(path|file|url|name|base64|bytes)s?)?"
 _MEDIA = re.compile(rf"(video|audio|sound|speech|point_?cloud){_SUFFIX}", re.IGNORECASE)
 _OTHER_IMAGES = re.compile(rf"(image|img|picture|pixel_value){_SUFFIX}", re.IGNORECASE)
@@ -88,7 +89,12 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     named = len(image_names(record))
     expected = named if images is None else images
     _check_media(record, messages, bool(expected))
-    _check_turns(messages)
+    roles = [message.role for message in messages]
+    if not _TURN_ORDER.fullmatch(" ".join(roles)):
+        raise ValueError(
+            "messages must be a system message or none, then a question first and an answer after each, got "
+            f"{', '.join(roles)[:200] or 'nothing'}"
+        )
     counted = sum(message.text.count(IMAGE) for message in messages)
     if counted != expected:
         raise ValueError(f"{counted} {IMAGE} for {expected} images; questions need one for each")
@@ -97,24 +103,26 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     if any(IMAGE in message.text for message in messages if message.role != "user"):
         raise ValueError(f"{IMAGE} outside a question")
     kinds = record.get("kinds") or []
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"`kinds` must be a list of strings, got {brief(kinds)}")
-    if kinds and len(kinds) != sum(message.role == "user" for message in messages):
-        raise ValueError(f"`kinds` has {len(kinds)} entries, which must be one per question")
+    is_list = isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)
+    if not is_list or (kinds and len(kinds) != roles.count("user")):
+        raise ValueError(f"`kinds` must be a list of one text for each question, got {brief(kinds)}")
     return tuple(messages)
 
 
 def _turns(record: object) -> list[Any]:
     """Return the messages of a record as they are."""
-    turns = {}
-    if isinstance(record, Mapping):
-        turns = {key: record[key] for key in _TURNS if record.get(key) is not None}
-    if len(turns) > 1:
-        raise ValueError(f"has both {' and '.join(map(repr, turns))}")
-    messages = next(iter(turns.values()), None)
+    _, messages = _only(record, _TURNS) if isinstance(record, Mapping) else ("", None)
     if not isinstance(messages, list):
         raise ValueError(f"no list of {' or '.join(_TURNS)}")
     return messages
+
+
+def _only(record: Mapping[str, Any], keys: Sequence[str], empty: Sequence[Any] = (None,)) -> tuple[str, Any]:
+    """Return which of some keys a record has, and its value, which is none of the empty ones; "" and None for none."""
+    present = [key for key in keys if record.get(key) not in empty]
+    if len(present) > 1:
+        raise ValueError(f"has both {' and '.join(map(repr, present))}")
+    return (present[0], record[present[0]]) if present else ("", None)
 
 
 def _check_message(index: int, said: object) -> Message:
@@ -176,35 +184,20 @@ def _check_media(record: Mapping[str, Any], messages: list[Message], has_images:
             raise ValueError(f"message {index} holds {found[0]!r}, which this reader does not read; write {IMAGE}")
 
 
-def _check_turns(messages: list[Message]) -> None:
-    spoken = [message.role for message in messages if message.role != "system"]
-    if not spoken:
-        raise ValueError("nothing is said")
-    if any(message.role == "system" for message in messages[1:]):
-        raise ValueError("a system message that is not the first")
-    for index, role in enumerate(spoken):
-        if role != ("user", "assistant")[index % 2]:
-            raise ValueError(f"turn {index} is the {role}'s: a question must come first and an answer after each")
-    if spoken[-1] != "assistant":
-        raise ValueError("the last question has no answer")
-
-
 def image_names(record: Mapping[str, Any]) -> list[str]:
     """Return the image paths of a record, in order; raise a ValueError if `image` or `images` holds anything else."""
-    named = {key: record[key] for key in _IMAGES if record.get(key) not in (None, "", [])}
-    if len(named) > 1:
-        raise ValueError("has both 'image' and 'images'")
-    for key, value in named.items():
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise ValueError(f"`{key}` must be a path or a list of paths, got {brief(value)}")
-        named[key] = names
+    key, value = _only(record, _IMAGES, empty=(None, "", []))
+    names = [value] if isinstance(value, str) else value
+    if not key:
+        names = []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f"`{key}` must be a path or a list of paths, got {brief(value)}")
     inside = [_part_name(part) for part in chain.from_iterable(map(_image_parts, _turns(record)))]
     paths = [name for name in inside if name is not None]
     # Named in messages or by the record, and then all of them.
-    if paths and (named or len(paths) < len(inside)):
+    if paths and (names or len(paths) < len(inside)):
         raise ValueError("some images are named in their messages and others are not")
-    return paths or next(iter(named.values()), [])
+    return paths or names
 
 
 def _image_parts(said: object) -> list[Mapping[str, Any]]:

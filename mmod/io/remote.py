@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Protocol, TypeVar
 
 from mmod.io.files import replacing
+from mmod.lazy import name_missing_extra
 from mmod.values import Checked
 
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
@@ -234,10 +235,8 @@ class _Ranges(io.RawIOBase):
 
 def open_filesystem(url: str) -> tuple[FileSystem, str]:
     """Return fsspec's file system of a URL, and the path in it."""
-    try:
+    with name_missing_extra():
         from fsspec.core import url_to_fs
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{url} needs fsspec: pip install 'mmod[remote]'") from error
     try:
         files, path = url_to_fs(url)
     except ImportError as error:

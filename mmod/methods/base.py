@@ -354,6 +354,12 @@ class _Earlier:
             table.update(entries)
 
 
+def check_changed(model: nn.Module) -> None:
+    """Raise a ValueError unless a method changed a model, or one inside it."""
+    if not methods_inside(model):
+        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+
+
 def undo_(model: Model) -> Model:
     """Undo all methods of a model, possibly wrapped, the last one first: it has the host's classes and keys again.
 
@@ -370,7 +376,7 @@ def undo_(model: Model) -> Model:
     if not is_changed and methods_inside(model):
         raise ValueError(f"this {type(model).__name__} is a part of a changed model: call mmod.undo_ on that model")
     if not is_changed:
-        raise ValueError(f"no method changed this {type(model).__name__}")
+        check_changed(model)
     return restore_(model)
 
 

@@ -79,8 +79,6 @@ def weights_follow(follow: bool = True) -> Iterator[None]:
 def know_config(config: str, name: str) -> None:
     """Tell open_clip of the model that a JSON file in its format describes, which must be named like the model."""
     path = find_config(config)
-    if not path.is_file():
-        raise FileNotFoundError(f"no model config at {config!r}")
     if path.stem != name:
         raise ValueError(f"{config!r} describes a model of the name {path.stem!r}, not {name!r}")
     if path.stem not in open_clip.list_models():
@@ -89,6 +87,8 @@ def know_config(config: str, name: str) -> None:
 
 def add_model_configs(path: Path) -> None:
     """Tell open_clip of the models that a JSON file describes, or a folder of such files."""
+    if not path.exists():
+        raise FileNotFoundError(f"no model config at {str(path)!r}")
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     # Copies: open_clip takes a byte order mark for damage, and would keep the name of a file that it cannot read.
     with TemporaryDirectory() as copies:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mmod.config import RoutingConfig
 from mmod.io.yaml import parse_option
+from mmod.lazy import name_missing_extra
 from mmod.methods.resolve import resolve_routing
 
 _DESCRIPTION = """Run open_clip's training program on a routed model: everything after `--` is open_clip's own.
@@ -52,8 +53,6 @@ def train_open_clip(
     from mmod.registry.open_clip import routed
 
     if models is not None:
-        if not Path(models).exists():
-            raise FileNotFoundError(f"no model config at {models!r}")
         add_model_configs(Path(models))
     with readable_shards(), routed(config, **parts):
         from open_clip_train.main import main
@@ -64,14 +63,8 @@ def train_open_clip(
 @contextlib.contextmanager
 def readable_shards() -> Iterator[None]:
     """Let open_clip's reader ask webdataset for no end-of-shard marks, which it would take for members of a shard."""
-    try:
+    with name_missing_extra():
         from open_clip_train import data
-    except ModuleNotFoundError as error:
-        if error.name != "pandas":
-            raise
-        raise ModuleNotFoundError(
-            "open_clip's training program needs the package pandas: pip install pandas"
-        ) from error
     original = data.tar_file_expander
     data.tar_file_expander = functools.partial(original, eof_value=None)
     try:

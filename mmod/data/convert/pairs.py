@@ -25,6 +25,7 @@ from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import check_regular, open_rows, parse_json, write_atomically
+from mmod.lazy import name_missing_extra
 from mmod.values import check_fields
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
@@ -185,10 +186,8 @@ def _read_parquet(config: PairsConversion) -> Iterator[TableRow]:
 
 
 def _open_parquet(config: PairsConversion) -> Any:
-    try:
+    with name_missing_extra():
         from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("a .parquet table needs the package pyarrow: pip install pyarrow") from error
     try:
         file = ParquetFile(config.source)
     except ValueError as error:

@@ -175,8 +175,6 @@ class TrainConfig(RunConfig):
         # The file of a plan is read with the model, which knows its number of layers.
         known = {part: fields for part, fields in (self.routing or {}).items() if "plan" not in fields}
         resolve_methods((), known)
-        if self.routing is not None and not self.routing:
-            raise ValueError("routing names no part; use `routing: null` for none")
 
     def sketched_by(self, other: TrainConfig) -> TrainConfig:
         """Return the config with another's model: only weights say which architecture a run has."""

@@ -236,6 +236,8 @@ class RunConfig:
 
     length_keys: ClassVar[frozenset[str]] = frozenset()
     """Keys of the length of a run, on which its schedule depends."""
+    part: ClassVar[str] = ""
+    """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
     @property
     def epochs(self) -> int | None:
@@ -254,6 +256,8 @@ class RunConfig:
         check_fields(self)
         if not self.output:
             raise ValueError("output must name a folder, got ''")
+        if self.routing == {} and not self.part:
+            raise ValueError("routing names no part; use `routing: null` for none")
 
     @property
     def free_keys(self) -> frozenset[str]:
@@ -362,9 +366,6 @@ class LoopConfig(RunConfig):
     training_only_epochs: Annotated[int | None, "[1, inf)"] = None
 
     length_keys = frozenset({"epochs"})
-    part = ""
-    """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
-
     def __post_init__(self) -> None:
         self.check()
         if self.optim.lr_per is None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mmod.io.progress import say
+from mmod.lazy import name_missing_extra
 from mmod.training.engine.distributed import sum_over_processes
 
 
@@ -73,10 +74,8 @@ class TensorBoard:
         self._writer: Any = None
         self._open: Callable[[], Any] | None = None
         if folder is not None:
-            try:
+            with name_missing_extra():
                 from torch.utils.tensorboard import SummaryWriter
-            except ModuleNotFoundError as error:
-                raise ModuleNotFoundError("`tensorboard: true` needs the package tensorboard") from error
             # Opened with the first figures: a start that fails leaves no file behind.
             self._open = functools.partial(SummaryWriter, str(folder), purge_step=step)
 

@@ -85,8 +85,6 @@ class TrainConfig(LoopConfig):
         super().__post_init__()
         if self.routing is not None:
             refuse_unknown("tower of routing", self.routing, ("image", "text"))
-            if not self.routing:
-                raise ValueError("routing names no tower; use `routing: null` for a dense model")
         embedded = PairsConfig()
         # A model of the user's pairs would be scored on ours, without a word.
         sources = [self.data.train] if isinstance(self.data.train, str) else self.data.train

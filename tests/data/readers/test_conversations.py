@@ -24,19 +24,19 @@ from tests.kit.conversations import SOUND, said, write
 
 FAULTS: dict[str, dict[str, Any]] = {
     "no list": {"id": "1"},
-    "nothing is said": {"id": "1", "conversations": []},
+    "got nothing": {"id": "1", "conversations": []},
     "valid: human": {"id": "1", "conversations": [{"from": "robot", "value": "hi"}]},
     "is empty": {"id": "1", "conversations": said("which is the 7 ?", " ")},
-    "no answer": {"id": "1", "conversations": said("which is the 7 ?")},
-    "a question must come first": {"id": "1", "conversations": said("3", "no", roles=("gpt", "human"))},
+    "got user$": {"id": "1", "conversations": said("which is the 7 ?")},
+    "got assistant, user$": {"id": "1", "conversations": said("3", "no", roles=("gpt", "human"))},
     "0 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("which is the 7 ?", "3")},
     "2 <image> for 1 images": {"id": "1", "image": "a.png", "conversations": said("<image> <image> a ?", "3")},
     "1 <image> for 0 images": {"id": "1", "conversations": said("<image> a ?", "3")},
     "outside a question": {"id": "1", "image": "a.png", "conversations": said("a ?", "<image>")},
     "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
-    "must be one per question": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
+    "one text for each question": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
     "not of the form": {"id": "1", "conversations": ["which is the 7 ?", "3"]},
-    "not the first": {"id": "1", "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}]},
+    "got user, assistant, system": {"id": "1", "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}]},
 }
 
 

@@ -167,7 +167,7 @@ def test_corrupt_pairs_stop_a_run_or_are_reported_by_it(folder: Path) -> None:
     [
         ({"loss": "siglip"}, "needs a model with a logit bias"),
         ({"loss": "coca"}, "'coca' is for CoCa models alone"),
-        ({"augment": {"scales": 1}}, "unknown field of augment scales; valid ones are scale, ratio"),
+        ({"augment": {"scales": 1}}, "unknown field of augment scales; near ones: scale; valid ones are scale, ratio"),
         ({"data": {"train": "none-*.tar"}}, "no shard matches 'none-"),
         ({"data": {"batch_size": 49}}, "fewer than one batch"),
         ({"model": {"name": "ViT-B-33", "config": None}}, "open_clip knows no model 'ViT-B-33'; near ones: ViT-B-32"),
