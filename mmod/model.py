@@ -213,9 +213,9 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
 
     Args:
         capacity: Share of tokens kept: one per routed block in order, a mapping by module name, or one number. A number
-            sets the capacity of all blocks. But where the routing config has one per block, as a plan or the presets
-            "gradual" and "p-mod" have, it sets their mean and keeps their shape: below the config's mean, the config's
-            capacities shrink by one factor; above it, its skipped shares do.
+            sets the capacity of all blocks. If the routing config has several capacities, as a plan or the presets
+            "gradual" and "p-mod" do, a number sets their mean and keeps their shape: for a lower mean, all capacities
+            are multiplied by one factor; for a higher mean, all skipped shares are.
 
     Raises:
         TypeError: A capacity that is no number.

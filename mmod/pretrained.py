@@ -214,7 +214,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
         "versions": {name: _version(name) for name in ("mmod", saving.package, "torch")},
         "library": library,
         "model": saving.describe(model, architecture),
-        "methods": [method.settled(model).to_dict() for method in methods],
+        "methods": [method.with_settings_of(model).to_dict() for method in methods],
         "proofs": proofs_of(model),
     }
     try:

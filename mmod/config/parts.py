@@ -25,9 +25,8 @@ class Threshold(Checked, group="select"):
             norm are divided by their mean over the image, so 1 is average. Random and stride scores lie in [0, 1],
             redundancy in [0, 2]. See `mmod.Score.normalised`.
         min_tokens: Keep at least this many tokens, the highest scores first.
-        max_tokens: Keep at most this many tokens. It fixes tensor shapes, which `torch.export` needs. Without it, every
-            token has a slot in a graph of `torch.compile`, which fits any number of kept tokens and saves nothing, and
-            so it has under `torch.func.vmap`.
+        max_tokens: Keep at most this many tokens. This fixes tensor shapes, which `torch.export` needs. Without it,
+            graphs of `torch.compile` and `torch.func.vmap` have room for all tokens, and save nothing.
 
     Example:
         >>> Threshold(0.3, min_tokens=5, max_tokens=4)
@@ -66,12 +65,11 @@ class Merged(Checked, group="skipped"):
     the group then gets the row's update.
 
     Args:
-        before: Where tokens merge: at the input of the "block", or before its "mlp", after they attended apart, as in
-            ToMe. "mlp" needs blocks with attention before the MLP, and a router that shares its score between blocks.
-            The router "attention" then reads importance in the first block of a span, and needs no dense block in
-            front.
-        size_power: Power of a group's size that its row has as weight in attention: 1 counts every token, as in ToMe, 0
-            counts the row as one token.
+        before: Where tokens merge: at the input of the "block", or between attention and "mlp", as in ToMe. "mlp" needs
+            blocks with attention before the MLP, and a router that shares its score between blocks. The router
+            "attention" then reads importance in the first routed block itself, not in a dense block before it.
+        size_power: A group of n tokens weighs n ** size_power in attention: 1 counts every token, as in ToMe; 0 counts
+            the row as one token.
 
     Example:
         >>> Merged(before="attention")
@@ -89,10 +87,14 @@ class Gate:
     """How the score of a kept token weighs the block's update.
 
     Args:
-        name: "identity" weighs by 1. "linear" weighs by the score (Eq. 1 of the MoD paper), "sigmoid" by
-            `scale * sigmoid(score)`, "tanh" by `1 + scale * tanh(score)`. "step" weighs by 1 or 0, kept or not, and
-            passes the gradient of the sigmoid on (Router-Tuning): all tokens run in training, so that skipped tokens
-            teach the router too, and only kept tokens run in evaluation.
+        name: The weight of an update:
+
+            - "identity": 1;
+            - "linear": the score (Eq. 1 of the MoD paper);
+            - "sigmoid": `scale * sigmoid(score)`;
+            - "tanh": `1 + scale * tanh(score)`;
+            - "step": 1 for kept and 0 for skipped tokens, with the gradient of the sigmoid (Router-Tuning). All tokens
+              run in training, so that the router learns from skipped ones too; in evaluation, only kept tokens run.
         scale: Factor of the gate; None means 0.2 for "tanh" (p-MoD) and 1 otherwise.
 
     Example:
@@ -118,9 +120,9 @@ class LanguageRouting(Checked, group="language"):
     """Options that only the layers of a language model have.
 
     Args:
-        tokens: Which tokens may be skipped, "image" or "all"; capacity is a share of them. "span" takes the top-k of
-            image tokens within each image or frame of a video (VideoLLM-MoD); a number takes it within every so many
-            image tokens. None means "image" in a model that sees images and "all" in others.
+        tokens: Which tokens may be skipped, "image" or "all"; capacity is a share of them. "span" selects the top-k
+            within each image or video frame (VideoLLM-MoD); a number n selects it within every n image tokens. None
+            means "image" in a model that reads images, and "all" in others.
         scored: What the score reads: the "input" of a layer, or the output of the layer's first "norm" (gamma-MoD).
         predictor: In evaluation a small network decides (MoD). It learns to predict the top-k, without a gradient into
             the model, and needs the loss "membership" and `inference_threshold`.

@@ -148,7 +148,7 @@ class Preset(RoutingConfig):
         parts = revised({name: getattr(self, name) for name in PARTS}, changes)
         return preset(self.preset, **{**self.changes, **{name: parts[name] for name in changes}})
 
-    def to_dict(self, settled: bool = False) -> dict[str, Any]:
+    def to_dict(self, complete: bool = False) -> dict[str, Any]:
         """Return the preset's name and the changes as plain JSON values, which `read_routing` reads.
 
         Example:

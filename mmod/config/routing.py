@@ -58,31 +58,37 @@ class RoutingConfig:
     the fields that differ from their defaults.
 
     Args:
-        router: The score of the tokens. "attention" is the attention that they receive in the preceding dense block
-            and has no parameters; "linear" is learned; "random", "stride" and "norm" are controls. Others are
+        router: The score of the tokens. "attention" has no parameters: it is the attention that tokens receive in the
+            preceding dense block. "linear" is learned. "random", "stride" and "norm" are controls. Also valid: other
             registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to scores
             (B, N).
-        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one per routed block. At 0
-            only tokens that are always kept run: prefix tokens, or text where image tokens may be skipped.
+        capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one per routed block. At 0,
+            only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped.
         select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a
             `Threshold`, keeps every token whose score reaches a threshold.
         gate: How the score of a kept token weighs the block's update: "identity", "linear", "sigmoid", "tanh", "step",
             or a `Gate`. None means "tanh" for scores that learn and "identity" for others.
-        context: What a kept token attends to: the "kept" tokens, as in MoD, or "all" tokens, whose keys and values are
-            then computed, and cached in a language model. One, or one per routed block.
+        context: What a kept token attends to: the "kept" tokens, as in MoD, or "all" tokens. With "all", keys and
+            values of all tokens are computed, and cached in a language model. One, or one per routed block.
         operator: What skipped tokens miss: the "block", or its "attention" or "mlp" alone. The other branch then runs
-            for all tokens, and the gate weighs the branch that is missed. One, or one per routed block.
-        skipped: What skipped tokens do. They "pass" by unchanged. They "scale": the gate multiplies them (p-MoD). They
-            "follow" the most similar kept token of their image and get its update. They "merge" with it: the group runs
-            as one row and all of it gets the row's update, see `Merged`. With "follow" and "merge", consecutive blocks
-            that share a score choose among the tokens that the block before kept, so capacity may only fall there.
+            on all tokens, and the gate weighs the skipped branch. One, or one per routed block.
+        skipped: What happens to skipped tokens. With "follow" and "merge", consecutive blocks that share a score select
+            among the tokens that the previous block kept, so capacities must not rise.
+
+            - "pass": they stay unchanged;
+            - "scale": the gate multiplies them (p-MoD);
+            - "follow": they get the update of the most similar kept token of their image;
+            - "merge": they run as one row with that token, and the group gets the row's update, see `Merged`.
         blocks: "every_other" (1, 3, 5, ...), "late" (all after the first third), "all", or the indices of the blocks.
             Consecutive blocks share the scores of "attention", from the last dense block, and of "random".
         protect_prefix: Always keep class, distillation and register tokens.
-        losses: Weight of each auxiliary loss in every routed block. "membership" is the binary cross-entropy between
-            score and selection (MoD), "load" is kept share times mean gate (MoDification), "capacity" is the distance
-            of the kept share from `capacity`, and "importance" is the binary cross-entropy between a learned score and
-            the selection by importance. Others are registered losses.
+        losses: Weight of each auxiliary loss in every routed block:
+
+            - "membership": binary cross-entropy between score and selection (MoD);
+            - "load": kept share times mean gate (MoDification);
+            - "capacity": distance of the kept share from `capacity`;
+            - "importance": binary cross-entropy between a learned score and the selection by importance;
+            - the name of a registered loss.
         language: Options that only the layers of a language model have, see `LanguageRouting`.
         training_only: Route in training mode alone, by a score without weights: in evaluation the model is dense, with
             the classes, keys and outputs of its host.
@@ -405,11 +411,11 @@ class RoutingConfig:
         # Notebooks show a table where there is one.
         return None if self.depth is None else str(self)
 
-    def to_dict(self, settled: bool = False) -> dict[str, Any]:
+    def to_dict(self, complete: bool = False) -> dict[str, Any]:
         """Return plain JSON values.
 
         Args:
-            settled: Return every field with all options, for files that must not depend on this version's defaults;
+            complete: Return every field with all options, for files that must not depend on this version's defaults;
                 otherwise the fields that differ from their defaults.
 
         Raises:
@@ -418,12 +424,12 @@ class RoutingConfig:
         Example:
             >>> RoutingConfig(router="linear", skipped=Merged(before="block"), blocks=(1, 2)).to_dict()
             {'router': 'linear', 'skipped': 'merge', 'blocks': [1, 2]}
-            >>> RoutingConfig().to_dict(settled=True)["gate"]
+            >>> RoutingConfig().to_dict(complete=True)["gate"]
             {'name': 'identity', 'scale': 1.0}
         """
         # A score that JSON cannot hold raises here.
         router = self.router.to_dict()
-        if settled:
+        if complete:
             return {name: plain(getattr(self, name)) for name in _FIELDS}
         values = {name: spelled(value) for name, value in self._differing().items()}
         if "router" in values:
@@ -440,7 +446,7 @@ class RoutingConfig:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the config as JSON, with all fields."""
         check_free(path, overwrite)
-        write_atomically(path, json.dumps(self.to_dict(settled=True), indent=2) + "\n")
+        write_atomically(path, json.dumps(self.to_dict(complete=True), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingConfig:

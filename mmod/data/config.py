@@ -105,7 +105,7 @@ class DataConfig(StreamConfig, SourceConfig):
         train_split: Split to train on.
         val_split: Split to evaluate on.
         train_limit: Number of training images, drawn once and spread evenly over the classes; None uses all.
-        val_limit: Number of evaluation images, drawn likewise.
+        val_limit: Number of evaluation images, drawn in the same way.
         image_size: Side of an image, in pixels.
         channels: 1 (grey) or 3 (RGB).
         mean: Mean per channel. Defaults: the digits' for embedded sets, ImageNet's for 3 channels, 0.5 for 1.
@@ -116,13 +116,15 @@ class DataConfig(StreamConfig, SourceConfig):
         interpolation: Interpolation of the evaluation resize.
         options: Further arguments of `timm.data.create_dataset`. Class folders take `class_map` alone: the number of
             each class by name, or a file like `classes`. Folders that it does not name are left out.
-        classes: File with the names of the model's classes in the order of its outputs, one a line or JSON. Names of
-            the data are matched to them. It is needed for weights whose run folder has no `classes.json`, and for class
-            folders whose names begin with `.`, `__` or `@`. None numbers the training classes in order of their names.
+        classes: File with the names of the model's classes in the order of its outputs, one per line or as JSON. The
+            names of the data are matched to them. None numbers the training classes in the order of their names. Set
+            it for weights without a run folder, or whose run folder has no `classes.json`, and for class folders whose
+            names begin with `.`, `__` or `@`.
         columns: Columns of images and classes of "hf-datasets:".
-        label_patch: Side of a patch in pixels, for one class per patch; None for one class per image. A patch has the
-            most frequent class of its pixels in the label map (`.seg.png` in shards, or the map of "maps:SIDE"). Images
-            are square, and maps have their size. Pixels of value 255 have no class.
+        label_patch: Side of a patch in pixels, for one class per patch; None for one class per image. The class of a
+            patch is the most frequent one of its pixels in the label map: `.seg.png` in shards, or the map of
+            "maps:SIDE". Images are square, and label maps have the size of their image. Pixels of value 255 have no
+            class.
     """
 
     source: str = "digits"
@@ -210,11 +212,14 @@ class PairsConfig(StreamConfig, SourceConfig):
     """Config of a data set of image-text pairs.
 
     Args:
-        train: Training shards: one or several paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local
-            paths only) or `pipe:` commands; `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, streamed by
-            `datasets`; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
-        val: Evaluation shards, in the same form; pairs of your own need their own. Remote shards (`s3://`, `gs://`,
-            `https://`, `hf://`, ...) are copied to `root` while training reads them.
+        train: Training data, one or several of
+
+            - paths or URLs of webdataset shards, with brace ranges (`{00000..00127}.tar`) or globs (local paths only);
+              remote shards (`s3://`, `gs://`, `https://`, `hf://`, ...) are copied to `root` while they are read;
+            - `pipe:` commands that print a shard;
+            - `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, streamed by `datasets`;
+            - `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
+        val: Evaluation data, in the same form. With training data of your own, name evaluation data of your own too.
         root: Folder for copies of remote shards and for indices, or of the embedded set (default
             `runs/data/captioned-scenes-DIFFICULTY`).
         columns: Columns of images and captions of "hf-datasets:".
@@ -233,10 +238,11 @@ class TextConfig(StreamConfig):
     A checksum of a file's or document's content assigns it to a split, 90 % to "train", so that copies share a split.
 
     Args:
-        source: "python", the standard library of the running Python, which differs between versions; or a glob pattern
-            such as "books/**/*.txt", whose files are read as bytes, without a byte order mark; or
-            `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, whose column `text` is read into memory at the
-            start, as files are.
+        source: Where text comes from; all of it is read into memory at the start:
+
+            - "python": the standard library of the running Python, which differs between versions;
+            - a glob pattern such as "books/**/*.txt": files are read as bytes, without a byte order mark;
+            - "hf-datasets:NAME:SPLIT" or "hf-datasets:BUILDER:FILES": the column `text`.
         train_split: Split to train on: "train", "val" or "test".
         val_split: Split to evaluate on.
         val_limit: Number of evaluation windows, spread evenly over the split; None uses all.

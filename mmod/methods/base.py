@@ -153,7 +153,7 @@ class Method(Checked, ABC, group="method"):
         }
         return {"kind": self.kind, **fields}
 
-    def settled(self, model: nn.Module) -> Method:
+    def with_settings_of(self, model: nn.Module) -> Method:
         """Return the method with the current settings of a changed model, for saving."""
         return self
 

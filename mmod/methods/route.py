@@ -90,7 +90,7 @@ class Route(Method):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
-        parts = {name: config.to_dict(settled=True) for name, config in self.parts.items()}
+        parts = {name: config.to_dict(complete=True) for name, config in self.parts.items()}
         return {"kind": self.kind, "parts": parts, "capacities": list(self.capacities)}
 
     def joined(self, earlier: tuple[Method, ...]) -> tuple[Method, ...]:
@@ -99,7 +99,7 @@ class Route(Method):
             return (*earlier[:-1], Route({**earlier[-1].parts, **self.parts}))
         return (*earlier, self)
 
-    def settled(self, model: nn.Module) -> Route:
+    def with_settings_of(self, model: nn.Module) -> Route:
         """Return the routing of a model, or of a model inside the routed one, with its current capacities."""
         parts = self.parts
         if not method_owners(model):

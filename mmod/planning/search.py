@@ -72,25 +72,30 @@ def search_plan(
         budget: Share of the dense model's cost in (0, 1), or milliseconds, see `cost`.
         part: The part to plan, for models with several: "language" of a vision-language model, "image" or "text" of a
             CLIP model.
-        options: Ways to route a block; None tries all that the blocks support. Capacities are then 0 and 0.5 in image
-            models (0.25 and 0.5 without a class token); 0 in language models that read images, with 0.25 if the router
-            reads importance; and 0.25 and 0.5 in language models of text alone.
+        options: Ways to route a block; None tries all that the blocks support, at these capacities:
+
+            - image models: 0 and 0.5, or 0.25 and 0.5 without a class token;
+            - language models that read images: 0, and 0.25 if the router reads importance;
+            - other language models: 0.25 and 0.5.
         router: The score by which a capacity above 0 selects tokens; it must have no parameters. A score that reads
             importance, such as "attention", reads it in the dense block before, so the first block stays dense. The
             cost of reading is not counted.
-        cost: Unit of the budget. "flops": FLOPs, in language models of the prefill without the vision tower.
-            "image_flops": FLOPs that image tokens add to the text's prefill. "cache": tokens in the KV cache.
-            "milliseconds": time of one forward pass over the first batch, measured here; in language models of the
-            prefill with the vision tower. The plan is measured and corrected: its time is within 5 % of the
-            budget, or below where no plan is closer.
+        cost: Unit of the budget:
+
+            - "flops": FLOPs; of a language model, those of the prefill without the vision tower;
+            - "image_flops": FLOPs that image tokens add to the prefill of the text;
+            - "cache": tokens in the KV cache;
+            - "milliseconds": time of a forward pass over the first batch, measured here; of a language model, the
+              prefill with the vision tower. The plan is timed and corrected until it is within 5 % of the budget, or
+              below if no plan is closer.
         divergence: "kl" of logits or "cosine" of features; None selects by the model.
         rounds: Number of further scoring rounds, as expensive as the first.
         store: File that keeps the scores of every batch, from which an interrupted search resumes, see
             `mmod.io.store.Store`. Searches of any models and batches may share it. Times are measured again.
 
     Raises:
-        ValueError: The model is routed, or has several parts and none is named; a block does not support an option; the
-            budget is out of reach; there are no batches, or `rounds` needs to read an iterator twice; or the store is
+        ValueError: The model is routed, or has several parts and none is named. A block does not support an option, or
+            the budget is out of reach. There are no batches, `rounds` would read an iterator twice, or the store is
             damaged.
 
     Source: the additive score and its few calibration samples are those of DOP, arXiv 2507.02909, which prunes

@@ -69,7 +69,10 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
         text += f" Tokens kept in one block are kept in another at a rate of {min(shares):.2f} to {max(shares):.2f}."
         rows += pairs
     charts = [chart("conditions", "accuracy with each choice of tokens", text, rows, draw_audit(audit))]
-    for name, other, strata in (("strata", "random tokens", audit.strata), ("beside", "other models", audit.beside)):
+    for name, other, strata in (
+        ("strata", "random tokens", audit.strata),
+        ("baselines", "other models", audit.baselines),
+    ):
         rows = []
         for one in strata:
             gap = _ends("gap", one.gap)
@@ -224,7 +227,7 @@ def _figures(record: AuditRecord) -> dict[str, float]:
     learned, *others = audit.conditions
     figures = {f"points above {choice.name}": learned.accuracy.value - choice.accuracy.value for choice in others}
     figures |= {f"points above random, {one.group}: {one.name}": one.gap.value for one in audit.strata}
-    figures |= {f"points above {one.group}, {one.name}": one.gap.value for one in audit.beside}
+    figures |= {f"points above {one.group}, {one.name}": one.gap.value for one in audit.baselines}
     for block, facts in audit.across.information.items():
         for known, information in facts.items():
             figures[f"% of the decision in {block} explained by {known}"] = 100 * information.share.value

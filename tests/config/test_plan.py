@@ -57,7 +57,7 @@ def plans(draw: st.DrawFn) -> mmod.RoutingConfig:
 @given(plan=plans())
 def test_a_plan_is_a_config_whose_blocks_are_written_out(plan: mmod.RoutingConfig) -> None:
     assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(plan.to_dict(settled=True)))) == plan
+    assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(plan.to_dict(complete=True)))) == plan
     assert plan.resolved() == plan.resolved(plan.depth) == plan
     assert eval(repr(plan), {"RoutingConfig": mmod.RoutingConfig}) == plan
     shown = []
@@ -96,7 +96,7 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="overwrite"):
         PLAN.save(path)
     PLAN.save(path, overwrite=True)
-    good = PLAN.to_dict(settled=True)
+    good = PLAN.to_dict(complete=True)
     for wrong, message in (
         ({**good, "score": "linear"}, "unknown routing option score"),
         ({**good, "router": "strid"}, "router must be one of 'attention', .*'stride', .*got 'strid'"),

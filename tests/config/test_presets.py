@@ -121,7 +121,7 @@ def test_an_unresolved_preset_has_the_fields_that_do_not_depend_on_depth(name: s
     assert not hasattr(config, "block")
     for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), read_routing(config.to_dict())):
         assert same == config
-    assert json.loads(json.dumps(config.to_dict(settled=True))) == {"preset": name, "protect_prefix": False}
+    assert json.loads(json.dumps(config.to_dict(complete=True))) == {"preset": name, "protect_prefix": False}
     assert eval(repr(config), {"preset": mmod.preset}) == config
     assert config != mmod.preset(name)
 

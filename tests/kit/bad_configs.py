@@ -197,7 +197,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (TrainConfig, {"data": {"source": "maps:32", "label_patch": 8}}, "needs root"),
     (TrainConfig, {"data": {"source": "maps:32", "root": "a"}}, "needs root"),
-    (PairsConfig, {"routing": {"images": {}}}, "unknown tower of routing images; near ones: image; valid ones are image, text"),
+    (
+        PairsConfig,
+        {"routing": {"images": {}}},
+        "unknown tower of routing images; near ones: image; valid ones are image, text",
+    ),
     (PairsConfig, {"routing": {"image": {"router": "atention"}}}, "router must be one of"),
     (PairsConfig, {"distill.teacher": "dense"}, "distill.teacher='dense' needs trained weights: set model.checkpoint"),
     (PairsConfig, {"data.workers": -1}, "data.workers must be an integer of at least 0, got -1"),

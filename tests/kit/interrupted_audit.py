@@ -49,7 +49,7 @@ def options() -> dict[str, Any]:
         "reference": make_model(NAME),
         "shifts": {"noise": lambda batch, images: (SHIFTS["noise"](batch[0], images), batch[1])},
         "others": {"other": batches(5, seed=2)},
-        "beside": {"random": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="random"))},
+        "baselines": {"random": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="random"))},
         "config": mmod.AuditConfig(leave_one_out=1, draws=1, resamples=100),
     }
 

@@ -77,7 +77,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         model,
         labelled,
         mmod.AuditConfig(draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1),
-        beside={"dense": mmod.unroute_(plant(router, blocks, capacity))},
+        baselines={"dense": mmod.unroute_(plant(router, blocks, capacity))},
     )
     images = batches[0][0][:4]
     record = {

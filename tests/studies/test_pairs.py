@@ -74,7 +74,10 @@ def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"routers": {"x": {"images": {}}}}, r"unknown tower in routers\.x images; near ones: image; valid ones are image, text"),
+        (
+            {"routers": {"x": {"images": {}}}},
+            r"unknown tower in routers\.x images; near ones: image; valid ones are image, text",
+        ),
         ({"routers": {"x": {"text": {"router": "atention"}}}}, "router must be one of"),
         (
             {"routers": {"deep": {"image": {"preset": "a-mod", "blocks": [9]}}}},

@@ -179,7 +179,7 @@ def describe(model: DescribedModel) -> dict[str, Any]:
             "layers may skip. Save the full model, or call mmod.unroute_ on that first"
         )
     _check_depth(model)
-    methods = [method.settled(model).to_dict() for method in model.mod_state]
+    methods = [method.with_settings_of(model).to_dict() for method in model.mod_state]
     return {"version": FORMAT_VERSION, "methods": methods, "proofs": proofs_of(model)}
 
 

@@ -94,7 +94,7 @@ class Audit:
         kind: What the router uses, or "no better than random" where it uses neither content nor position.
         verdict: The same in sentences, with what its choice is worth and what a fixed position would reach on the data.
         strata: The learned choice against the random one by stratum.
-        beside: The model against baselines, on all images and by stratum.
+        baselines: The model against baselines, on all images and by stratum.
         influence: What decides which patches are kept where content is moved; None without a known grid of patches.
     """
 
@@ -109,7 +109,7 @@ class Audit:
     across: Across
     strata: list[Stratum] = dataclasses.field(default_factory=list)
     leave_one_out: LeaveOneOut | None = None
-    beside: list[Stratum] = dataclasses.field(default_factory=list)
+    baselines: list[Stratum] = dataclasses.field(default_factory=list)
     influence: Influence | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,9 +146,9 @@ class Audit:
         if self.strata:
             caption = "Gaps are those of the learned over the random choice"
             parts += [strata_table(self.strata, "random", caption), *say_gaps(self.strata)]
-        if self.beside:
+        if self.baselines:
             caption = "Gaps are those of this model over the other, on the same images"
-            parts += [strata_table(self.beside, "its", caption), *say_gaps(self.beside)]
+            parts += [strata_table(self.baselines, "its", caption), *say_gaps(self.baselines)]
         if self.leave_one_out is not None:
             parts.append(self.leave_one_out.table())
         return parts
@@ -209,7 +209,7 @@ def compare(
     position = None if best is None else names[best]
     influence = influence_of(tables)
     kind, verdict = evaluate(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
-    strata, beside = _pairs(tables, others)
+    strata, baselines = _pairs(tables, others)
 
     return Audit(
         images=images,
@@ -223,7 +223,7 @@ def compare(
         across=across_of(tables, routed),
         strata=compare_strata(strata, config.resamples),
         leave_one_out=leave_one_out_of(tables),
-        beside=compare_strata(beside, config.resamples),
+        baselines=compare_strata(baselines, config.resamples),
         influence=influence,
     )
 
@@ -269,12 +269,12 @@ def _pairs(
     sets |= {name: outcomes_of(of_set) for name, of_set in others.items()}
     if len(sets) > 1:
         pairs |= {(SHIFT, name): (outcomes[LEARNED], outcomes[RANDOM]) for name, outcomes in sets.items()}
-    beside: OutcomePairs = {}
-    for name in tables[0].beside:
-        outcomes = joined(table.beside[name] for table in tables)
-        beside[name, ALL] = learned, outcomes
-        beside |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(outcomes).items()}
-    return pairs, beside
+    baselines: OutcomePairs = {}
+    for name in tables[0].baselines:
+        outcomes = joined(table.baselines[name] for table in tables)
+        baselines[name, ALL] = learned, outcomes
+        baselines |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(outcomes).items()}
+    return pairs, baselines
 
 
 def evaluate(

@@ -52,7 +52,7 @@ def audit(
     positions_from: Iterable[Any] | None = None,
     custom: Mapping[str, Callable[[DecisionContext], Tensor]] | None = None,
     reference: nn.Module | None = None,
-    beside: Mapping[str, nn.Module] | None = None,
+    baselines: Mapping[str, nn.Module] | None = None,
     shifts: Mapping[str, Shift] | None = None,
     others: Mapping[str, Iterable[Any]] | None = None,
     store: str | Path | None = None,
@@ -60,33 +60,34 @@ def audit(
 ) -> Audit:
     """Test whether a routed model's decisions depend on content or position, and whether they beat random choices.
 
-    The model is frozen. Each image is evaluated with the tokens that the routers keep. Then it is evaluated again with
-    as many other tokens, under several conditions:
+    The model is frozen. Each image is evaluated with the tokens that the routers keep, and with equally many other
+    tokens, under several conditions:
 
     - "random": random tokens;
     - "token norm": the tokens of largest norm;
     - "stride", "centre", "border": fixed positions;
     - "mean mask": the positions that the router keeps most often;
-    - "inverted": dropped tokens before kept ones, the lowest score first;
+    - "inverted": the tokens with the lowest scores;
     - "shuffled": the positions that the router keeps in the previous image;
     - "dense attention", with a `reference`: the tokens with the most attention in the same block of that model;
     - "reference entropy", with a `reference`: the tokens at which that model is least certain.
 
-    The best fixed position is chosen on the audited images. If batches hold images on a grid, the influence of content
-    and position is also measured, on the same images rolled by full patches (see `Influence`).
+    The best fixed position is chosen on the audited images. For images on a grid, the influence of content and position
+    is also measured, on the same images rolled by full patches (see `Influence`).
 
     Args:
         model: A routed model; its mode is restored at the end.
-        batches: The evaluation set, shuffled; a list or loader, because it is iterated twice. A batch may be an
+        batches: The evaluation set, shuffled: a list or a loader, because it is iterated twice. A batch may be an
             `mmod.analysis.LabelledBatch`, with labels of its samples and tokens.
-        config: The conditions to compare, and how precisely.
+        config: Conditions, number of draws and resamples, and other settings.
         evaluate: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each.
             The default takes images and classes; `mmod.analysis.evaluate_answers` takes batches of a language model.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
         custom: Further conditions by name. Each is a function from an `mmod.analysis.DecisionContext` to ranks (B, N);
-            the highest ranks are kept.
-        reference: The dense baseline. It adds two conditions, and its loss divides images into strata of difficulty.
-        beside: Baselines by name, such as early exit at the same budget, to compare on all images and by strata.
+            the tokens of the highest ranks are kept.
+        reference: The dense model. It adds two conditions, and its loss divides images into strata by difficulty.
+        baselines: Other models by name, such as early exit at the same budget. They are compared on all images and by
+            stratum.
         shifts: Corruptions by name, on which the comparison is repeated, such as those in `mmod.analysis.SHIFTS`. Each
             is a function from a batch and the indices of its images to a changed batch.
         others: Further data sets by name, on which the comparison is repeated.
@@ -96,8 +97,8 @@ def audit(
 
     Raises:
         TypeError: Batches that cannot be iterated twice, or a config or labels of another type.
-        ValueError: The model cannot be audited; conditions, grid or data sets do not fit it; inputs or losses are not
-            finite; there are fewer than two images; or the store is damaged.
+        ValueError: The model cannot be audited, or conditions, grid or data sets do not fit it. Inputs or losses are
+            not finite, there are fewer than two images, or the store is damaged.
 
     Example:
         >>> import timm, torch, mmod
@@ -109,13 +110,13 @@ def audit(
     """
     check_value("config", config, AuditConfig | None)
     check_value("reference", reference, nn.Module | None)
-    check_value("beside", beside, Mapping[str, nn.Module] | None)
+    check_value("baselines", baselines, Mapping[str, nn.Module] | None)
     for argument, functions in {"shifts": shifts, "custom": custom}.items():
         check_value(argument, functions, Mapping[str, Callable[..., Any]] | None)
     check_value("others", others, Mapping[str, Any] | None)
 
     config = config or AuditConfig()
-    beside = beside or {}
+    baselines = baselines or {}
     shifts = shifts or {}
     others = others or {}
 
@@ -130,8 +131,8 @@ def audit(
 
     by_name = choices(config.conditions, custom, has_reference=reference is not None)
     routed = list(routed_blocks(model))
-    contexts = _Contexts(model, evaluate, by_name, config, shifts, beside, reference)
-    with in_mode(False, model, reference, *beside.values()):
+    contexts = _Contexts(model, evaluate, by_name, config, shifts, baselines, reference)
+    with in_mode(False, model, reference, *baselines.values()):
         identity: dict[str, Any] = {}
         # Known by what the models return on the first batch.
         if store is not None:
@@ -252,7 +253,7 @@ class _Contexts:
     choices: Mapping[str, Choice]
     config: AuditConfig
     shifts: Mapping[str, Shift]
-    beside: Mapping[str, nn.Module]
+    baselines: Mapping[str, nn.Module]
     reference: nn.Module | None
     positions: Mapping[str, Mapping[str, KindCounts]] = field(default_factory=dict)
     dataset: str = "batches"
@@ -261,7 +262,7 @@ class _Contexts:
     def identity(self, batch: Any) -> dict[str, Any]:
         """Return plain values that identify the audit: options, and the losses of each model on a batch."""
         config = self.config
-        models = {f"beside.{name}": model for name, model in self.beside.items()}
+        models = {f"baselines.{name}": model for name, model in self.baselines.items()}
         models["model and data"] = self.model
         if self.reference is not None:
             models["reference"] = self.reference
@@ -300,12 +301,12 @@ class _Contexts:
         for name, shift in self.shifts.items():
             shifted = self._learned(shift(batch, learned.images), previous)
             outcomes[name] = self._outcomes(shifted, {RANDOM: self.choices[RANDOM]})
-        beside = {name: _rows(self._outcome(other, batch)) for name, other in self.beside.items()}
+        baselines = {name: _rows(self._outcome(other, batch)) for name, other in self.baselines.items()}
         return learned.tables(
             **learned.masks,
             last={name: decided.of(slice(-1, None)) for name, decided in learned.decided.items()},
             outcomes=outcomes,
-            beside=beside,
+            baselines=baselines,
             labels=labels,
             kinds={fact: TokenKinds.of(names) for fact, names in token_kinds.items()},
             moved=moved,

@@ -93,7 +93,7 @@ class BatchTables:
         free: By decision, which tokens may be skipped.
         last: By decision, that on the last sample, which the first one of the next batch is shuffled with.
         outcomes: By name of a set, the audited one or a shift of it, and by context.
-        beside: By name of another model.
+        baselines: By name of another model.
         labels: What samples are sorted by.
         kinds: What is known of tokens.
         worth: Columns of `LeaveOneOut`, of each sample (B,); empty where no tokens are left out.
@@ -105,7 +105,7 @@ class BatchTables:
     free: dict[str, Mask] = field(default_factory=dict)
     last: dict[str, FreeDecision] = field(default_factory=dict)
     outcomes: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
-    beside: dict[str, Outcomes] = field(default_factory=dict)
+    baselines: dict[str, Outcomes] = field(default_factory=dict)
     labels: dict[str, list[str] | list[float]] = field(default_factory=dict)
     kinds: dict[str, TokenKinds] = field(default_factory=dict)
     moved: Moved | None = None

@@ -21,7 +21,7 @@ class AuditOptions(AuditConfig):
         shifts: Names of `mmod.analysis.SHIFTS`: changes of the images for further comparisons.
         others: Further sets on which learned and random choice are compared: names to changed keys of `data`, as in
             `{aligned: {source: "digits:aligned"}}`.
-        beside: Folders of baseline runs of the same kind, evaluated on the same set and strata.
+        baselines: Folders of baseline runs of the same kind, evaluated on the same set and strata.
         questions: Conversations of `data.val` to evaluate, drawn at random; null for all. Those without images are
             left out.
         generation: Bytes that a model of text writes after prompts of `data.length`, to compare its decisions byte by
@@ -33,7 +33,7 @@ class AuditOptions(AuditConfig):
     reference: str | None = None
     shifts: list[str] = field(default_factory=list)
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
-    beside: list[str] = field(default_factory=list)
+    baselines: list[str] = field(default_factory=list)
     questions: Annotated[int | None, "[2, inf)"] = None
     generation: Annotated[int, "[0, inf)"] = 0
     texts: Annotated[int, "[2, inf)"] = 32

@@ -80,7 +80,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         dataclasses.replace(options, conditions=conditions),
         evaluate=partial(_evaluate, kind),
         reference=options.reference and _dense(kind, options.reference),
-        beside=baselines,
+        baselines=baselines,
         shifts=shifts,
         others=others,
         store=folder / STORE,
@@ -175,20 +175,20 @@ def _write(
 
 
 def _baselines(config: Any) -> dict[str, Any]:
-    """Return the models of `audit.beside` by the names of their folders."""
-    folders = {Path(folder).name: Path(folder) for folder in config.audit.beside}
-    if len(folders) < len(config.audit.beside):
-        raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
+    """Return the models of `audit.baselines` by the names of their folders."""
+    folders = {Path(folder).name: Path(folder) for folder in config.audit.baselines}
+    if len(folders) < len(config.audit.baselines):
+        raise ValueError(f"audit.baselines names two folders alike: {', '.join(config.audit.baselines)}")
     models = {}
     for name, folder in folders.items():
         root = find_run(folder)
         if root is None:
-            raise FileNotFoundError(f"audit.beside: {str(folder)!r} is no folder of a run, or weights in one")
+            raise FileNotFoundError(f"audit.baselines: {str(folder)!r} is no folder of a run, or weights in one")
         file = [str(root / RUN_CONFIG)]
         run = finished_run(read_config(file, AUDITS[kind_named(file)]), root, folder)
         if type(run) is not type(config):
-            raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
+            raise ValueError(f"audit.baselines: {str(folder)!r} is a run of another kind than the audited one")
         if isinstance(run, ImageConfig):
-            check_same_classes(run_classes(config.model.checkpoint), folder, "audit.beside:")
+            check_same_classes(run_classes(config.model.checkpoint), folder, "audit.baselines:")
         models[name] = kind_of(run.plain()).load()
     return models

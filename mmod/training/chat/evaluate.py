@@ -37,14 +37,14 @@ class EvalResult(RoutedResult):
 
     Args:
         right: Exact-match accuracy in percent, by kind of question.
-        asked: Number of questions by kind.
+        questions: Number of questions by kind.
         kept: Kept share of the tokens that may be skipped, in this process, by routed block; empty for a dense model.
         prior: Accuracy in percent, by kind of question, of always giving the most frequent training answer to it; empty
             if it was not measured. No part of equality, as it is about the data.
     """
 
     right: dict[str, float]
-    asked: dict[str, int]
+    questions: dict[str, int]
     kept: dict[str, float] = field(default_factory=dict)
     prior: dict[str, float] = field(default_factory=dict, compare=False)
 
@@ -61,7 +61,7 @@ class EvalResult(RoutedResult):
         } | super().columns()
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {share:.2f} % of {self.asked[kind]}" for kind, share in self.right.items())
+        kinds = ", ".join(f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items())
         return f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f}"
 
     @property

@@ -366,6 +366,7 @@ class LoopConfig(RunConfig):
     training_only_epochs: Annotated[int | None, "[1, inf)"] = None
 
     length_keys = frozenset({"epochs"})
+
     def __post_init__(self) -> None:
         self.check()
         if self.optim.lr_per is None:

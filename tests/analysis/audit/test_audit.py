@@ -253,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluate": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
     ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3, accuracies of 3 images"),
     ({"reference": "vit"}, "reference must be a Module or null, got 'vit'"),
-    ({"beside": [nn.Identity()]}, "beside must be a mapping of names to a Module or null"),
+    ({"baselines": [nn.Identity()]}, "baselines must be a mapping of names to a Module or null"),
     ({"shifts": ["noise"]}, "shifts must be a mapping of names to a function or null"),
     ({"custom": content}, "custom must be a mapping of names to a function or null"),
     ({"others": ["set"]}, "others must be a mapping of names or null"),

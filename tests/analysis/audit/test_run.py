@@ -46,7 +46,7 @@ def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) ->
         {"positions_from": batches(5, seed=3)},
         {"model": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig(blocks=(1, 2)))},
         {"reference": make_model(NAME, seed=1)},
-        {"beside": {"random": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig())}},
+        {"baselines": {"random": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig())}},
         {"config": mmod.AuditConfig(leave_one_out=1, draws=1, resamples=100, grid=(4, 4))},
     ],
     ids=lambda change: "-".join(change),
@@ -74,7 +74,7 @@ def test_a_set_of_unknown_length_that_has_become_shorter_is_audited_anew(tmp_pat
 
 
 def test_of_a_set_that_has_grown_the_further_batches_alone_are_evaluated(tmp_path: Path) -> None:
-    plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "beside": {}, "others": {}}
+    plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "baselines": {}, "others": {}}
     mmod.audit(**{**plain, "batches": LABELLED[:2]}, store=tmp_path / "partial.json")
     # Two models on the first batch, then one batch: as learned, the dense model, rolled twice, and random tokens.
     audit = mmod.audit(**plain, evaluate=stopping(2 + 5), store=tmp_path / "partial.json")
@@ -111,7 +111,7 @@ def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_batches_that_are_done_are_passed_over_in_the_bar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "beside": {}, "others": {}}
+    plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "baselines": {}, "others": {}}
     with pytest.raises(Stopped):
         mmod.audit(**plain, evaluate=stopping(10), store=tmp_path / "partial.json")
     capfd.readouterr()

@@ -138,10 +138,10 @@ def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
     routed, batches = plant("norm"), batches_of(60, seed=0)
     dense = mmod.unroute_(plant("norm")).train()
     config = mmod.AuditConfig(["random"], draws=1, resamples=100)
-    audit = mmod.audit(routed, batches, config, reference=dense, beside={"itself": plant("norm"), "dense": dense})
+    audit = mmod.audit(routed, batches, config, reference=dense, baselines={"itself": plant("norm"), "dense": dense})
     assert dense.training
     groups = {
-        name: [comparison for comparison in audit.beside if comparison.group == name] for name in ("itself", "dense")
+        name: [comparison for comparison in audit.baselines if comparison.group == name] for name in ("itself", "dense")
     }
     thirds = [f"loss of the dense model: {third} third" for third in ("lowest", "middle", "highest")]
     for rows in groups.values():

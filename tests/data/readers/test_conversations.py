@@ -36,7 +36,10 @@ FAULTS: dict[str, dict[str, Any]] = {
     "a path or a list": {"id": "1", "image": 7, "conversations": said("<image> a ?", "3")},
     "one text for each question": {"id": "1", "kinds": ["a", "b"], "conversations": said("a ?", "3")},
     "not of the form": {"id": "1", "conversations": ["which is the 7 ?", "3"]},
-    "got user, assistant, system": {"id": "1", "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}]},
+    "got user, assistant, system": {
+        "id": "1",
+        "conversations": [*said("a ?", "3"), {"from": "system", "value": "now"}],
+    },
 }
 
 

@@ -283,6 +283,6 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch
     result = fit(config, progress=False)
     assert result.skipped == {"train": {data.train: 1}, "val": {}}
     assert result.evaluation is not None
-    assert sum(result.evaluation.asked.values()) == 2, "prompts are not cut"
+    assert sum(result.evaluation.questions.values()) == 2, "prompts are not cut"
     batches = list(ChatKind(config).calibration(ChatKind(config).create(), 4, 4))
     assert sum(len(batch["input_ids"]) for batch in batches) == 7

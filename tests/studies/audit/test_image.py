@@ -206,23 +206,23 @@ def test_an_early_exit_model_is_evaluated_beside(run: Path, tmp_path: Path) -> N
     config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "methods": [leaves]}
     done = fit(TrainConfig.from_dict({**config, "output": str(tmp_path / "exit")}), progress=False)
     folders = f"[{tmp_path / 'exit'}, {run.parent / 'moved'}]"
-    options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]
+    options = ["--audit.reference", str(run.parent / "moved"), "--audit.baselines", folders]
     main([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
     record = json.loads((tmp_path / "found/audit/audit.json").read_text())
     rows = {
         comparison.group: comparison
-        for comparison in Audit.from_dict(record["audit"]).beside
+        for comparison in Audit.from_dict(record["audit"]).baselines
         if comparison.name == "all images"
     }
     assert rows["exit"].random.value == pytest.approx(done.evaluation.top1)
-    assert sum(comparison["group"] == "exit" for comparison in record["audit"]["beside"]) == 1 + 3 * 3
+    assert sum(comparison["group"] == "exit" for comparison in record["audit"]["baselines"]) == 1 + 3 * 3
     cost = record["beside_flops"]
     assert cost["moved"] == record["flops"]["dense"]
     assert done.evaluation.mean_kept < 1
     assert 0 < cost["exit"] < cost["moved"]
     assert "MFLOPs of a sample" in (tmp_path / "found/audit/audit.md").read_text()
     with pytest.raises(ValueError, match="names two folders alike"):
-        main([str(run), *QUICK, "--audit.beside", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
+        main([str(run), *QUICK, "--audit.baselines", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
 
 
 def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:

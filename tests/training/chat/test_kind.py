@@ -49,7 +49,7 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     assert not result.reused
     assert result.evaluation is not None
     assert set(result.evaluation.right) == set(result.evaluation.prior)
-    assert sum(result.evaluation.asked.values()) == 72
+    assert sum(result.evaluation.questions.values()) == 72
     shares = list(result.evaluation.kept.values())
     assert shares == pytest.approx([0.5, 0.5])
     kept = [entry for entry in result.history if any(key.startswith("kept/") for key in entry)]
@@ -337,7 +337,7 @@ def test_answers_are_written_with_what_was_expected(folder: Path) -> None:
     result = fit(vlm_config(folder, "written"), progress=False)
     lines = [json.loads(line) for line in (folder / "written" / "answers.jsonl").read_text().splitlines()]
     assert result.evaluation is not None
-    for kind, asked in result.evaluation.asked.items():
+    for kind, asked in result.evaluation.questions.items():
         right = [line["right"] for line in lines if line["kind"] == kind]
         assert len(right) == asked
         assert 100 * sum(right) / asked == pytest.approx(result.evaluation.right[kind])
@@ -390,7 +390,7 @@ def test_images_that_cannot_be_decoded_are_counted_replaced_and_left_out(
     assert result.steps == 4
     assert result.evaluation is not None
     # Whole batches of the evaluation are unreadable.
-    assert sum(result.evaluation.asked.values()) == 8
+    assert sum(result.evaluation.questions.values()) == 8
     assert {split: sum(counts.values()) for split, counts in result.skipped.items()} == {"train": 3, "val": 8}
     for changes in ({"on_corrupt": "raise"}, {"max_corrupt": 2}):
         other = replace(config, output=str(folder / f"refused-{workers}"), data=replace(data, **changes))

@@ -42,7 +42,7 @@ def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_guide_leads_to_an_answer_about_a_new_picture(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = fit(own_config(), progress=False)
     assert result.evaluation is not None
-    assert sum(result.evaluation.asked.values()) == 24
+    assert sum(result.evaluation.questions.values()) == 24
     Image.new("RGB", (50, 20), "red").save("new.jpg")
     page = (ROOT / "docs/finetuning_vlm.md").read_text()
     (code,) = (body for body in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "new.jpg" in body)

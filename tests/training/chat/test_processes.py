@@ -38,7 +38,7 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     assert asked == [[1, 2]] * 2
     assert single.evaluation is not None
     assert other.evaluation is not None
-    assert other.evaluation.asked == single.evaluation.asked
+    assert other.evaluation.questions == single.evaluation.questions
     one_weights, two_weights = weights(single), weights(other)
     for name, value in one_weights.items():
         torch.testing.assert_close(two_weights[name], value, rtol=1e-3, atol=1e-4)
