@@ -65,9 +65,7 @@ class Branches:
         for name in self.silent_mlp:
             silent_mlp[name] = Zero(dim)
         operators = {"attention": self.attention, "mlp": self.mlp}
-        halves = SilencedHalves(
-            silent_attention, silent_mlp, required_arguments(block), self.fed, self.attends_twice
-        )
+        halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block), self.fed, self.attends_twice)
         return {
             "operators": {operator: name for operator, name in operators.items() if name},
             "tuples": ("attention",) if self.attention_in_tuple else (),

@@ -261,7 +261,7 @@ class TrainingOnly(Mixin):
         """Take the methods off, unless they are; capacities that were set since are kept for the next time."""
         present = _in_training(self)
         if present:
-            self.mod_training = tuple(method.settled(self) for method in present)
+            self.mod_training = tuple(method.with_settings_of(self) for method in present)
             _take_off(self, len(present))
 
 
