@@ -13,15 +13,17 @@ import timm
 import torch
 from PIL import Image
 
+import mmod
 from mmod.io.store import STORE, Store
 from scripts.doc_tables import markdown
 from scripts.pages_and_screens import __main__ as commands
-from scripts.pages_and_screens import drawn, study
+from scripts.pages_and_screens import drawn, study, wide
 from scripts.pages_and_screens.browser import CLASSES, labels_of, shown_by
 from scripts.pages_and_screens.duplicates import FORMS, differences, shares, whole_groups
 from scripts.pages_and_screens.picture import shown
 from scripts.pages_and_screens.rows import DENSE, Row, by_mutual_pairs, duplicate, kept_patches, mutual_pairs, rows
 from scripts.photo_attempts import patches_of
+from tests.kit.counting import flop_counter
 
 SIDE = 112
 
@@ -116,7 +118,7 @@ def test_without_duplicates_the_tower_is_dense(skipped: str) -> None:
 
 def test_one_patch_of_each_cell_of_a_plain_picture_is_kept() -> None:
     plain = study.example(Image.new("RGB", (SIDE, SIDE), (10, 200, 30)), np.zeros((SIDE, SIDE), np.uint8)).image
-    assert kept_patches(plain, 0.0, 4).nonzero().tolist() == [[0, 0], [0, 4], [4, 0], [4, 4]]
+    assert kept_patches(plain[0], 0.0, 4).nonzero().tolist() == [[0, 0], [0, 4], [4, 0], [4, 4]]
     assert duplicate(cell=None).kept(plain) == 1 / 64
 
 
@@ -184,3 +186,69 @@ def test_a_row_that_is_dense_differs_in_nothing(tmp_path: Path) -> None:
         dense, again = (store.get(study.identity("pages", row, number)) for row in table)
         assert torch.equal(dense["confusion"], again["confusion"])
         assert dense["confusion"].sum() == 256
+
+
+def small_host(host: wide.Host) -> wide.Host:
+    """Return a host with few channels, and no layers but those that are built."""
+
+    def config() -> Any:
+        made = host.config()
+        text, vision = made.text_config, made.vision_config
+        sizes = {"hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
+        text.update({**sizes, "head_dim": 64})
+        text.rope_parameters["mrope_section"] = [8, 12, 12]
+        vision.update({"hidden_size": 32, "intermediate_size": 1024, "num_heads": 2, "out_hidden_size": 128})
+        return made
+
+    made = config()
+    built = {"tower": made.vision_config.depth, "language": made.text_config.num_hidden_layers}
+    return host._replace(config=config, layers={part: built[part] for part in host.layers})
+
+
+def test_a_screenshot_is_measured_in_models_of_full_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide, "HOSTS", {name: small_host(host) for name, host in wide.HOSTS.items()})
+    folder = tmp_path / "screenshots 1x"
+    folder.mkdir()
+    for number in range(3):
+        drawn.screen(number, 224, 224).picture.save(folder / f"{number:03d}.png")
+    for command in ("wide", "wide", "table"):
+        monkeypatch.setattr(sys, "argv", ["", command, str(tmp_path)])
+        commands.main()
+    size, *lines = json.loads((tmp_path / "tables.json").read_text())["wide"]["rows"]
+    assert size[0] == "224 x 224 pixels"
+    assert [line[1] for line in lines] == [196, 49, 64]
+    for _, _, kept, (dense, left), seconds, speed, *_ in lines:
+        assert 0 < kept < 100
+        assert left <= dense
+        assert len(seconds) == 2
+        assert speed > 0
+    caches = [line[6] for line in lines if line[6] is not None]
+    assert all(left < dense for dense, left in caches)
+
+
+@pytest.mark.parametrize("name", wide.HOSTS)
+@torch.no_grad()
+def test_flops_and_shares_are_those_of_the_model(name: str) -> None:
+    host = small_host(wide.HOSTS[name])
+    model = wide.make(host.config()).float()
+    picture = drawn.screen(1, 224, 192).picture
+    batch = wide.prompt(picture, host.patch)
+    tokens = batch["input_ids"].shape[1]
+    with flop_counter() as counter:
+        model(**batch)
+    counts = {module: sum(by_op.values()) for module, by_op in counter.get_flop_counts().items()}
+    for part, count in {"tower": len(batch["pixel_values"]), "language": tokens}.items():
+        if part in host.layers:
+            place = "visual.blocks" if part == "tower" else "language_model.layers"
+            counted = [flops for module, flops in counts.items() if module.rpartition(".")[0].endswith(place)]
+            assert wide.flops(host, part, count) == pytest.approx(sum(counted))
+    mmod.route_(model, **host.routes)
+    with mmod.trace(model) as decisions:
+        model(**batch)
+    kept_of = {"tower": "visual", "language": "language_model"}
+    for share, part in zip(wide.kept_shares(picture, host.patch), kept_of):
+        kept = [routing.keep_BN for module, routing in decisions.items() if kept_of[part] in module]
+        images = batch["input_ids"] == wide.IMAGE
+        of_images = [keep_BN if part == "tower" else keep_BN[images] for keep_BN in kept]
+        assert len(kept) == host.layers.get(part, 0)
+        assert all(float(keep.float().mean()) == pytest.approx(share) for keep in of_images)

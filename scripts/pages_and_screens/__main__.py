@@ -16,11 +16,11 @@ from PIL import Image
 
 from mmod.io.store import STORE, Store
 from scripts.doc_tables import markdown
-from scripts.pages_and_screens import drawn, picture, sources, study
+from scripts.pages_and_screens import drawn, picture, sources, study, wide
 from scripts.pages_and_screens.browser import browser, photograph
 from scripts.pages_and_screens.duplicates import FORMS, shares
 from scripts.pages_and_screens.rows import TIMED, Row, rows
-from scripts.pages_and_screens.tables import duplicates_table, rounded, sources_table, times_table, tower_table
+from scripts.pages_and_screens.tables import MODULE, duplicates_table, rounded, sources_table, times_table, tower_table
 from scripts.photo_attempts import dinov2
 
 PHOTOGRAPHS = "photographs"
@@ -31,8 +31,11 @@ TESTED = 60
 DRAWN = (476, 644)
 DRAWN_FITTED = 32
 DRAWN_TESTED = 12
-# Width and height of the windows that are timed alone, by their number of patches.
-SIZES = {"2,482 patches": (1022, 476), "10,010 patches": (1274, 1540)}
+# Width, height and number of the windows in a batch that is timed alone, by their number of patches.
+SIZES = {"2,482 patches": (1022, 476, 1), "10,010 patches": (1274, 1540, 1), "8 of 1,560 patches": (728, 420, 8)}
+BATCHES = 4
+# Pixels of a screenshot along a pixel of the page: a plain display, and one of high resolution.
+SCALES = (1, 2)
 # Pictures of a kind that are drawn, or taken from packages.
 COUNTED = 60
 DEPTH = 11
@@ -113,14 +116,50 @@ def examples_of(folder: Path, name: str) -> study.Examples:
 
 
 def time_windows(folder: Path, store: Store, model: Any) -> None:
-    """Time some rows on a window of a page of each quarter of the packages, in several sizes."""
-    largest = max(width for width, _ in SIZES.values())
+    """Time some rows on batches of windows of pages, evenly spread over the packages, in several sizes."""
+    largest = max(width for width, *_ in SIZES.values())
     wide = [file for file in html_pages(folder, sources.TEST) if Image.open(file).width >= largest]
-    chosen = wide[len(wide) // 8 :: len(wide) // 4]
     table = {name: row for name, row in rows().items() if name in TIMED}
-    for size, (width, height) in SIZES.items():
-        windows = study.Windows(chosen, width, height)
-        study.time_rows(store, size, [image for image, _ in windows], table, model)
+    for size, (width, height, batch) in SIZES.items():
+        step = len(wide) // (BATCHES * batch)
+        windows = study.Windows(wide[step // 2 :: step][: BATCHES * batch], width, height)
+        images = [image for image, _ in windows]
+        batches = [torch.cat(images[first : first + batch]) for first in range(0, len(images), batch)]
+        study.time_rows(store, size, batches, table, model)
+
+
+def screenshots(folder: Path, scale: int) -> list[Path]:
+    """Return the screenshots of a scale, photographed if there are none."""
+    target = folder / f"screenshots {scale}x"
+    if not target.exists():
+        with browser() as driver:
+            wide.screenshots(driver, target, scale)
+    return sorted(file for file in target.glob("*.png") if not file.match("*.labels.png"))
+
+
+def measure_screenshot(folder: Path, store: Store, scale: int, hosts: Sequence[str], rounds: int) -> None:
+    """Measure the screenshot whose share of kept tokens is the median."""
+    picture = Image.open(wide.median_page(store, scale, screenshots(folder, scale)))
+    for host in hosts:
+        wide.measure(store, host, scale, picture, rounds)
+
+
+def wide_table(folder: Path, store: Store) -> dict[str, Any]:
+    """Return what screenshots of each scale cost, in models that were measured or could be."""
+    lines = list[list[Any]]()
+    for scale in SCALES:
+        if not (folder / f"screenshots {scale}x").exists():
+            continue
+        picture = Image.open(wide.median_page(store, scale, screenshots(folder, scale)))
+        lines.append([f"{picture.width} x {picture.height} pixels", *[None] * (len(wide.COLUMNS) - 1)])
+        for host in wide.HOSTS:
+            lines += wide.lines_of(store, host, scale, picture)
+    return {
+        "commands": [f"{MODULE} wide FOLDER"],
+        "columns": list(wide.COLUMNS),
+        "formats": list(wide.COLUMNS.values()),
+        "rows": lines,
+    }
 
 
 def write_picture(path: Path) -> None:
@@ -155,6 +194,11 @@ def main() -> None:
     timing = commands.add_parser("time", help="time some rows on larger and larger windows of HTML pages")
     timing.add_argument("folder", type=Path)
     timing.add_argument("weights", type=Path, help="weights of timm's vit_small_patch14_dinov2")
+    measuring = commands.add_parser("wide", help="measure a screenshot of 2,000 px in Qwen's models at full width")
+    measuring.add_argument("folder", type=Path)
+    measuring.add_argument("--scale", type=int, default=1, choices=SCALES, help="pixels along a pixel of the page")
+    measuring.add_argument("--rounds", type=int, default=2, help="timed rounds")
+    measuring.add_argument("--hosts", nargs="*", default=list(wide.HOSTS), choices=list(wide.HOSTS))
     drawing = commands.add_parser("picture", help="write the picture of the docs, patches that a tower computes")
     drawing.add_argument("folder", type=Path)
     tables = commands.add_parser("table", help="write the tables")
@@ -175,6 +219,9 @@ def main() -> None:
                 study.evaluate(store, examples_of(options.folder, name), asked, model)
     elif options.command == "picture":
         write_picture(options.folder / "picture.png")
+    elif options.command == "wide":
+        with torch.inference_mode():
+            measure_screenshot(options.folder, store, options.scale, options.hosts, options.rounds)
     elif options.command == "time":
         with torch.inference_mode():
             time_windows(options.folder, store, dinov2(options.weights, DEPTH))
@@ -192,6 +239,9 @@ def write_tables(folder: Path, store: Store) -> None:
     timed = [row for row in TIMED if study.identity(next(iter(SIZES)), row, 0) in store]
     if timed:
         written["sizes"] = times_table(store, SIZES, timed)
+    screens = wide_table(folder, store)
+    if screens["rows"]:
+        written["wide"] = screens
     (folder / "tables.json").write_text(json.dumps(rounded(written), indent=1))
     for shown in written.values():
         print(markdown(shown))

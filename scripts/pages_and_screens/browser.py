@@ -71,13 +71,14 @@ def browser() -> Iterator[Any]:
         driver.quit()
 
 
-def photograph(driver: Any, page: Page, path: Path, dark: bool = False) -> None:
+def photograph(driver: Any, page: Page, path: Path, dark: bool = False, scale: int = 1) -> None:
     """Write a photograph of a window of the page to `path`, and what its pixels show to `labels_of(path)`.
 
     Args:
         dark: Ask the page for its dark style; Chromium darkens pages that have none.
+        scale: Pixels of the photograph along a pixel of the page.
     """
-    metrics = {"width": page.width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+    metrics = {"width": page.width, "height": HEIGHT, "deviceScaleFactor": scale, "mobile": False}
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
@@ -86,7 +87,7 @@ def photograph(driver: Any, page: Page, path: Path, dark: bool = False) -> None:
     driver.execute_script(
         "scrollTo(0, arguments[0] * (document.documentElement.scrollHeight - innerHeight))", page.start
     )
-    boxes = driver.execute_script(_BOXES)
+    boxes = [[name, *(scale * end for end in ends)] for name, *ends in driver.execute_script(_BOXES)]
     data = driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
     picture = Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ _DROPPED = np.array([255, 186, 120])
 def shown(picture: Image.Image) -> Image.Image:
     """Return a picture beside itself, in which patches that are left out are orange."""
     pixel_RC3 = np.array(picture)
-    image = torch.from_numpy(pixel_RC3).permute(2, 0, 1).unsqueeze(0) / (255 * STD)
+    image = torch.from_numpy(pixel_RC3).permute(2, 0, 1) / (255 * STD)
     kept = kept_patches(image, tolerance=0.0, cell=4).numpy()
     dropped_RC1 = ~kept.repeat(PATCH, axis=0).repeat(PATCH, axis=1)[..., None]
     # A line between patches.

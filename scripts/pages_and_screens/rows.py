@@ -40,7 +40,7 @@ class Row:
     Args:
         make: From the dense model to the forward pass, which returns features of patches (B, N, D).
         pixels: Share of the image's sides that the tower gets.
-        kept: From an image to the share of its patches that all blocks compute; None if the cost does not depend on it.
+        kept: From images to the share of their patches that all blocks compute; None if the cost does not depend on it.
     """
 
     make: Callable[[Any], Forward]
@@ -79,15 +79,15 @@ def duplicate(skipped: str = "merge", tolerance: float = 0.0, cell: int | None =
     """Return a row in which duplicates run through no block."""
     router = mmod.score("duplicate", tolerance=tolerance, cell=cell)
 
-    def kept(image: Tensor) -> float:
-        return float(kept_patches(image, tolerance, cell).float().mean())
+    def kept(images: Tensor) -> float:
+        return float(torch.stack([kept_patches(image, tolerance, cell) for image in images]).float().mean())
 
     return Row(routed(router, 0, skipped=skipped, select=Threshold(0.5)), kept=kept)
 
 
 def kept_patches(image: Tensor, tolerance: float, cell: int | None) -> Tensor:
-    """Return which patches (H, W) of a normalised image (1, 3, height, width) have another's pixels."""
-    patches = image.unfold(2, PATCH, PATCH).unfold(3, PATCH, PATCH)[0].permute(1, 2, 0, 3, 4).flatten(3)
+    """Return which patches (H, W) of a normalised image (3, height, width) have pixels of their own."""
+    patches = image.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 0, 3, 4).flatten(3)
     stands_N = find_duplicates(patches.unsqueeze(0), tolerance, cell, 255 * STD.flatten()).stands_BN[0]
     return (stands_N == torch.arange(len(stands_N))).view(patches.shape[:2])
 
