@@ -7,34 +7,52 @@ from __future__ import annotations
 
 import torch
 from sklearn.datasets import load_digits
+from timm.layers import Mlp
+from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 import mmod
 
 
+class Block(nn.Module):
+    """A transformer block whose norms and updates the condition scales, shifts and gates (adaLN-zero)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(width, elementwise_affine=False) for _ in range(2))
+        self.attn = Attention(width, width // 64, qkv_bias=True)
+        self.mlp = Mlp(width, 4 * width)
+        self.modulation = nn.Linear(width, 6 * width)
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.modulation.bias)
+
+    def forward(self, x_BND: Tensor, condition_BD: Tensor) -> Tensor:
+        """Return tokens (B, N, D)."""
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(condition_BD)[:, None].chunk(6, dim=-1)
+        x_BND = x_BND + gate * self.attn(self.norm1(x_BND) * (1 + scale) + shift)
+        return x_BND + mlp_gate * self.mlp(self.norm2(x_BND) * (1 + mlp_scale) + mlp_shift)
+
+
 class DiT(nn.Module):
-    """A diffusion transformer on pixels, with the time in a token of its own (in-context conditioning)."""
+    """A diffusion transformer on pixels (Peebles and Xie, arXiv 2212.09748), conditioned on the time alone."""
 
     def __init__(self, side: int = 8, patch: int = 1, width: int = 64, depth: int = 6) -> None:
         super().__init__()
         self.embed = nn.Conv2d(1, width, patch, patch)
         self.positions = nn.Parameter(0.02 * torch.randn((side // patch) ** 2, width))
-        self.time = nn.Sequential(nn.Linear(1, width), nn.SiLU(), nn.Linear(width, width))
-        options = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, width // 64, 4 * width, **options) for _ in range(depth)
-        )
+        self.time = nn.Sequential(nn.Linear(1, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, patch**2))
         self.grid = nn.PixelShuffle(patch)
 
-    def forward(self, noisy_BCHW: Tensor, time_B: Tensor | None = None) -> Tensor:
+    def forward(self, noisy_BCHW: Tensor, time_B: Tensor) -> Tensor:
         """Return the velocity from pictures to noise (B, 1, H, W)."""
         grid = self.embed(noisy_BCHW)
-        time_B = noisy_BCHW.new_zeros(len(noisy_BCHW)) if time_B is None else time_B
-        x_BND = torch.cat([self.time(time_B[:, None])[:, None], grid.flatten(2).mT + self.positions], dim=1)
+        x_BND = grid.flatten(2).mT + self.positions
+        condition_BD = self.time(time_B[:, None])
         for block in self.blocks:
-            x_BND = block(x_BND)
-        return self.grid(self.head(x_BND[:, 1:]).mT.unflatten(2, grid.shape[2:]))
+            x_BND = block(x_BND, condition_BD)
+        return self.grid(self.head(x_BND).mT.unflatten(2, grid.shape[2:]))
 
 
 def loss_of(model: nn.Module, images_BCHW: Tensor) -> Tensor:
@@ -51,9 +69,10 @@ def main() -> None:
     images = torch.from_numpy(load_digits().images).float()[:, None] / 8 - 1
     train, test = images[:1500], images[1500:]
     model = DiT()
-    mmod.route_(model, "tread", tokens=mmod.Tokens(prefix=1, example=test[:1])).train()
+    example = {"noisy_BCHW": test[:2], "time_B": torch.rand(2)}
+    mmod.route_(model, "tread", tokens=mmod.Tokens(example=example)).train()
     print("half of the tokens skip", *mmod.routed_blocks(model))
-    print(f"a step needs {1 / mmod.flops(model, {'noisy_BCHW': test}).speedup:.2f} of the dense FLOPs")
+    print(f"a step needs {1 / mmod.flops(model, example).speedup:.2f} of the dense FLOPs")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(40):
         loss = loss_of(model, train[torch.randint(len(train), (32,))])

@@ -160,8 +160,8 @@ class Arm:
         self.model = DiT(options.side, options.patch, options.width, options.depth)
         method = ARMS[name]
         if method is not None:
-            example = torch.zeros(1, 1, options.side, options.side)
-            mmod.route_(self.model, method, tokens=mmod.Tokens(prefix=1, example=example))
+            example = (torch.randn(2, 1, options.side, options.side), torch.rand(2))
+            mmod.route_(self.model, method, tokens=mmod.Tokens(example=example))
         self.model.to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
         self.seconds = 0.0

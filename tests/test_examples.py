@@ -24,7 +24,7 @@ PRINTED = {
     "look_inside.py": ["blocks.5 keeps half", "maps of (10, 10): inside.png"],
     "route_clip_towers.py": ["capacity 0.25: ", "for a caption", "similarity of images and captions"],
     "generate_with_small_cache.py": ["of the cache", "routed: True | same words: True"],
-    "train_dit.py": ["skip blocks.2 blocks.3\n", "of the dense FLOPs", "blocks in evaluation: TransformerEncoderLayer"],
+    "train_dit.py": ["skip blocks.2 blocks.3\n", "of the dense FLOPs", "blocks in evaluation: Block"],
 }
 SCORES = {"important_diversity.py": ["kept by important_diversity: {'blocks.1': 0.49"]}
 NOTEBOOK = ["stride     1.8", "equal: True", "loss "]
