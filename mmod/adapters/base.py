@@ -205,8 +205,12 @@ class CallForm:
 
 
 def has_tensors(value: Any) -> bool:
-    """Return whether an argument has a tensor in it; a number, such as the Trainer's count of samples, is none."""
-    return any(isinstance(leaf, Tensor) and leaf.ndim for leaf in tree_leaves(value))
+    """Return whether an argument is a tensor, or a list or mapping with one.
+
+    A number, such as the Trainer's count of samples, is none, nor is what mmod itself passes to blocks.
+    """
+    leaves = tree_leaves(value) if type(value) in (tuple, list, dict) else [value]
+    return any(isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves)
 
 
 def parameters_of_block(block: nn.Module) -> dict[str, object]:
@@ -321,9 +325,11 @@ class NamedArguments(CallForm, BlockCall):
         if self.rope_prefix and not self.packs_prefix:
             # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
             return False
-        if any(has_tensors(value) for name, value in arguments.items() if name not in self.rows):
+        for name, value in arguments.items():
             # Values of an image belong to no row of the sequence.
-            return False
+            holds = isinstance(value, (tuple, list, Mapping)) or (isinstance(value, Tensor) and value.ndim > 0)
+            if holds and name not in self.rows:
+                return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
 
