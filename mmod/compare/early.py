@@ -48,7 +48,10 @@ def near_front(figure: str, samples: int) -> Callable[[Table], list[Look]]:
             is_first = False
         # More samples may have taken from the front what had beaten others on few.
         near = near or [name for name in front_of(table, figure, ms) if evaluated(table, name) < samples]
-        return [look for name in near for look in look_at([name], evaluated(table, name), samples)]
+        looks: list[Look] = []
+        for name in near:
+            looks += look_at([name], evaluated(table, name), samples)
+        return looks
 
     return more
 

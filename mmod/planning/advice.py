@@ -203,10 +203,11 @@ class Advice:
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
         in_percent = self.measure == AGREEMENT
+        further = self.rows[0].speedups if self.rows else {}
         columns = {
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
-            **{name: (f"speed-up, {name}", "[.2f") for row in self.rows[:1] for name in row.speedups},
+            **{name: (f"speed-up, {name}", "[.2f") for name in further},
             "score": (self._measure_name, ".1f" if in_percent else ".3f"),
             "accuracy": (f"change of {self._accuracy_name}", "+.1f"),
             "cache": ("cache", ".2f"),
