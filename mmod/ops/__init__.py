@@ -8,7 +8,7 @@ import pkgutil
 
 from mmod.ops.alike import nearest_rows, redundancy_scores, signed_sums, spread_evenly, unit_rows
 from mmod.ops.backend import Backend, choices, use
-from mmod.ops.capture import add_key_bias, attend_by_image, attend_by_length, capture_importance, capture_inputs
+from mmod.ops.capture import add_key_bias, capture_importance, capture_inputs
 from mmod.ops.context import PartialProjections, Projection, attend_to_all, keys_and_values
 from mmod.ops.duplicates import FIRST, Duplicates, find_duplicates, first_of_cells
 from mmod.ops.hashing import random_scores
@@ -19,7 +19,15 @@ from mmod.ops.importance import (
     importance_of_map,
 )
 from mmod.ops.merging import add_updates, group_sizes, held_slots, mean_rows, size_groups
-from mmod.ops.packed import Packing, attend_weighed, attend_within, pack_rows, packed_attention
+from mmod.ops.packed import (
+    Packing,
+    attend_by_image,
+    attend_by_length,
+    attend_weighed,
+    attend_within,
+    pack_rows,
+    packed_attention,
+)
 from mmod.ops.rows import gather_norm, gather_rows, inverse_rows, lerp_rows, merge_rows, scatter_rows
 from mmod.ops.select import Kept, select_topk
 

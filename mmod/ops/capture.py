@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -245,72 +245,3 @@ class add_key_bias(AttentionIntercept):
         self.calls += 1
         biased: Tensor = func(score + self.bias.to(score.dtype), *args, **kwargs)
         return biased
-
-
-class attend_by_image(AttentionIntercept):
-    """Context manager that splits the attention of one sequence of many images by image.
-
-    Args:
-        images: Number of images, of equally many tokens each.
-        bias: Bias of keys (B, 1 or H, 1 or K, K) of logits, or a mask that is True where a pair may attend; or None.
-
-    Example:
-        >>> q = k = v = torch.randn(2, 3, 4, 8)
-        >>> together = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v)]
-        >>> with attend_by_image(2):
-        ...     y = torch.nn.functional.scaled_dot_product_attention(*together)
-        >>> y.shape, bool(torch.allclose(y[0, :, :4], torch.nn.functional.scaled_dot_product_attention(q, k, v)[0]))
-        (torch.Size([1, 3, 8, 8]), True)
-    """
-
-    def __init__(self, images: int, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.images = images
-        self.bias = bias
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend image by image."""
-        query, key, value = (self._split(rows) for rows in (call.query, call.key, call.value))
-        mask = call.attn_mask if self.bias is None else self.bias
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)
-        y = call._replace(query=query, key=key, value=value, attn_mask=mask).run()
-        return y.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-    def _split(self, rows: Tensor) -> Tensor:
-        """Return rows (B, H, K, E) of rows (1, H, B K, E)."""
-        return rows.squeeze(0).unflatten(1, (self.images, -1)).transpose(0, 1)
-
-
-class attend_by_length(AttentionIntercept):
-    """Context manager that splits the attention of one sequence into parts of several lengths.
-
-    Args:
-        lengths: Tokens of each part, in order.
-        bias_T: Bias of keys (T) of logits; None for none.
-
-    Example:
-        >>> q = k = torch.zeros(1, 1, 3, 8)
-        >>> v = torch.tensor([1.0, 3.0, 5.0]).view(1, 1, 3, 1)
-        >>> with attend_by_length((2, 1)):
-        ...     torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten()
-        tensor([2., 2., 5.])
-    """
-
-    def __init__(self, lengths: Sequence[int], bias_T: Tensor | None = None) -> None:
-        super().__init__()
-        self.lengths = list(lengths)
-        self.bias_T = bias_T
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend part by part."""
-        parts = zip(*(rows.split(self.lengths, dim=2) for rows in (call.query, call.key, call.value)))
-        biases: Sequence[Tensor | None] = [None] * len(self.lengths)
-        if self.bias_T is not None:
-            biases = self.bias_T.to(call.query.dtype).view(1, 1, 1, -1).split(self.lengths, dim=3)
-        # Boundaries stand in the place of a host's mask.
-        attended = [
-            call._replace(query=query, key=key, value=value, attn_mask=bias).run()
-            for (query, key, value), bias in zip(parts, biases)
-        ]
-        return torch.cat(attended, dim=2)
