@@ -201,6 +201,21 @@ def test_gradient_checkpointing_of_diffusers_gives_the_same_gradients(name: str)
             torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_routing_in_training_alone_is_dense_in_evaluation(name: str) -> None:
+    inputs = CONDITIONED[name].inputs(2)
+    model = make_conditioned(name)
+    with torch.no_grad():
+        expected = run(model, inputs)
+    mmod.route_(model, "tread", training_only=True, tokens=tokens_of(name))
+    run(model.train(), inputs).square().mean().backward()
+    blocks = mmod.routed_blocks(model).values()
+    assert all(parameter.grad is not None for block in blocks for parameter in block.parameters())
+    with torch.no_grad():
+        assert not torch.equal(run(model, inputs), expected)
+        assert torch.equal(run(model.eval(), inputs), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit", "wan, times of tokens", "own video"])
 @torch.no_grad()
