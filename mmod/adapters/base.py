@@ -373,9 +373,11 @@ class NamedArguments(CallForm, BlockCall):
         """Return an argument for some of the images; what is the same for all is unchanged."""
 
         def select(leaf: Any) -> Any:
-            # Masks and rotary embeddings of each image have four axes.
-            differs = isinstance(leaf, Tensor) and leaf.ndim > 0 and (name in self.images or leaf.ndim == 4)
-            return leaf.index_select(0, image_S) if differs and leaf.shape[0] == images else leaf
+            if not isinstance(leaf, Tensor) or not leaf.ndim or leaf.shape[0] != images:
+                return leaf
+            # Masks and rotary embeddings of each image have four axes, or three where they hide keys alone.
+            of_keys = name == self.mask and leaf.ndim == 3 and leaf.shape[1] == 1
+            return leaf.index_select(0, image_S) if of_keys or name in self.images or leaf.ndim == 4 else leaf
 
         return tree_map(select, value)
 

@@ -97,6 +97,20 @@ def test_a_batch_gives_what_its_images_give_alone(name: str) -> None:
         )
 
 
+@torch.no_grad()
+def test_a_mask_of_tokens_that_no_example_had_is_narrowed() -> None:
+    inputs = CONDITIONED["pixart"].inputs(3)
+    inputs["attention_mask"] = (torch.arange(16) < torch.tensor([[16], [12], [9]])).long()
+    for title in ("random", "slots", "gradual", "whole images"):
+        torch.manual_seed(1)
+        model = apply(make_conditioned("pixart"), "pixart", CONFIGS[title])
+        with mmod.trace(model) as decisions:
+            together = run(model, inputs)
+        assert not all(routing.keep_BN.all() for routing in decisions.values())
+        alone = torch.cat([run(model, only(inputs, image)) for image in range(3)])
+        torch.testing.assert_close(together, alone, atol=1e-5 * float(alone.abs().max()), rtol=0)
+
+
 def of_image(value: Any, image: int, batch: int, index_K: Tensor, tokens: int) -> Any:
     """Return an argument of a block for some tokens of an image, by its sizes, which all differ."""
 
