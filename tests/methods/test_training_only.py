@@ -179,6 +179,22 @@ def test_modes_are_followed_wherever_they_are_set() -> None:
     assert mmod.is_routed(other.train())
 
 
+def test_a_forward_on_the_model_stays_and_one_on_a_block_is_told() -> None:
+    model = mmod.route_(make_model("vit_tiny_patch16_224"), RANDOM).train()
+    images = make_images("vit_tiny_patch16_224", 2)
+    expected = model(images)
+    # As accelerate wraps a model for half precision, and blocks of a model on several devices.
+    forward = model.forward
+    model.forward = lambda *args: forward(*args)
+    evaluated = model.eval()(images)
+    assert torch.equal(evaluated, make_model("vit_tiny_patch16_224").eval()(images))
+    torch.testing.assert_close(model.train()(images), expected)
+    block = model.blocks[1]
+    block.forward = block.forward
+    with pytest.raises(ValueError, match=r"blocks.1 has a `forward` on the instance, put there since"):
+        model.eval()
+
+
 def test_capacities_that_were_set_are_kept() -> None:
     model = mmod.route_(make_model("vit_tiny_patch16_224"), RANDOM).train()
     mmod.set_capacity_(model, [0.25, 0.75])
