@@ -84,11 +84,16 @@ def _at_budgets(
     """Return the models of some series, fitted to their budgets and named by them."""
     size: Any = {part: image} if len(find_stacks(model)) > 1 else tuple(image.shape[1:])
     whole = flops(model, size).routed
+    # Sizes of images are the same for several budgets, and names are given by shares that were counted before.
+    shares: dict[str, float] = {}
 
     def share_of(candidate: Candidate) -> float | None:
-        changed = copy_of(model)
-        candidate.apply_(changed, part, depth)
-        return flops(changed, size).routed / whole
+        code = candidate.code(part, depth)
+        if code not in shares:
+            changed = copy_of(model)
+            candidate.apply_(changed, part, depth)
+            shares[code] = flops(changed, size).routed / whole
+        return shares[code]
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)

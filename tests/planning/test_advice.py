@@ -32,9 +32,15 @@ from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from tests.kit.clip_zoo import make_clip, make_images
+from tests.kit.fitted import fit_once
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 SIDE = 160
+
+
+@pytest.fixture(autouse=True)
+def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_once(monkeypatch)
 
 
 def make(**options: Any) -> nn.Module:

@@ -26,8 +26,14 @@ from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip, small_config
 from tests.kit.disk import visible
+from tests.kit.fitted import fit_once
 from tests.kit.folders import make_image_model, save_image_model, save_images
 from tests.kit.prompts import make_prompts
+
+
+@pytest.fixture(autouse=True)
+def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_once(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,25 @@
+"""Candidates that are fitted to FLOPs once for all tests of a process: the same models have the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from mmod.planning import trials, untrained
+
+_KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
+
+
+def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `advise` fit the candidates of equal models once."""
+
+    def fitted(model: nn.Module, part: str, depth: int, image: Tensor, patch: Any) -> tuple[list[Any], dict[str, str]]:
+        key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)}"
+        if key not in _KNOWN:
+            _KNOWN[key] = untrained.image_candidates(model, part, depth, image, patch)
+        candidates, refused = _KNOWN[key]
+        return list(candidates), dict(refused)
+
+    monkeypatch.setattr(trials, "image_candidates", fitted)
