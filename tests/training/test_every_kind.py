@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -100,9 +101,9 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kind = name.partition(",")[0]
-    # Conversations are saved every second step of four, the others after each of six.
-    killed, stopped = (3, 3) if kind == "chat" else (2, 5)
-    saves = {} if kind == "chat" else {"checkpoint_every": 1}
+    # Both ends come between two saves: conversations have four steps, the others six.
+    killed, stopped = (3, 3) if kind == "chat" else (3, 5)
+    saves = {} if kind == "chat" else {"checkpoint_every": 2}
     whole, cut = (MAKE[kind](tmp_path / run, **RUNS[name], **saves) for run in ("whole", "cut"))
     fit(whole, progress=False)
     with pytest.raises(KeyboardInterrupt):
@@ -112,6 +113,7 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
     assert stop.value.code == 128 + signal.SIGTERM
     said = f"{cut.output}: SIGTERM after step {stopped}, which is saved; the same command goes on\n"
     assert said in capsys.readouterr().err
+    assert [path for path in (tmp_path / "cut/checkpoints").iterdir() if re.search(rf"-0*{stopped}\b", path.name)]
     result = fit(cut, progress=False)
     assert not result.reused
     for folder in ("model", "last")[: 1 + ("ema" in RUNS[name])]:
