@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,10 @@ def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
 
             return read_yaml(folder / file)
         return read_json_object(folder / file)
-    entries: Iterable[Path] = ()
     if folder.is_file():
-        # A file in the folder's place takes it too.
-        entries = (folder,)
-    elif folder.exists():
-        entries = folder.iterdir()
-    for path in entries:
+        # Raises: a file is in the folder's place.
+        make_folder(folder)
+    for path in folder.iterdir() if folder.exists() else ():
         if not path.name.startswith(".") and _holds_file(path):
             raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
     return None

@@ -35,7 +35,7 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path, name: str) -> No
     (tmp_path / name).write_text("mine")
     with pytest.raises(FolderTakenError, match=r"holds files but no config\.json: choose a new or empty folder"):
         record_config(tmp_path, RECORD, file="config.json", kind="a run")
-    with pytest.raises(FolderTakenError):
+    with pytest.raises(FileExistsError, match="is a file, and a folder is needed there: name another folder"):
         record_config(tmp_path / name, RECORD, file="config.json", kind="a run")
 
 
