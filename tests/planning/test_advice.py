@@ -493,7 +493,7 @@ def test_images_that_are_not_square_get_smaller_in_their_own_shape(clock: Callab
             model = make(**options)
             exec(row.code, {"mmod": mmod, "model": model})
             patches = model(images)[:, prefix:].half().float()
-            height, width = map(int, row.name.split()[2:5:2])
+            height, width = map(int, row.advice.split()[3:6:2])
             grid = patches.transpose(1, 2).unflatten(2, (height // 16, width // 16))
             patches = torch.nn.functional.interpolate(grid, size=(8, 18), mode="bilinear").flatten(2).transpose(1, 2)
             expected = torch.cosine_similarity(patches, dense, dim=-1).mean()
