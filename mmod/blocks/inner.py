@@ -27,14 +27,21 @@ class Inner:
 
     Attributes:
         runner: Runs the block's branches; None as in the host.
+        observed: The attention is read from around the block.
         silent: What runs in the place of modules while the other half of the block runs alone, by their names.
         normed: Rows and their first norm, if the kernel that gathered them computed it.
     """
 
     def __init__(self) -> None:
         self.runner: BranchRunner | None = None
+        self.observed = False
         self.silent = NOTHING_SILENT
         self.normed: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def expects_batch(self) -> bool:
+        """Whether a branch that runs otherwise, or what reads the attention, expects all images in a batch."""
+        return self.runner is not None or self.observed
 
 
 @contextmanager

@@ -155,7 +155,14 @@ class ConvertedBlock(Mixin):
             with running_branch(state.inner, watch):
                 return run()
         watch.cross = state.call.cross
-        y: Tensor = watch.run(run, (), {})
+        inner = state.inner.value
+        # A hook inside the block may call the model again.
+        outer = inner.observed
+        inner.observed = True
+        try:
+            y: Tensor = watch.run(run, (), {})
+        finally:
+            inner.observed = outer
         return y
 
     def __prepare_scriptable__(self) -> nn.Module:

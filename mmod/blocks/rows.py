@@ -402,8 +402,8 @@ class KeptTokens(Execution):
         if not kept.index_BK.shape[1]:
             return z
         if self.joins and kept.valid_BK is not None and kept.total:
-            # A bias of keys goes with no causal attention, and a branch may expect a batch.
-            is_plain = block.mod_state.inner.value.runner is None and not arguments.get("is_causal")
+            # A bias of keys goes with no causal attention.
+            is_plain = not (block.mod_state.inner.value.expects_batch or arguments.get("is_causal"))
             if is_plain and self.call.can_pack(cast(nn.Module, block), arguments):
                 return self._run_filled(host, z, arguments, rows)
         plain = kept.valid_BK is None and rows.routing.joined.size_BK is None

@@ -168,7 +168,7 @@ class FlatBlock(InterceptedBlock):
         if not differ and not call.boundaries:
             return super().forward(x, *args, **kwargs)
         bias = kwargs.pop(KEY_BIAS, None)
-        if bias is not None and call.boundaries and self.mod_state.inner.value.runner is None:
+        if bias is not None and call.boundaries and not self.mod_state.inner.value.expects_batch:
             return self._run_filled(x, args, kwargs, bias)
         split = attend_by_image(len(differ[0]) if differ else len(x), bias)
         z, arguments = as_one_sequence(call, x, kwargs)
