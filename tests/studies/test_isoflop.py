@@ -40,7 +40,7 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
         output=str(folder / "study"),
         dense=str(base),
         sizes=SIZES,
-        budgets=[1e7],
+        budgets=[2e7],
         routings={"dense": None, "mod": PREDICTOR},
         rates=[1e-2, 1e-3],
         seeds=2,
