@@ -126,14 +126,14 @@ def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[C
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
     plain = _without_weights(dense)
     kind = kind_of(plain)
-    model = kind.create()
+    model = kind.sketch()
     report: Any = kind.report(model)
     depth = len(find_stack(model).blocks)
     costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
     depths = set()
     for candidate in candidates:
         routed_kind = kind_of(candidate.configure(plain, plain))
-        routed = routed_kind.create()
+        routed = routed_kind.sketch()
         # The cost of thresholds depends on the data.
         if not by_data(routed):
             routed_report: Any = routed_kind.report(routed)

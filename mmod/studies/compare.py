@@ -25,7 +25,7 @@ from mmod.planning.options import PlanOptions
 from mmod.studies.plan import search_for
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.kind import Kind, device_of
+from mmod.training.engine.kind import Kind, device_of, seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.kinds import kind_of
 
@@ -33,8 +33,10 @@ BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
 # Epochs that take about as long as evaluating once.
 _EVALUATION = 0.05
-Measure = Callable[["Run", Callback, Store], Measured]
-"""Does a run whose plan is known; the store keeps evaluations without training."""
+Measure = Callable[["Run", Callback, "Measurer"], Measured]
+"""Does a run whose plan is known, with the store and the models of the measurer that calls it."""
+Load = Callable[[RunConfig], nn.Module]
+"""Loads the model that a run starts from, see `Kind.load`."""
 Count = Callable[["Run", nn.Module, Measured], dict[str, float]]
 """From a run, its final model and its rows to the costs of a sample, by column."""
 
@@ -57,15 +59,33 @@ class Run(Job[Any]):
 
 @dataclass(frozen=True)
 class Measurer:
-    """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled."""
+    """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled.
+
+    A model is loaded once for all that is measured of it, such as its accuracy, its costs and its times.
+    """
 
     measure: Measure
-    store: Store
+    store: Store  # Keeps evaluations without training.
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)  # Searched so far, by `Search`.
+    models: dict[str, nn.Module] = field(default_factory=dict)  # The last one that was loaded, by its config.
 
     def __call__(self, run: Run, callback: Callback) -> Measured:
         """Return the rows of a run."""
-        return self.measure(self.ready(run), callback, self.store)
+        # The run may train a model, which needs the memory.
+        self.models.clear()
+        return self.measure(self.ready(run), callback, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Other processes load the models that they need.
+        return {**vars(self), "models": {}}
+
+    def load(self, config: RunConfig) -> nn.Module:
+        """Return the model that a run starts from, see `Kind.load`: the last one again if it has the same config."""
+        key = str(config)
+        if key not in self.models:
+            self.models.clear()
+            self.models[key] = load_start(config)
+        return self.models[key]
 
     def ready(self, run: Run) -> Run:
         """Return a run whose plan is searched."""
@@ -148,14 +168,17 @@ def compare(
     def after(run: Run) -> None:
         if run.seed == 0 and run.name in first and count is not None:
             run = first[run.name] = measurer.ready(run)
-            table.costs[run.name] = count(run, load(run), table.runs[run.name][0])
+            model = measurer.load(final_config(run))
+            # The same whether the model has drawn since it was loaded, in its evaluation, or not.
+            seed_draws(run.seed, 0, 0)
+            table.costs[run.name] = count(run, model, table.runs[run.name][0])
         each(table, run)
 
     def time() -> Times[Any]:
         if timing is None:
             return {}
         finished = {name: measurer.ready(run) for name, run in first.items()}
-        return _times(finished, timing, store, shown=runner.progress)
+        return _times(finished, timing, measurer, shown=runner.progress)
 
     fill(table, runs, measurer, runner, after=after, time=time)
     return table
@@ -236,13 +259,8 @@ def final_config(run: Run) -> Any:
     return run.config.finished(run.config.output) if run.is_trained else run.config
 
 
-def load(run: Run) -> nn.Module:
-    """Make the final model of a run, in evaluation mode on the device it was trained on."""
-    return kind_of(final_config(run)).load()
-
-
 def measure_run(
-    run: Run, callback: Callback, store: Store, *, before: str | None = None, progress: bool = False
+    run: Run, callback: Callback, measurer: Measurer, *, before: str | None = None, progress: bool = False
 ) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
@@ -251,21 +269,26 @@ def measure_run(
         progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
-        return evaluate_start(store, run.config, progress)
+        return evaluate_start(measurer.store, run.config, measurer.load, progress)
     further = {}
     if run.is_tuned and before is not None:
-        further["before"] = evaluate_start(store, run.config).figures[before]
+        further["before"] = evaluate_start(measurer.store, run.config).figures[before]
     rows = measured_of(fit(run.config, callback))
     return rows._replace(figures={**rows.figures, **further})
 
 
-def evaluate_start(store: Store, config: RunConfig, progress: bool = False) -> Measured:
-    """Evaluate the model that a run starts from, once."""
+def load_start(config: RunConfig) -> nn.Module:
+    """Load the model that a run starts from; see `Kind.load`."""
+    return kind_of(config).load()
+
+
+def evaluate_start(store: Store, config: RunConfig, load: Load = load_start, progress: bool = False) -> Measured:
+    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before."""
     kind = kind_of(config)
     identity = {"work": "rows of samples", **identity_of(config)}
 
     def measure() -> Measured:
-        result, outcomes = kind.evaluate(kind.load(), progress)
+        result, outcomes = kind.evaluate(load(config), progress)
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
@@ -318,7 +341,7 @@ def _sha256(file: Path, changed: int) -> str:
     return sha256(file)
 
 
-def _times(runs: Mapping[str, Run], timing: Timing, store: Store, *, shown: bool) -> Times[Any]:
+def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown: bool) -> Times[Any]:
     """Return the times of final models, by input and size of batches."""
     kinds = {name: kind_of(final_config(run)) for name, run in runs.items()}
     identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(timing.sizes)}
@@ -326,7 +349,7 @@ def _times(runs: Mapping[str, Run], timing: Timing, store: Store, *, shown: bool
     def readings() -> Readings[Any]:
         passes: dict[str, dict[tuple[str, int], Reading]] = {}
         for name, kind in kinds.items():
-            model = kind.load()
+            model = measurer.load(kind.config)
             passes[name] = {}
             for size in timing.sizes:
                 # As many samples at every size.
@@ -334,7 +357,8 @@ def _times(runs: Mapping[str, Run], timing: Timing, store: Store, *, shown: bool
                 passes[name] |= {(inputs, size): reading for inputs, reading in by_input.items()}
         return passes
 
-    return times_once(store, identity, readings, device_of(kinds[DENSE]), rounds=timing.rounds, shown=shown)
+    device = device_of(kinds[DENSE])
+    return times_once(measurer.store, identity, readings, device, rounds=timing.rounds, shown=shown)
 
 
 def best_rates(

@@ -24,14 +24,13 @@ from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.studies import image
-from mmod.studies.compare import Run, fit, identity_of
+from mmod.studies.compare import Load, Measurer, Run, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
 from mmod.studies.report import listed
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
-from mmod.training.image.kind import ImageKind
 from mmod.values import from_plain
 
 # The images that classifiers are fitted on, and those that are tested.
@@ -142,16 +141,16 @@ def _evaluated_by(config: FeaturesStudyConfig) -> list[str]:
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, store: Store) -> Measured:
+def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, measurer: Measurer) -> Measured:
     """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
     started = run.config
     further: dict[str, float] = {}
     if run.is_trained:
         if config.before:
-            further["before"] = _probe(config, store, started).figures[config.score]
+            further["before"] = _probe(config, measurer.store, started).figures[config.score]
         further["top1"] = fit(started, callback).top1
         started = started.started_from(started.output)
-    rows = _probe(config, store, started, callback, _classifier_of(config, run))
+    rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, run))
     return rows._replace(figures={**rows.figures, **further})
 
 
@@ -168,6 +167,7 @@ def _probe(
     study: FeaturesStudyConfig,
     store: Store,
     config: TrainConfig,
+    load: Load = load_start,
     callback: Callback = lambda share: None,
     dense: TrainConfig | None = None,
 ) -> Measured:
@@ -186,11 +186,11 @@ def _probe(
         "strengths": study.strengths,
         "folds": study.folds,
     }
-    return measured_once(store, identity, functools.partial(_evaluate, study, config, callback, dense))
+    return measured_once(store, identity, functools.partial(_evaluate, study, config, load, callback, dense))
 
 
 def _evaluate(
-    study: FeaturesStudyConfig, config: TrainConfig, callback: Callback, dense: TrainConfig | None
+    study: FeaturesStudyConfig, config: TrainConfig, load: Load, callback: Callback, dense: TrainConfig | None
 ) -> Measured:
     """Compute the features of the model that a run starts from, and evaluate them."""
     streams = {name: _decoded(fields) for name, fields in _splits(config.data).items()}
@@ -199,7 +199,7 @@ def _evaluate(
         split_by_class(streams[_TESTED].reader.labels.numpy(), study.folds)  # type: ignore[attr-defined]
     if config.model.pretrained:
         check_published(config.model.name, config.model.args, "set checkpoint to a file of weights")
-    model = ImageKind(config).load()
+    model = load(config)
     store = features_store(study)
     features = []
     for name, stream in streams.items():

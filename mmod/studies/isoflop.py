@@ -88,7 +88,7 @@ def plan(config: IsoflopConfig) -> list[Place]:
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
             run = sized.configure(dense, dense)
-            model = TextKind(run).create()
+            model = TextKind(run).sketch()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
             forward = window_flops(model, run.data.length)
@@ -212,12 +212,12 @@ def _find_rates(
     return {name: factors[factor] for name, factor in best.items()}
 
 
-def _train(run: Run, callback: Callback, store: Store) -> Measured:
+def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
     return measured_of(fit(run.config, callback))
 
 
-def _gain(run: Run, callback: Callback, store: Store) -> Measured:
-    return Measured({_GAIN: -_train(run, callback, store).figures["loss"]})
+def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:
+    return Measured({_GAIN: -_train(run, callback, measurer).figures["loss"]})
 
 
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import pickle
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from mmod.compare.table import DENSE, Measured, Table
 from mmod.data.loader import image_stream
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Timing, compare, evaluate_start
+from mmod.studies.compare import Measurer, Run, Timing, compare, evaluate_start, measure_run
 from mmod.studies.kind import readings_of
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
@@ -56,6 +60,38 @@ def test_candidates_are_evaluated_and_timed_once(tmp_path: Path, monkeypatch: py
     again = compared()
     assert (again.costs, again.times) == (table.costs, table.times)
     assert again.figures("random") == table.figures("random")
+
+
+def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(tiny_config(tmp_path / "dense"), progress=False)
+    kind = ImageKind(tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense")))
+    candidates = [Candidate(DENSE), *(Candidate(name, routing={"router": name}) for name in ("norm", "random"))]
+    loaded: list[weakref.ref[nn.Module]] = []
+    load = ImageKind.load
+
+    def tracked(kind: ImageKind) -> nn.Module:
+        gc.collect()
+        assert not [model for model in loaded if model() is not None]
+        model = load(kind)
+        loaded.append(weakref.ref(model))
+        return model
+
+    def count(run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+        assert model is loaded[-1]()
+        return {"draw": float(torch.rand(()))}
+
+    monkeypatch.setattr(ImageKind, "load", tracked)
+    draws = compare(candidates, kind, count=count).costs
+    assert len(loaded) == len(candidates)
+    # Evaluations are read from the store, and the same is drawn.
+    assert compare(candidates, kind, count=count).costs == draws
+
+    kept = Measurer(measure_run, Store())
+    kept.load(kind.config)
+    assert kept.models
+    assert not pickle.loads(pickle.dumps(kept)).models
 
 
 def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

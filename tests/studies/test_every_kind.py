@@ -56,7 +56,7 @@ UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "te
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_evaluated_and_searched_as_it_was_trained(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = kind_of(_tiny(kind, tmp_path))
     steps: list[Step] = []
@@ -78,7 +78,13 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
         shown = 100 * outcomes[figure].mean() if figure in outcomes else weigh[figure](outcomes, equal_SN)[0]
         assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
 
-    table = assess.assess(done, progress=False)
+    created: list[Any] = []
+    create = type(training).create
+    with monkeypatch.context() as patch:
+        patch.setattr(type(training), "create", lambda kind: created.append(kind) or create(kind))  # type: ignore[func-returns-value]
+        table = assess.assess(done, progress=False)
+    # Counted and timed as it was evaluated: a large model is neither read nor held twice.
+    assert len(created) == 1
     assert table.figures(DENSE) == {0: trained.columns()}
     assert {inputs for inputs, _ in table.times} == UNITS[kind]
     assert table.costs[DENSE].keys() == {"parameters", *UNITS[kind]}
