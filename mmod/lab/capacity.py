@@ -31,7 +31,6 @@ from mmod.threads import PerThread
 from mmod.values import check_value, one_of
 
 COSTS = ("flops", "milliseconds")
-"""The learned plan in the folder of a run."""
 # A capacity between two eighths weighs the tokens between them by a fraction.
 STEPS = 8
 # Costs are counted or measured at quarters, and interpolated: they are close to linear.

@@ -20,6 +20,7 @@ from mmod.training.kinds import fit
 from mmod.values import check_value
 
 PLAN = "plan.json"
+"""The learned plan in the folder of a run."""
 
 
 def fit_capacity(
