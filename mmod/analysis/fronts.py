@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from mmod.analysis.statistics import pareto_front
 from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
 from mmod.lazy import name_missing_extra
 
@@ -23,8 +24,6 @@ _PANEL = 4.8
 _FRONT = "Pareto front"
 # A triangle of matplotlib with its tip, which points down, at the point.
 _ARROW = 7
-# Measurements repeat to within 2 %.
-_AS_CHEAP = 1.02
 
 
 class Mark(NamedTuple):
@@ -45,7 +44,7 @@ class Mark(NamedTuple):
 
 
 def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
-    """Return the marks than which none that is as cheap, within 2 %, scores more, the cheapest first.
+    """Return the marks of the Pareto front, the cheapest first.
 
     Args:
         faster: The cost is a speed, of which more is better.
@@ -56,16 +55,10 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
         >>> [mark.name for mark in front_of(marks)], [mark.name for mark in front_of(marks, faster=True)]
         (['a'], ['b', 'a'])
     """
-
-    def cost(mark: Mark) -> float:
-        return 1 / mark.cost if faster else mark.cost
-
-    def is_beaten(mark: Mark, other: Mark) -> bool:
-        is_better = other.score > mark.score or (other.score == mark.score and cost(other) < cost(mark))
-        return is_better and cost(other) <= _AS_CHEAP * cost(mark)
-
-    front = [mark for mark in marks if not any(is_beaten(mark, other) for other in marks)]
-    return sorted(front, key=cost)
+    # By number: marks may share a name.
+    costs = {number: 1 / mark.cost if faster else mark.cost for number, mark in enumerate(marks)}
+    front = pareto_front(costs, {number: mark.score for number, mark in enumerate(marks)})
+    return [marks[number] for number in sorted(front, key=costs.__getitem__)]
 
 
 def floor_of(marks: Sequence[Mark], faster: bool = False) -> float:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ BySeed = Mapping[int, float]
 # Numbers that are drawn at once, which bounds memory.
 _CHUNK = 4_000_000
 _NORMAL = 1.959964
+# Measurements repeat to within 2 %.
+_AS_CHEAP = 1.02
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -262,3 +265,29 @@ def _chunks(images: int, draws: int) -> Iterator[int]:
     step = max(1, _CHUNK // images)
     for start in range(0, draws, step):
         yield min(step, draws - start)
+
+
+def as_cheap(costs: Mapping[Name, float], name: Name, tolerance: float = _AS_CHEAP) -> list[Name]:
+    """Return the others that cost at most as much as one of them, and 2 % more for noise."""
+    return [other for other, cost in costs.items() if other != name and cost <= tolerance * costs[name]]
+
+
+def unbeaten(
+    costs: Mapping[Name, float], is_better: Callable[[Name, Name], bool], tolerance: float = _AS_CHEAP
+) -> list[Name]:
+    """Return the names than which none that is as cheap is better; `is_better` may hold for clear differences alone."""
+    return [name for name in costs if not any(is_better(other, name) for other in as_cheap(costs, name, tolerance))]
+
+
+def pareto_front(costs: Mapping[Name, float], scores: Mapping[Name, float], tolerance: float = _AS_CHEAP) -> list[Name]:
+    """Return the names than which none that is as cheap scores more, or as much at less cost.
+
+    Example:
+        >>> pareto_front({"a": 1.0, "b": 2.0, "c": 0.99}, {"a": 5, "b": 4, "c": 3})
+        ['a']
+    """
+
+    def is_better(one: Name, other: Name) -> bool:
+        return scores[one] > scores[other] or (scores[one] == scores[other] and costs[one] < costs[other])
+
+    return unbeaten(costs, is_better, tolerance)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.timing import relative_times
-from mmod.compare.table import DENSE, Table, evaluated, mean_of, unbeaten
+from mmod.compare.table import DENSE, Table, evaluated, mean_of
 from mmod.io.jobs import Job
 
 BATCH = "batch"
@@ -39,15 +40,15 @@ def near_front(figure: str, samples: int) -> Callable[[Table], list[Look]]:
 
     def more(table: Table) -> list[Look]:
         nonlocal is_first
-        ms = milliseconds(table, BATCH)
         near = []
         if is_first:
+            ms = milliseconds(table, BATCH)
             means = {name: mean_of(table, figure, name) for name in ms}
             near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
             near = [name for name in near if evaluated(table, name) < samples]
             is_first = False
         # More samples may have taken from the front what had beaten others on few.
-        near = near or [name for name in front_of(table, figure, ms) if evaluated(table, name) < samples]
+        near = near or [name for name in front_in(table, figure) if evaluated(table, name) < samples]
         looks: list[Look] = []
         for name in near:
             looks += look_at([name], evaluated(table, name), samples)
@@ -61,11 +62,7 @@ def milliseconds(table: Table, of: str) -> dict[str, float]:
     return {name: ms for name, (ms, _) in relative_times(table.times[of], DENSE).items()}
 
 
-def front_of(table: Table, figure: str, ms: Mapping[str, float]) -> list[str]:
-    """Return the candidates than which none that is as fast scores more, or as much in less time."""
-
-    def is_better(one: str, other: str) -> bool:
-        gain = mean_of(table, figure, one) - mean_of(table, figure, other)
-        return gain > 0 or (gain == 0 and ms[one] < ms[other])
-
-    return unbeaten(ms, is_better, tolerance=1.0)
+def front_in(table: Table, figure: str) -> list[str]:
+    """Return the candidates on the Pareto front of a figure and the time of a pass."""
+    ms = milliseconds(table, BATCH)
+    return pareto_front(ms, {name: mean_of(table, figure, name) for name in ms}, tolerance=1.0)

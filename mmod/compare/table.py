@@ -189,16 +189,6 @@ def close_groups(table: Table, figure: str, names: Sequence[str]) -> list[list[s
     return groups
 
 
-def as_fast(ms: Mapping[str, float], name: str, tolerance: float = 1.02) -> list[str]:
-    """Return the other candidates that take at most the time of one of them, and 2 % more for noise."""
-    return [other for other, time in ms.items() if other != name and time <= tolerance * ms[name]]
-
-
-def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool], tolerance: float = 1.02) -> list[str]:
-    """Return the candidates than which none that is as fast is clearly better: the Pareto front."""
-    return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name, tolerance))]
-
-
 def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, float | None]:
     """Return the mean `x` and standard deviation `x_std` of every figure by seed; None is that of a single seed."""
     columns: dict[str, float | None] = {}

@@ -14,7 +14,7 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios
-from mmod.compare.early import BATCH, Look, front_of, look_at, milliseconds, near_front
+from mmod.compare.early import BATCH, Look, front_in, look_at, milliseconds, near_front
 from mmod.compare.measure import fill, measured_once
 from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of
 from mmod.compare.times import Times, times_once
@@ -271,7 +271,7 @@ def rows_of(
 ) -> Iterator[AdviceRow]:
     """Yield the rows of the report, the fastest first."""
     ms = milliseconds(table, BATCH)
-    front = front_of(table, figure, ms)
+    front = front_in(table, figure)
     times = table.times[BATCH]
     for name in sorted(ms, key=ms.__getitem__):
         if name == DENSE:

@@ -16,19 +16,18 @@ from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
+from mmod.analysis.statistics import as_cheap, unbeaten
 from mmod.analysis.style import save_picture
 from mmod.compare.table import (
     DENSE,
     Measured,
     Outcomes,
     Table,
-    as_fast,
     best,
     gap,
     gaps,
     mean_of,
     paired_by_sample,
-    unbeaten,
 )
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
@@ -131,7 +130,7 @@ def baselines(config: TimmStudyConfig, table: Table, candidates: Candidates) -> 
     for size, ms in _known_times(config, table, candidates).items():
         by_model = {}
         for name in candidates:
-            by_model[name] = [other for other in as_fast(ms, name) if not candidates[other].is_routed]
+            by_model[name] = [other for other in as_cheap(ms, name) if not candidates[other].is_routed]
         by_size[f"_b{size}"] = by_model
     return by_size
 

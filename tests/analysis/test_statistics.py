@@ -7,16 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mmod.analysis.statistics import (
     Estimate,
     Resampling,
+    as_cheap,
     change_of,
     difference,
     estimate_of,
+    pareto_front,
     published,
     resampled_means,
     share_of,
+    unbeaten,
 )
 
 # What both bootstraps gave before they became one: value, and the ends of both intervals.
@@ -79,3 +84,24 @@ def test_intervals_of_counts_hold_the_truth_where_little_changes(images: int, lo
             assert estimate.low <= estimate.value <= estimate.high
             held[of] += estimate.low <= truth <= estimate.high
     assert min(held.values()) >= 930
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1))
+def test_a_pareto_front_holds_what_nothing_as_cheap_beats(models: dict[str, tuple[int, int]]) -> None:
+    costs = {name: float(cost) for name, (cost, _) in models.items()}
+    scores = {name: float(score) for name, (_, score) in models.items()}
+    undecided = unbeaten(costs, lambda one, other: scores[one] > scores[other], tolerance=1.0)
+    front = pareto_front(costs, scores, tolerance=1.0)
+    for name, (cost, score) in models.items():
+        beaten = any(other <= cost and high > score for other, high in models.values())
+        cheaper = any(other < cost and high == score for other, high in models.values())
+        assert (name in undecided) == (not beaten)
+        assert (name in front) == (not beaten and not cheaper)
+    assert front
+
+
+def test_costs_within_two_percent_are_as_cheap() -> None:
+    costs = {"a": 1.0, "near": 1.02, "slow": 1.03}
+    assert as_cheap(costs, "a") == ["near"]
+    assert as_cheap(costs, "a", tolerance=1.0) == []
+    assert as_cheap(costs, "slow") == ["a", "near"]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.compare.early import Look, front_of, look_at, milliseconds, near_front
+from mmod.compare.early import Look, front_in, look_at, milliseconds, near_front
 from mmod.compare.measure import fill
 from mmod.compare.table import DENSE, Measured, Table, evaluated
 from mmod.io.jobs import Callback, Runner
@@ -41,7 +41,7 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))
         assert table.runs[name][0].outcomes["right"].tolist() == outcomes[name][: evaluated(table, name)].tolist()
-    assert all(evaluated(table, name) == SAMPLES for name in front_of(table, "right", ms))
+    assert all(evaluated(table, name) == SAMPLES for name in front_in(table, "right"))
     # Who is evaluated on few samples is beaten by one that is as fast, and that was clearly better on as many.
     for name in models:
         others = [other for other in models if other != name and ms[other] <= ms[name]]

@@ -19,7 +19,6 @@ from mmod.compare.measure import fill, measured_once
 from mmod.compare.table import (
     Measured,
     Table,
-    as_fast,
     best,
     close_groups,
     gap,
@@ -27,7 +26,6 @@ from mmod.compare.table import (
     interval_of,
     mean_of,
     means_over_seeds,
-    unbeaten,
 )
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store
@@ -191,27 +189,6 @@ def test_a_figure_of_weighted_samples_is_bootstrapped_over_the_same_draws(sample
         math.sqrt(mean(outcomes["a"][place] ** 2)) - math.sqrt(mean(outcomes["dense"][place] ** 2)) for place in places
     ]
     assert (value.low, value.high) == pytest.approx(tuple(np.percentile(differences, (2.5, 97.5))), abs=1e-6)
-
-
-@given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1))
-def test_the_unbeaten_are_the_pareto_front(models: dict[str, tuple[int, int]]) -> None:
-    ms = {name: float(time) for name, (time, _) in models.items()}
-
-    def is_better(one: str, other: str) -> bool:
-        return models[one][1] > models[other][1]
-
-    front = unbeaten(ms, is_better, tolerance=1.0)
-    for name, (time, score) in models.items():
-        beaten = any(fast <= time and high > score for fast, high in models.values())
-        assert (name in front) == (not beaten)
-    assert front
-
-
-def test_times_within_two_percent_are_as_fast() -> None:
-    ms = {"a": 1.0, "near": 1.02, "slow": 1.03}
-    assert as_fast(ms, "a") == ["near"]
-    assert as_fast(ms, "a", tolerance=1.0) == []
-    assert as_fast(ms, "slow") == ["a", "near"]
 
 
 def test_a_figure_that_some_seeds_lack_has_the_mean_of_the_others() -> None:
