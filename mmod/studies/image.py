@@ -41,7 +41,7 @@ from mmod.studies.report import COLUMNS, listed, verdict
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.kind import Kind
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.evaluate import CONFUSION
+from mmod.training.image.evaluate import CONFUSION, iou_of
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
 
 # Speeds for which a model is named, as multiples of the dense model's.
@@ -74,12 +74,7 @@ Verdict = Callable[[Table, str, Sequence[str]], str]
 
 def mean_iou(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
     """Return the mean intersection over union of the classes in percent, over the patches of all images together."""
-    count_SCC = _weighed_counts(outcomes, weight_SN)
-    right_SC = np.diagonal(count_SCC, axis1=1, axis2=2)
-    union_SC = count_SCC.sum(1) + count_SCC.sum(2) - right_SC
-    # A class that is neither there nor predicted has no IoU.
-    iou_SC = np.divide(right_SC, union_SC, out=np.full(union_SC.shape, np.nan), where=union_SC > 0)
-    return 100 * np.nanmean(iou_SC, axis=1)
+    return 100 * np.nanmean(iou_of(_weighed_counts(outcomes, weight_SN)), axis=1)
 
 
 def right_patches(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:

@@ -179,7 +179,7 @@ def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
     means = {name: float((rows[name] * labels_N).sum() / labels_N.sum()) for name in ("loss", "outcome", "five")}
     # One check for all images: any logit that is not finite makes the loss so.
     check_value("the mean loss of an evaluation", means["loss"], float)
-    objects, mean_iou = _patch_figures(rows["target"], rows["guess"]) if "guess" in rows else (None, None)
+    objects, mean_iou = _patch_figures(rows) if "guess" in rows else (None, None)
     return EvalResult(
         top1=100 * means["outcome"],
         top5=100 * means["five"],
@@ -196,27 +196,38 @@ def outcomes_of(rows: Columns) -> dict[str, np.ndarray]:
     """Return what is right of each image: "top1" (N,), or of patches their confusion (N, classes, classes)."""
     if "guess" not in rows:
         return {"top1": rows["outcome"].float().numpy()}
-    target_NP = rows["target"].long()
-    guess_NP = rows["guess"].long()
-    classes = int(torch.maximum(target_NP, guess_NP).max()) + 1
-    cells = [(target * classes + guess)[target != IGNORED] for target, guess in zip(target_NP, guess_NP)]
-    counts = torch.stack([torch.bincount(cell_P, minlength=classes**2) for cell_P in cells])
-    return {CONFUSION: counts.reshape(-1, classes, classes).short().numpy()}
+    classes = _classes(rows)
+    counts = [_confusion(target_P, guess_P, classes) for target_P, guess_P in zip(rows["target"], rows["guess"])]
+    return {CONFUSION: torch.stack(counts).short().numpy()}
 
 
-def _patch_figures(target_NP: Tensor, guess_NP: Tensor) -> tuple[float, float]:
-    """Return `objects` and `mean_iou` of the classes of patches and their first guesses (images, patches)."""
-    known = target_NP != IGNORED
-    target = target_NP[known].long()
-    guess = guess_NP[known].long()
-    classes = int(torch.maximum(target, guess).max()) + 1
-    # One histogram over pairs of class and guess: row and column in one number.
-    confusion = torch.bincount(target * classes + guess, minlength=classes**2).reshape(classes, classes).double()
-    right = confusion.diagonal()
-    labelled = confusion.sum(1)
-    union = labelled + confusion.sum(0) - right
+def iou_of(count_SCC: np.ndarray) -> np.ndarray:
+    """Return the intersection over union of each class (S, C), from numbers of patches as in `CONFUSION`.
+
+    Returns:
+        A share for each class; NaN for one that is neither there nor predicted.
+    """
+    right_SC = np.diagonal(count_SCC, axis1=1, axis2=2)
+    union_SC = count_SCC.sum(1) + count_SCC.sum(2) - right_SC
+    return np.divide(right_SC, union_SC, out=np.full(union_SC.shape, np.nan), where=union_SC > 0)
+
+
+def _patch_figures(rows: Columns) -> tuple[float, float]:
+    """Return `objects` and `mean_iou` of patches."""
+    count_CC = _confusion(rows["target"], rows["guess"], _classes(rows)).double()
+    iou_C = torch.from_numpy(iou_of(count_CC[None].numpy())[0])
     # Class 0 is the background.
-    objects = right[1:].sum() / labelled[1:].sum()
-    # Classes that neither occur nor are guessed have no union.
-    mean_iou = (right[union > 0] / union[union > 0]).mean()
-    return 100 * float(objects), 100 * float(mean_iou)
+    objects = count_CC.diagonal()[1:].sum() / count_CC[1:].sum()
+    return 100 * float(objects), 100 * float(iou_C[~iou_C.isnan()].mean())
+
+
+def _classes(rows: Columns) -> int:
+    return int(torch.maximum(rows["target"].long(), rows["guess"].long()).max()) + 1
+
+
+def _confusion(target_P: Tensor, guess_P: Tensor, classes: int) -> Tensor:
+    """Return the number of labelled patches by class and predicted class (C, C)."""
+    known_P = target_P != IGNORED
+    # One histogram over pairs of class and guess: row and column in one number.
+    cell_P = target_P[known_P].long() * classes + guess_P[known_P].long()
+    return torch.bincount(cell_P, minlength=classes**2).reshape(classes, classes)
