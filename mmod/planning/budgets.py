@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from mmod.compare.table import DENSE
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
 
@@ -16,6 +17,48 @@ _TOLERANCE = 0.03
 _STEPS = 1000
 Share = Callable[[Candidate], float | None]
 """From a candidate to its share of the dense model's FLOPs; None where that depends on the data."""
+
+Flops = Callable[[Candidate], float | None]
+"""From a candidate to its FLOPs; None where these depend on the data."""
+
+
+def at_budgets(
+    candidates: Sequence[Candidate],
+    flops_of: Flops,
+    sides: Sequence[Any],
+    patches: int,
+    refused: dict[str, str] | None = None,
+) -> list[Candidate]:
+    """Return candidates that are fitted to their budgets and named by their shares: see `fitted`, `named_by_share`.
+
+    Args:
+        flops_of: Asked once for each model.
+        refused: Receives why series cannot be fitted; None raises.
+    """
+    known: dict[str, float | None] = {}
+
+    def counted(candidate: Candidate) -> float | None:
+        model = repr(dataclasses.replace(candidate, name="", series="", budget=None, control=None))
+        if model not in known:
+            known[model] = flops_of(candidate)
+        return known[model]
+
+    whole = counted(Candidate(DENSE))
+
+    def share_of(candidate: Candidate) -> float | None:
+        own = counted(candidate)
+        return None if own is None or whole is None else own / whole
+
+    chosen = []
+    for candidate in candidates:
+        try:
+            chosen.append(fitted(candidate, share_of, sides, patches))
+        except ValueError as refusal:
+            if refused is None:
+                raise
+            # The same for all budgets, mostly.
+            refused[candidate.series] = str(refusal)
+    return named_by_share(chosen, share_of)
 
 
 def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches: int) -> Candidate:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flops import flops
 from mmod.config import RoutingConfig
-from mmod.planning.budgets import fitted, named_by_share
+from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, copy_of
 from mmod.planning.options import FIT
 from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
@@ -81,19 +81,13 @@ def _at_budgets(
     series: Mapping[str, Mapping[str, Any]],
     budgets: Mapping[str, Sequence[float]],
 ) -> tuple[list[Candidate], Refused]:
-    """Return the models of some series, fitted to their budgets and named by them."""
+    """Return the models of some series at their budgets, and why others are refused."""
     size: Any = {part: image} if len(find_stacks(model)) > 1 else tuple(image.shape[1:])
-    whole = flops(model, size).routed
-    # Sizes of images are the same for several budgets, and names are given by shares that were counted before.
-    shares: dict[str, float] = {}
 
-    def share_of(candidate: Candidate) -> float | None:
-        code = candidate.code(part, depth)
-        if code not in shares:
-            changed = copy_of(model)
-            candidate.apply_(changed, part, depth)
-            shares[code] = flops(changed, size).routed / whole
-        return shares[code]
+    def flops_of(candidate: Candidate) -> float:
+        changed = copy_of(model)
+        candidate.apply_(changed, part, depth)
+        return flops(changed, size).routed
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
@@ -103,14 +97,10 @@ def _at_budgets(
         if patch is None and "methods" in fields:
             # What these do follows from the patches.
             continue
-        for budget in budgets[name]:
-            fitting = Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields)
-            try:
-                candidates.append(_advised(fitted(fitting, share_of, sizes, patches)))
-            except ValueError as refusal:
-                # The same for all budgets, mostly.
-                refused[name] = str(refusal)
-    return named_by_share(candidates, share_of), refused
+        candidates += [
+            Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]
+        ]
+    return [_advised(one) for one in at_budgets(candidates, flops_of, sizes, patches, refused)], refused
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[Any]:

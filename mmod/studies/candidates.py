@@ -13,7 +13,7 @@ from mmod.analysis.counting import pass_flops
 from mmod.compare.table import DENSE
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
-from mmod.planning.budgets import fitted, named_by_share
+from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
@@ -39,7 +39,7 @@ def image_candidates(config: TimmStudyConfig, dense: Any, tuned: Any) -> list[Ca
         candidates += _shallow(candidates, dense, epochs)
     baselines = {series: _run_budgets(config, budgets) for series, budgets in config.baselines.items()}
     candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
-    return _at_budgets(candidates, dense) if config.names_budgets else candidates
+    return _fitted(candidates, dense) if config.names_budgets else candidates
 
 
 def chat_candidates(config: ChatStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
@@ -48,35 +48,27 @@ def chat_candidates(config: ChatStudyConfig, dense: Any, tuned: Any) -> list[Can
     return [*routed_candidates(config, dense, tuned), *baselines]
 
 
-def _at_budgets(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
+def _fitted(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
     """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
     plain = _without_weights(dense)
     model = kind_of(plain).sketch()
     height, width = patch_grid(model, (dense.data.image_size,) * 2)
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]
-    costs: dict[str, float | None] = {}
 
-    def cost(candidate: Candidate) -> float | None:
-        described = repr(dataclasses.replace(candidate, name="", budget=None))
-        if described not in costs:
-            kind: Any = kind_of(candidate.configure(plain, plain))
-            try:
-                routed = kind.sketch().eval()
-                image = torch.empty(1, *kind.image_shape, device="meta")
-                costs[described] = None if by_data(routed) else pass_flops(routed, {"image": image})
-            # Hosts refuse sizes of images by assertions.
-            except (ValueError, AssertionError) as error:
-                raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
-        return costs[described]
+    def flops_of(candidate: Candidate) -> float | None:
+        if candidate.search is not None:
+            return None
+        kind: Any = kind_of(candidate.configure(plain, plain))
+        try:
+            routed = kind.sketch().eval()
+            image = torch.empty(1, *kind.image_shape, device="meta")
+            return None if by_data(routed) else pass_flops(routed, {"image": image})
+        # Hosts refuse sizes of images by assertions.
+        except (ValueError, AssertionError) as error:
+            raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
 
-    whole = cost(Candidate(DENSE))
-
-    def share_of(candidate: Candidate) -> float | None:
-        own = None if candidate.search is not None else cost(candidate)
-        return None if own is None or whole is None else own / whole
-
-    return named_by_share([fitted(one, share_of, sides, height * width) for one in candidates], share_of)
+    return at_budgets(candidates, flops_of, sides, height * width)
 
 
 def _without_weights(dense: Any) -> Any:
