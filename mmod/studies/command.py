@@ -27,7 +27,7 @@ CONFIGS: dict[str, type[StudyConfig]] = {
     "pairs": PairsStudyConfig,
     "chat": ChatStudyConfig,
 }
-"""Configs of studies by kind; imported without torch, so that `--help` is fast."""
+"""Configs of studies by kind, imported without torch, so that `--help` is fast; `study_kind` has the rest of a kind."""
 
 
 def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
@@ -38,9 +38,10 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     if command == ISOFLOP:
         yield from _isoflop(arguments)
         return
-    kind = (stack_configs(arguments)[0] or {}).get("kind", "image")
+    fields, options = stack_configs(arguments)
+    kind = (fields or {}).get("kind", "image")
     one_of("kind", kind, list(CONFIGS))
-    config: StudyConfig | None = parse_config(arguments, CONFIGS[kind])
+    config: StudyConfig | None = parse_config(options, CONFIGS[kind], fields)
     # Imported late: help is answered without torch.
     from mmod.studies.study import run_study
 

@@ -32,14 +32,6 @@ from mmod.studies.kind import StudyKind
 from mmod.studies.report import StudyResult, write_study
 from mmod.training.kinds import kind_of
 
-STUDIES = {
-    "image": "mmod.studies.image:STUDY",
-    "features": "mmod.studies.features:STUDY",
-    "pairs": "mmod.studies.pairs:STUDY",
-    "chat": "mmod.studies.chat:STUDY",
-}
-"""Import paths of what each kind contributes, by its name in configs."""
-
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     """Train or load the dense model and the candidates made from it, evaluate, time, and draw.
@@ -47,7 +39,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
-    study = study_kind(config)
+    study = study_kind(config.kind)
     runner = Runner(config.processes, progress)
     compared = _compared(config)
     candidates: Sequence[Candidate] = compared["candidates"]
@@ -97,10 +89,10 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     return write(table)
 
 
-def study_kind(config: StudyConfig) -> StudyKind:
-    """Return what the kind of a study contributes; imports its libraries."""
-    kind: StudyKind = import_path(STUDIES[config.kind])
-    return kind
+def study_kind(kind: str) -> StudyKind:
+    """Return what a kind contributes to a study: `STUDY` of the module with its name. Imports its libraries."""
+    study: StudyKind = import_path(f"mmod.studies.{kind}:STUDY")
+    return study
 
 
 def plan(config: StudyConfig) -> tuple[list[Candidate], list[Run]]:
@@ -111,7 +103,7 @@ def plan(config: StudyConfig) -> tuple[list[Candidate], list[Run]]:
 
 def _compared(config: StudyConfig) -> dict[str, Any]:
     """Return what a study compares, as the arguments of `runs_of`."""
-    study = study_kind(config)
+    study = study_kind(config.kind)
     run_config: Any = study.run_config
     dense = run_config.from_dict(config.dense_fields)
     tuned = run_config.from_dict(config.tuned_fields)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -13,7 +13,7 @@ from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.kind import StudyKind
-from mmod.studies.study import STUDIES
+from mmod.studies.study import study_kind
 from mmod.training.engine.config import RunConfig
 from mmod.training.table import KINDS
 from tests.kit.image_study import config as image_config
@@ -64,8 +64,8 @@ def test_each_kind_is_a_frozen_object_that_inherits_nothing() -> None:
 
 
 def test_each_kind_of_study_has_a_config() -> None:
-    assert STUDIES.keys() == STUDY_CONFIGS.keys()
-    for path in STUDIES.values():
-        kind = import_path(path)
+    for name, config in STUDY_CONFIGS.items():
+        assert get_args(get_type_hints(config)["kind"]) == (name,)
+        kind = study_kind(name)
         assert isinstance(kind, StudyKind)
         assert kind.run_config in {import_path(row.config) for row in KINDS.values()}

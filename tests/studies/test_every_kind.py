@@ -13,9 +13,8 @@ import yaml
 import mmod
 from mmod.compare.table import DENSE
 from mmod.io.yaml import read_yaml
-from mmod.lazy import import_path
 from mmod.studies import assess, plan
-from mmod.studies.study import STUDIES
+from mmod.studies.study import study_kind
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step
 from mmod.training.kinds import config_class, kind_named, kind_of
@@ -74,7 +73,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
         # What models are paired by gives what is shown, the same samples weighted alike.
         samples = len(next(iter(outcomes.values())))
         equal_SN = np.full((1, samples), 1 / samples)
-        weigh = import_path(STUDIES[kind]).weigh
+        weigh = study_kind(kind).weigh
         shown = 100 * outcomes[figure].mean() if figure in outcomes else weigh[figure](outcomes, equal_SN)[0]
         assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
 
