@@ -41,11 +41,11 @@ _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
 
 
-def find_images(config: DataConfig) -> None:
+def check_images(config: DataConfig) -> None:
     """Raise a ValueError if the files of a split are missing, before anything is read; sets that are built never are.
 
     Example:
-        >>> find_images(DataConfig("folder", root="nowhere"))
+        >>> check_images(DataConfig("folder", root="nowhere"))
         Traceback (most recent call last):
         ValueError: root='nowhere' is no folder: name one by data.root, or by images in a study
     """
@@ -230,7 +230,7 @@ Transform = Callable[..., Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 
-def find_pairs(config: PairsConfig) -> None:
+def check_pairs(config: PairsConfig) -> None:
     """Raise a ValueError if no shard is where the config names some, before anything is read."""
     for pattern in (config.train, config.val):
         if not is_streamed(pattern) and not (isinstance(pattern, str) and pattern.startswith("scenes:")):
@@ -285,7 +285,7 @@ END = 0
 _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
 
 
-def find_text(config: TextConfig) -> None:
+def check_text(config: TextConfig) -> None:
     """Raise a ValueError if the pattern matches no file, before anything is read."""
     if not is_streamed(config.source):
         _paths(config.source)

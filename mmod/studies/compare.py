@@ -239,7 +239,7 @@ def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
     written = {run.config.output for run in runs}
     for run in runs:
         if run.config.model.checkpoint not in written:
-            run.config.find_weights()
+            run.config.check_weights()
     for run in runs:
         started = run.config
         if started.model.checkpoint in written:

@@ -185,7 +185,7 @@ class ReplacingChats(ChatDataset):
         raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
 
-def find_conversations(config: ConversationsConfig) -> None:
+def check_conversations(config: ConversationsConfig) -> None:
     """Raise if a file or shard, or the folder of images, is missing, before anything is read."""
     for source in (config.train, config.val):
         if source is None or source.startswith("questions:"):

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
-from mmod.data.readers.conversations import ReplacingChats, find_conversations, open_conversations
+from mmod.data.readers.conversations import ReplacingChats, check_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
@@ -75,7 +75,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
-    find_conversations(config.data)
+    check_conversations(config.data)
     model, processor = create_model(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))

@@ -23,7 +23,7 @@ from mmod.analysis import Prompt, flops
 from mmod.analysis.audit.evaluations import evaluate_answers
 from mmod.analysis.timing import Reading
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, find_conversations
+from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, check_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
@@ -105,7 +105,7 @@ class ChatKind:
         """Train, evaluate and write the result, in a locked folder."""
         config = self.config
         folder = Path(config.output)
-        find_conversations(config.data)
+        check_conversations(config.data)
         arguments = training_arguments(config)
         progress = progress and arguments.process_index == 0
         data = self._open_data(arguments, progress)

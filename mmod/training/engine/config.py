@@ -244,7 +244,7 @@ class RunConfig:
         """Passes over the training data; None where a trainer's arguments say how long it trains."""
         return None
 
-    def find_weights(self) -> None:
+    def check_weights(self) -> None:
         """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
 
     def sketched_by(self, other: Self) -> Self:
@@ -396,8 +396,8 @@ class LoopConfig(RunConfig):
                 "grad_checkpointing recomputes: leave one of them out"
             )
 
-    def find_weights(self) -> None:
-        """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.find_weights`."""
+    def check_weights(self) -> None:
+        """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.check_weights`."""
         # Imports torch, without which configs are read.
         from mmod.opening.weights import find_weights
 

@@ -83,7 +83,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     world = int(os.environ.get("WORLD_SIZE", 1))
     # The checks of a run in the same order, so that an estimate refuses what training would.
     check_start(kind, world)
-    kind.find_data()
+    kind.check_data()
     torch.manual_seed(config.seed)
     model, teacher = create_models(kind)
     model.to(device)

@@ -123,7 +123,7 @@ class LoopKind(Kind, Protocol):
     def finish(self, model: nn.Module) -> None:
         """Change a model, methods applied, for training alone, such as to freeze some of its weights."""
 
-    def find_data(self) -> None:
+    def check_data(self) -> None:
         """Raise a ValueError if files of the training or evaluation data are missing."""
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:

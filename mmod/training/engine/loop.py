@@ -104,7 +104,7 @@ class _Trainer:
         if streams is None:
             # Before the model is made, which may take minutes.
             check_start(kind, process.world)
-            kind.find_data()
+            kind.check_data()
         # As rank 0 in all processes, so that all draw the same new weights.
         seed_draws(config.seed, 0, 0)
 

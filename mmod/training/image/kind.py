@@ -19,7 +19,7 @@ from mmod.analysis import FlopReport
 from mmod.analysis.flops import flops
 from mmod.analysis.timing import Reading
 from mmod.data.labels import ModelClasses
-from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
+from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
 from mmod.model import freeze_dense_, set_capacity_
@@ -112,9 +112,9 @@ class ImageKind:
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
 
-    def find_data(self) -> None:
-        """Raise if folders or shards of images are missing; see `LoopKind.find_data`."""
-        find_images(self.config.data)
+    def check_data(self) -> None:
+        """Raise if folders or shards of images are missing; see `LoopKind.check_data`."""
+        check_images(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training images, whose classes are those of the model by name.

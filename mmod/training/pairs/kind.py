@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.analysis import FlopReport, flops
 from mmod.analysis.timing import Reading
-from mmod.data.loader import BatchStream, find_pairs, pairs_stream
+from mmod.data.loader import BatchStream, check_pairs, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method, methods_of
@@ -95,9 +95,9 @@ class PairsKind:
     def finish(self, model: nn.Module) -> None:
         """Change nothing: all weights train, but those of a locked tower."""
 
-    def find_data(self) -> None:
-        """Raise if shards are missing; see `LoopKind.find_data`."""
-        find_pairs(self.config.data)
+    def check_data(self) -> None:
+        """Raise if shards are missing; see `LoopKind.check_data`."""
+        check_pairs(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training pairs, for the model's image size and context length."""

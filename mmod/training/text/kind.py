@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.analysis.timing import Reading
-from mmod.data.loader import BatchStream, find_text, text_stream
+from mmod.data.loader import BatchStream, check_text, text_stream
 from mmod.methods import Method
 from mmod.opening.weights import read_weights
 from mmod.training.engine import start
@@ -62,9 +62,9 @@ class TextKind:
     def finish(self, model: nn.Module) -> None:
         """Change nothing: all weights train."""
 
-    def find_data(self) -> None:
-        """Raise if text is missing; see `LoopKind.find_data`."""
-        find_text(self.config.data)
+    def check_data(self) -> None:
+        """Raise if text is missing; see `LoopKind.check_data`."""
+        check_text(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training windows."""
