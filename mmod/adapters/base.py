@@ -52,7 +52,7 @@ from mmod.blocks import (
     own_,
 )
 from mmod.config import RoutingConfig
-from mmod.ops import Packing, attend_to_all, keys_and_values
+from mmod.ops import KeysOfAll, Packing, keys_and_values
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMasks
@@ -428,7 +428,7 @@ class NamedArguments(CallForm, BlockCall):
         # Repeated blocks compute keys and values of all tokens in the first run only.
         if not cached:
             cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
-        with attend_to_all(projections, cached):
+        with KeysOfAll(projections, cached):
             return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
 
     def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:

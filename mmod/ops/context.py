@@ -169,7 +169,7 @@ class _KeysAndValues(PartialProjections):
         return super()._linear(input, weight, bias)
 
 
-class attend_to_all(PartialProjections):
+class KeysOfAll(PartialProjections):
     """Context manager in which a host block on kept tokens attends to the keys and values of all tokens.
 
     Args:
@@ -184,7 +184,7 @@ class attend_to_all(PartialProjections):
         ...     return F.scaled_dot_product_attention(q, k, v).squeeze(1)
         >>> x = torch.randn(1, 6, 4)
         >>> projections = [Projection(qkv.weight, query_features=4)]
-        >>> with attend_to_all(projections, keys_and_values(lambda: block(x), projections)):
+        >>> with KeysOfAll(projections, keys_and_values(lambda: block(x), projections)):
         ...     kept = block(x[:, :2])
         >>> bool(torch.allclose(kept, block(x)[:, :2], atol=1e-6))
         True

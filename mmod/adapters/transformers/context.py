@@ -1,8 +1,6 @@
-"""Attention of a decoder layer's kept tokens over all tokens.
+"""Attention of a decoder layer's kept tokens over all tokens, as in `mmod.ops.context`, by the layer's cache.
 
-The host's forward runs twice and is never copied. The first call takes all tokens and stops when keys and values reach
-the cache. The second takes the kept tokens and receives those keys and values. Both compute only the slice of every
-projection that they need.
+The first call of the host's forward stops when keys and values reach the cache; in the second, the cache returns them.
 Axes: B samples, H heads, N tokens, K slots per sample, L keys, E channels of a head.
 """
 
