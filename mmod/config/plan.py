@@ -66,11 +66,11 @@ Row = tuple[int, float, str, str]
 """Index, capacity, operator and context of a routed block."""
 
 
-def check_rows(rows: Sequence[Row]) -> None:
-    """Raise a ValueError if operator and context of a routed block do not fit."""
-    for block, _, operator, context in rows:
-        if operator == "mlp" and context == "all":
-            raise ValueError(f"operator='mlp' needs context='kept', got 'all' for block {block}")
+def check_context(operator: object, context: object, block: int | None = None) -> None:
+    """Raise a ValueError if operator and context, of a block or of all, do not fit."""
+    if operator == "mlp" and context == "all":
+        where = "" if block is None else f" for block {block}"
+        raise ValueError(f"operator='mlp' needs context='kept', got 'all'{where}: attention runs on all tokens anyway")
 
 
 def table_of(rows: Sequence[Row]) -> str:

@@ -28,7 +28,7 @@ from mmod.config.plan import (
     OPERATORS,
     Row,
     check_blocks,
-    check_rows,
+    check_context,
     table_of,
 )
 from mmod.config.registry import LOSSES, SCORES, read_parts, revised
@@ -259,8 +259,7 @@ class RoutingConfig:
                 f"operator={self.operator!r} needs language.gate_on='update': the gate weighs the branch that tokens "
                 "miss"
             )
-        if self.operator == "mlp" and self.context == "all":
-            raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
+        check_context(self.operator, self.context)
 
     def _check_language(self) -> None:
         """Raise unless the options of language models fit the other fields."""
@@ -333,7 +332,8 @@ class RoutingConfig:
                 f"{threshold}"
             )
         rows = tuple(zip(blocks, *columns))
-        check_rows(rows)
+        for block, _, operator, context in rows:
+            check_context(operator, context, block)
         return rows
 
     def at_depth(self, depth: int) -> RoutingConfig:
