@@ -44,7 +44,7 @@ class Classes:
         """What was taken for classes: folders, or the names."""
         return self.origin or some_names([*self.numbers])
 
-    def check_outputs(self, outputs: int | None) -> None:
+    def check_ranks(self, outputs: int | None) -> None:
         """Raise a ValueError if numbers that are ranks cannot be those of a model with so many outputs."""
         count = 1 + max(self.numbers.values())
         if not self.given and outputs and count != outputs:

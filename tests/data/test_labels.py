@@ -36,7 +36,7 @@ def test_classes_of_a_model_are_matched_by_name_whatever_their_order(known: list
     matched = match_classes(classes, names, model, "the set")
     assert {name: matched.numbers[name] for name in names} == {name: known.index(name) for name in names}
     assert str(matched) == f"{len(names)} of {len(known)} classes, matched by name"
-    matched.check_outputs(len(known) + 3)
+    matched.check_ranks(len(known) + 3)
     assert match_classes(classes, names, None, "the set") is classes
 
 
@@ -46,8 +46,8 @@ def test_classes_that_a_model_does_not_know_are_named() -> None:
         match_classes(classes, "abx", model, "the set")
     assert match_classes(classes, "abx", ModelClasses(model.numbers, "timm", required=False), "the set") is classes
     with pytest.raises(ValueError, match="names 3 classes, a, b, x, and the model has 10 outputs"):
-        classes.check_outputs(10)
-    classes.check_outputs(3)
+        classes.check_ranks(10)
+    classes.check_ranks(3)
 
 
 @pytest.mark.parametrize("value", [0, 7, 3.0, True, np.int64(5), np.float32(2)])

@@ -173,7 +173,7 @@ def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
     """
     check_labels(rows)
     if classes is not None:
-        classes.check_outputs(int(rows["outputs"][0]))
+        classes.check_ranks(int(rows["outputs"][0]))
     # Weighed by labels: an image with few labelled patches counts for less.
     labels_N = rows["labels"].double()
     means = {name: float((rows[name] * labels_N).sum() / labels_N.sum()) for name in ("loss", "outcome", "five")}

@@ -124,7 +124,7 @@ class ImageKind:
         """
         stream = self._stream(process, model_classes(self.config, model), seed)
         if seed is None and stream.classes is not None:
-            stream.classes.check_outputs(image_facts(model).classes)
+            stream.classes.check_ranks(image_facts(model).classes)
         return stream
 
     def check_samples(self, model: nn.Module, train: BatchStream) -> None:

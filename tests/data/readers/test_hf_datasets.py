@@ -217,7 +217,7 @@ def test_names_of_a_class_label_are_matched(tmp_path: Path) -> None:
     assert labels_of(plain) == [2, 0]
     assert plain.classes is not None
     with pytest.raises(ValueError, match="names 3 classes, cat, dog, sea, and the model has 4 outputs"):
-        plain.classes.check_outputs(4)
+        plain.classes.check_ranks(4)
     stream = image_stream(config(tmp_path, **options, classes=str(tmp_path / "names.txt")))
     assert labels_of(stream) == [0, 3]
     assert str(stream.classes) == "3 of 4 classes, matched by name"
