@@ -22,7 +22,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
-from mmod.training.chat.preflight import check_start, steps_of
+from mmod.training.chat.preflight import check_start, step_samples, steps_of
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of
 
@@ -93,7 +93,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
     patches = round(mean(count_patches(model, entry) for entry in batches))
 
-    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    batch = step_samples(arguments)
     steps, epoch_steps = steps_of(arguments, len(train))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}

@@ -14,14 +14,18 @@ from mmod.training.engine.preflight import check_warmup, check_words
 _SEARCHED = 512
 
 
+def step_samples(arguments: Any) -> int:
+    """Return the samples of an optimiser step over all processes, by transformers' training arguments."""
+    return int(arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size)
+
+
 def steps_of(arguments: Any, samples: int) -> tuple[int, int]:
     """Return the optimiser steps of a run and those of an epoch.
 
     Args:
         arguments: transformers' training arguments.
     """
-    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    of_epoch = math.ceil(samples / batch)
+    of_epoch = math.ceil(samples / step_samples(arguments))
     if arguments.max_steps > 0:
         return arguments.max_steps, of_epoch
     return math.ceil(arguments.num_train_epochs * of_epoch), of_epoch

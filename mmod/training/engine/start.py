@@ -16,7 +16,7 @@ from mmod.model import apply_
 from mmod.opening.weights import load_weights, some
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
-from mmod.training.engine.kind import LoopKind, device_of, step_samples
+from mmod.training.engine.kind import LoopKind, Streams, device_of, step_samples
 from mmod.training.engine.preflight import check_schedule
 
 Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
@@ -148,6 +148,11 @@ def evaluate(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evalua
     """Evaluate a model on the full evaluation set, in this process; see `Kind.evaluate`."""
     process = Process(0, 1, device_of(kind))
     return kind.evaluate_set(model, kind.create_stream(process, model), process, progress)
+
+
+def create_streams(kind: LoopKind, process: Process, model: nn.Module) -> Streams:
+    """Create the streams of training and evaluation batches; see `LoopKind.create_streams`."""
+    return kind.create_stream(process, model, kind.config.seed), kind.create_stream(process, model)
 
 
 def task_options(kind: LoopKind, teacher: nn.Module | None) -> dict[str, Any]:

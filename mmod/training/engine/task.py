@@ -35,7 +35,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def divergence(logits: Tensor, taught: Tensor) -> Tensor:
+def mean_kl(logits: Tensor, taught: Tensor) -> Tensor:
     """Return KL(teacher || student), mean over rows of logits (..., C)."""
     student, target = (F.log_softmax(values.float().flatten(0, -2), dim=-1) for values in (logits, taught))
     # "batchmean" divides by rows; "mean" would divide by classes as well.

@@ -17,7 +17,7 @@ from mmod.adapters.grids import resized_to_labels
 from mmod.data.labels import IGNORED
 from mmod.losses import auxiliary_loss
 from mmod.model import set_capacity_
-from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, divergence, total
+from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, total
 from mmod.training.image.config import ElasticConfig
 
 
@@ -92,7 +92,7 @@ class ClassificationTask(Task):
         if self.teacher is not None:
             with torch.no_grad():
                 taught = answers(self.teacher, images, targets)
-            parts["distillation"] = self.distill_weight * divergence(logits, taught)
+            parts["distillation"] = self.distill_weight * mean_kl(logits, taught)
         if self.final is not None and self.feature_weight is not None:
             parts["features"] = self.feature_weight * _distance(*(final.take() for final in self.final))
         if self.auxiliary:
@@ -117,7 +117,7 @@ class ElasticTask(ClassificationTask):
         for capacity in (smallest, *random.sample(between, self.elastic.samples - 2)):
             set_capacity_(self.model, capacity)
             # The largest capacity teaches, and is not taught.
-            others.append(divergence(answers(self.model, images, targets), logits.detach()))
+            others.append(mean_kl(answers(self.model, images, targets), logits.detach()))
             if self.auxiliary:
                 others.append(auxiliary_loss(self.model))
         return logits, {**parts, "elastic": torch.stack(others).sum()}

@@ -29,7 +29,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Streams, device_of, load, needed_shares
+from mmod.training.engine.kind import device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
@@ -52,6 +52,7 @@ class PairsKind:
     sketch = start.sketch
     check_schedule = start.check_start
     create_teacher = start.create_teacher
+    create_streams = start.create_streams
     fit = fit
     estimate = estimate
     evaluate = start.evaluate
@@ -105,10 +106,6 @@ class PairsKind:
         augment = None if seed is None else config.augment
         transform, tokenizer = create_transforms(model, config.model.name, augment)
         return pairs_stream(config.data, transform, tokenizer, seed, process.rank, process.world)
-
-    def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Create the streams of training and evaluation pairs."""
-        return self.create_stream(process, model, self.config.seed), self.create_stream(process, model)
 
     def check_samples(self, model: nn.Module, train: BatchStream) -> None:
         """Accept all pairs: captions are cut to the model's length."""

@@ -19,7 +19,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Streams, device_of, load, needed_shares
+from mmod.training.engine.kind import device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
@@ -41,6 +41,7 @@ class TextKind:
     sketch = start.sketch
     check_schedule = start.check_start
     create_teacher = start.create_teacher
+    create_streams = start.create_streams
     fit = fit
     estimate = estimate
     evaluate = start.evaluate
@@ -69,10 +70,6 @@ class TextKind:
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training windows."""
         return text_stream(self.config.data, seed, process.rank, process.world)
-
-    def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Create the streams of training and evaluation windows."""
-        return self.create_stream(process, model, self.config.seed), self.create_stream(process, model)
 
     def check_samples(self, model: nn.Module, train: BatchStream) -> None:
         """Accept all text: a model of bytes reads any."""

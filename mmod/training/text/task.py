@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.losses import auxiliary_loss
-from mmod.training.engine.task import Task, autocast, divergence, total
+from mmod.training.engine.task import Task, autocast, mean_kl, total
 from mmod.training.text.model import every_token, logits_of
 
 
@@ -28,7 +28,7 @@ class TextTask(Task):
             if self.elastic:
                 with every_token(self.model):
                     logits = logits_of(self.model, tokens)
-                parts["elastic"] = divergence(logits_of(self.model, tokens), logits.detach())
+                parts["elastic"] = mean_kl(logits_of(self.model, tokens), logits.detach())
             else:
                 logits = logits_of(self.model, tokens)
             if self.auxiliary:
@@ -38,5 +38,5 @@ class TextTask(Task):
             if self.teacher is not None:
                 with torch.no_grad():
                     taught = logits_of(self.teacher, tokens)
-                parts["distillation"] = self.distill_weight * divergence(logits, taught)
+                parts["distillation"] = self.distill_weight * mean_kl(logits, taught)
         return total(parts)
