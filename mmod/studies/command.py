@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmod.config.parse import parse_config
 from mmod.io.yaml import stack_configs
 from mmod.studies.config import (
     ChatStudyConfig,
@@ -16,7 +17,6 @@ from mmod.studies.config import (
     PairsStudyConfig,
     StudyConfig,
 )
-from mmod.training.engine.parse import parse_config
 from mmod.values import one_of
 
 ISOFLOP = "isoflop"

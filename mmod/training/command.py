@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from mmod.config.parse import parse_config
 from mmod.io.yaml import parse_option
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmod.config.parse import parse_config
 from mmod.io.yaml import stack_configs
 from mmod.lazy import import_path
 from mmod.opening.runs import RUN_CONFIG, find_run, is_described
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.parse import parse_config
 from mmod.training.table import KINDS
 from mmod.values import one_of
 

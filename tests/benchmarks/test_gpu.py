@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from mmod.config.parse import read_config
 from mmod.io.yaml import read_yaml
-from mmod.training.engine.parse import read_config
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.scripts import ROOT, run_script
 from tools.benchmarks import suite

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from mmod.config import RoutingConfig
+from mmod.config.parse import parse_config
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import ShardSource
 from mmod.io.records import record_config
 from mmod.training import TrainConfig
-from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from tests.hostile import Case

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mmod.config.parse import parse_config
 from mmod.io.options import split_options, with_options
-from mmod.training.engine.parse import parse_config
 from mmod.values import from_plain
 from tools.benchmarks.command import MODES, config_class
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.analysis.statistics import Resampling
+from mmod.config.parse import read_config
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
@@ -39,7 +40,6 @@ from mmod.studies.features import (
 )
 from mmod.studies.report import StudyResult
 from mmod.studies.study import plan, run_study
-from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of, read_features
 from mmod.training.image.kind import ImageKind

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.compare.table import Measured, Table
+from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
@@ -26,7 +27,6 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
 from mmod.studies.report import verdict
 from mmod.studies.study import plan, run_study
-from mmod.training.engine.parse import read_config
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from mmod.analysis.prefill import training_flops
+from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop import describe, plan, run_study
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.parse import read_config
 from mmod.training.text.kind import TextKind
 from mmod.training.text.model import window_flops
 from tests.kit.counting import flop_counter

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from mmod.analysis import flops
+from mmod.config.parse import parse_config
 from mmod.studies.candidates import image_candidates
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.study import plan, run_study
 from mmod.training import TrainConfig
-from mmod.training.engine.parse import parse_config
 from mmod.training.image.kind import ImageKind
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mmod.training.engine.parse import parse_config
+from mmod.config.parse import parse_config
 from mmod.values import one_of
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mmod.analysis.timing import Spread
+from mmod.config.parse import read_config
 from mmod.data.loader import TextReader, read_corpus
 from mmod.io.tables import Column
 from mmod.lab import DraftReport, evaluate_drafts
 from mmod.opening.runs import RUN_CONFIG
-from mmod.training.engine.parse import read_config
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_distinct
 from tools.benchmarks.report import HIDDEN, Options, Row, Runs

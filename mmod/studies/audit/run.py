@@ -23,6 +23,7 @@ from mmod.analysis.audit.run import audit
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
+from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
@@ -34,7 +35,6 @@ from mmod.studies.audit.config import AUDITS, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of
-from mmod.training.engine.parse import read_config
 from mmod.training.image.classes import check_same_classes
 from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.kind import sample_images

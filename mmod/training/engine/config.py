@@ -313,7 +313,7 @@ class RunConfig:
             path: A YAML file with the fields of this class.
             overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
         """
-        from mmod.training.engine.parse import read_config
+        from mmod.config.parse import read_config
 
         return read_config([str(path), *overrides], cls)
 

@@ -19,6 +19,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Trainer
 
 import mmod
+from mmod.config.parse import parse_config
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, ReplacingChats, open_conversations
@@ -35,7 +36,6 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
 from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.health import FIGURES
-from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import config_class
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk

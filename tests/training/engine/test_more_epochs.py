@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from mmod.config.parse import parse_config
 from mmod.io.records import FolderTakenError
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import config_class, kind_of
 from tests.kit.engine_worker import MODEL, weights
 from tests.kit.sets import SETS

@@ -74,7 +74,7 @@ def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> No
 
 
 def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from mmod.training.engine.parse import parse_config
+    from mmod.config.parse import parse_config
 
     with pytest.raises(SystemExit) as stop:
         parse_config(["--help"], TrainConfig)

@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 import yaml
 from docstring_parser import parse
 
-from mmod.config import PRESETS, Gate, LanguageRouting, Merged, RoutingConfig, Threshold
+from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold
+from mmod.config.registry import PRESETS
+from mmod.config.routing import RoutingConfig
 from mmod.io.options import field_meanings, split_options, with_options
 from mmod.io.yaml import merged, stack_configs
 from mmod.values import dataclass_in, describe, from_plain
