@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
-from mmod.adapters.base import Changes, Saving
+from mmod.adapters.base import FORMAT_VERSION, Changes, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
-from mmod.io.tensors import read_tensors, write_tensors
+from mmod.io.tensors import WEIGHTS, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, training_only_models
 from mmod.values import brief, check_module
 
-FORMAT_VERSION = 4
-WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
 # Attributes that change with use, and not what the model computes.

@@ -35,6 +35,8 @@ _NAMES: dict[Any, str] = {
 Limit = str | tuple[str, ...]
 """Valid values within a type: an interval such as "[0, 1)" for numbers, or the valid strings."""
 
+IGNORED = -100
+"""Label of a patch or token without a class, as torch's `ignore_index`: losses and figures leave it out."""
 _FINITE = "(-inf, inf)"
 # Of more names than these, a message lists similar ones alone.
 _MANY = 20

@@ -58,6 +58,8 @@ from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMasks
 from mmod.threads import PerThread
 
+FORMAT_VERSION = 4
+"""Version of what a saved model says of its methods."""
 # Implementations of attention that take a mask or bias of keys.
 MASKED = ("sdpa", "eager")
 

@@ -13,8 +13,6 @@ from mmod.data.corrupt import UnusableError
 from mmod.io.files import MARK, parse_json, read_text
 from mmod.values import brief
 
-IGNORED = -100
-"""Label of a patch without a class, as torch's `ignore_index`: losses and figures leave it out."""
 UNLABELLED = 255
 """Value of the pixels of a label map that have no class."""
 CLASSES = "classes.json"

@@ -13,6 +13,9 @@ from mmod.io.files import DamagedFileError
 if TYPE_CHECKING:
     from torch import Tensor
 
+WEIGHTS = "model.safetensors"
+"""File of a model's weights in its folder."""
+
 
 def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> None:
     """Write tensors and header strings; those that share memory are written in full, as the format has no sharing."""

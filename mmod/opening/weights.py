@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mmod.adapters import image_facts
 from mmod.io.files import DamagedFileError, read_json_object, sha256
 from mmod.io.processes import gathered, process_count, process_rank
-from mmod.io.tensors import read_tensors
+from mmod.io.tensors import WEIGHTS, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
+from mmod.opening.runs import CHECKPOINTS
 from mmod.values import one_of
 
-WEIGHTS = "model.safetensors"
 SUMS = "sha256.json"
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 # With a prefix and suffix, a checkpoint that was never finished.
@@ -121,7 +121,7 @@ def find_weights(path: str | Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
+        folders = [path, path / "model", *list_checkpoints(path / CHECKPOINTS)[:1]]
         # A finished model before checkpoints, and a file before its shards.
         for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
             candidate = folder / name

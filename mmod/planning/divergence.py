@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts, image_output, tensor_of
 from mmod.config import RoutingConfig
 from mmod.model import route_, unroute_
-from mmod.values import check_finite, one_of
-
-IGNORED = -100
+from mmod.values import IGNORED, check_finite, one_of
 
 
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.planning.divergence import IGNORED, real_tokens
+from mmod.planning.divergence import real_tokens
 from mmod.planning.plan_search import run_batch
+from mmod.values import IGNORED
 
 IsRight = Callable[[Tensor, Tensor], bool]
 """From the tokens of a generated answer and of the expected one, (A,) each, to whether it is right."""

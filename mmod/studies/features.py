@@ -17,7 +17,6 @@ from torch import Tensor
 from mmod.compare.measure import measured_once
 from mmod.compare.table import DENSE, Measured, Outcomes, Table, Weigh, gap, gaps
 from mmod.data.config import DataConfig
-from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback
 from mmod.io.store import Store
@@ -31,7 +30,7 @@ from mmod.studies.report import listed
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
-from mmod.values import from_plain
+from mmod.values import IGNORED, from_plain
 
 # The images that classifiers are fitted on, and those that are tested.
 _FITTED = "fitted"

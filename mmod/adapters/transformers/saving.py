@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mmod.adapters.base import Changes
+from mmod.adapters.base import FORMAT_VERSION, Changes
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook
@@ -36,7 +36,6 @@ from mmod.blocks import (
 from mmod.io.files import make_folder
 from mmod.routing.score.drawn import Drawn
 
-FORMAT_VERSION = 4
 KEY = "mmod"
 # The config field from which transformers reads the name of the weights file.
 WEIGHTS_FIELD = "transformers_weights"

@@ -17,9 +17,7 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
 from mmod.blocks import Arguments
 from mmod.ops.views import is_visible
-
-# The label of a token that the loss of transformers ignores.
-IGNORED = -100
+from mmod.values import IGNORED
 
 
 class Structure(NamedTuple):

@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from mmod.adapters import image_output
+from mmod.values import IGNORED
 
-_IGNORED = -100
 _PASS_FUNCTION = "pass `evaluate`, which returns the loss and the accuracy of each image of such a batch"
 # Entries of a batch that the forward pass does not take.
 _NO_INPUTS = ("labels", "protected_mask")
@@ -62,12 +62,12 @@ def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Te
             f"the model returns logits {tuple(logits.shape)}, the classes are {targets.dtype} {tuple(targets.shape)}: "
             f"{_PASS_FUNCTION}"
         )
-    has_class = targets != _IGNORED if targets.ndim == 2 else torch.ones_like(targets, dtype=torch.bool)
+    has_class = targets != IGNORED if targets.ndim == 2 else torch.ones_like(targets, dtype=torch.bool)
     classes = logits.shape[-1]
     outside = targets[has_class & ((targets < 0) | (targets >= classes))]
     if len(outside):
         raise ValueError(f"classes must be in [0, {classes}), as the model has {classes}, got {int(outside[0])}")
-    loss = F.cross_entropy(logits.movedim(-1, 1), targets, ignore_index=_IGNORED, reduction="none")
+    loss = F.cross_entropy(logits.movedim(-1, 1), targets, ignore_index=IGNORED, reduction="none")
     right = (logits.argmax(-1) == targets).float()
     if targets.ndim == 1:
         return loss, right
@@ -79,7 +79,7 @@ def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Te
 def check_classes(count_B: Tensor) -> None:
     """Raise a ValueError for an image of whose patches none has a class; given how many have one."""
     if not count_B.all():
-        raise ValueError(f"each image needs a patch with a class: all patches of an image are {_IGNORED}")
+        raise ValueError(f"each image needs a patch with a class: all patches of an image are {IGNORED}")
 
 
 def evaluate_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -93,11 +93,11 @@ def evaluate_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Ten
     inputs = {name: value.to(device) for name, value in batch.items() if name not in _NO_INPUTS}
     # Logits of a token predict the next one.
     label_BN = batch["labels"].to(device)[:, 1:]
-    answer_BN = label_BN != _IGNORED
+    answer_BN = label_BN != IGNORED
     if not answer_BN.any(dim=1).all():
         raise ValueError("each sample needs an answer: all labels of a sample are -100")
     logits = model(**inputs).logits[:, :-1].float()
-    loss_BN = F.cross_entropy(logits.movedim(-1, 1), label_BN, ignore_index=_IGNORED, reduction="none")
+    loss_BN = F.cross_entropy(logits.movedim(-1, 1), label_BN, ignore_index=IGNORED, reduction="none")
     # Tokens without a label count as right, so that `all` asks for the answer alone.
     right_BN = (logits.argmax(-1) == label_BN) | ~answer_BN
     return loss_BN.sum(1) / answer_BN.sum(1), right_BN.all(dim=1).float()

@@ -17,8 +17,8 @@ from torch.utils.data import Sampler
 
 from mmod.data.readers.conversations import ChatSample, Protected
 from mmod.data.records import IMAGE, Message
+from mmod.values import IGNORED
 
-IGNORED = -100
 """Label of tokens without a loss."""
 
 

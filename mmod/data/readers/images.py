@@ -15,8 +15,9 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mmod.data.corrupt import Fault, UnusableError
-from mmod.data.labels import IGNORED, UNLABELLED
+from mmod.data.labels import UNLABELLED
 from mmod.io.files import check_regular
+from mmod.values import IGNORED
 
 EXTENSIONS = {
     "JPEG": ("jpg", "jpeg", "jfif", "jpe"),

@@ -22,7 +22,6 @@ from mmod.analysis.audit.evaluations import LabelledBatch
 from mmod.analysis.audit.run import Shift
 from mmod.analysis.audit.shifts import SHIFTS, ImageShift
 from mmod.data.config import DataConfig
-from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.images import spread
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
@@ -31,7 +30,7 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import Kind, LoopKind, device_of
 from mmod.training.kinds import kind_of
 from mmod.training.text.config import BYTES
-from mmod.values import refuse_unknown
+from mmod.values import IGNORED, refuse_unknown
 
 _PIXELS = "pixel_values"
 _QUESTION = "kind of question"

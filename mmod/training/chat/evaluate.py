@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.analysis.modes import in_mode
 from mmod.analysis.trace import trace
-from mmod.data.readers.chat import IGNORED, ChatCollator
+from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.records import plain_answer
 from mmod.io.processes import process_count, process_rank
@@ -24,6 +24,7 @@ from mmod.methods import methods_of
 from mmod.routing import TokenGroups
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
+from mmod.values import IGNORED
 
 # Kind of question that needs no image; it does not count in the mean.
 _BLIND = "text"

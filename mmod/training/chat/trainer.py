@@ -30,6 +30,7 @@ from mmod.io.progress import progress_bar
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
+from mmod.opening.runs import CHECKPOINTS
 from mmod.opening.weights import SUMS, check_sums, newest_first
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
@@ -44,8 +45,6 @@ from mmod.training.engine.optim import complete_states, create_optimizer
 from mmod.training.engine.task import all_finite
 from mmod.values import refuse_unknown
 
-CHECKPOINTS = "checkpoints"
-"""Folder of the trainer's checkpoints in the run folder."""
 _FAULTS = "faults"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 

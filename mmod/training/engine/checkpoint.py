@@ -17,10 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from mmod.io.files import DamagedFileError, replacing, write_atomically
 from mmod.io.processes import gathered, process_rank
-from mmod.io.tensors import read_tensors, unshared, write_tensors
+from mmod.io.tensors import WEIGHTS, read_tensors, unshared, write_tensors
 from mmod.opening.weights import (
     SUMS,
-    WEIGHTS,
     check_sums,
     checkpoint_folders,
     list_checkpoints,

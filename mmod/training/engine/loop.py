@@ -26,7 +26,7 @@ from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
 from mmod.io.tables import write_csv
 from mmod.methods.base import as_evaluated, undo_training_only_
-from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS
+from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS
 from mmod.opening.weights import list_checkpoints
 from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_checkpoints, save_checkpoint, write_sums
 from mmod.training.engine.distributed import (
@@ -346,7 +346,7 @@ class _Trainer:
 
     @property
     def _checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     def _save(self) -> None:
         # The first process keeps the sums of all and the others start anew, so that any number of processes may

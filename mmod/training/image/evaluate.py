@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.data.labels import IGNORED, Classes
+from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
 from mmod.training.engine.evaluate import (
     Columns,
@@ -23,7 +23,7 @@ from mmod.training.engine.evaluate import (
 )
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_range
-from mmod.values import check_value
+from mmod.values import IGNORED, check_value
 
 CONFUSION = "confusion"
 """Outcome of an image of patches: their number by class (rows) and predicted class (columns)."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from mmod.adapters import image_facts, image_output
 from mmod.adapters.grids import resized_to_labels
-from mmod.data.labels import IGNORED
 from mmod.losses import auxiliary_loss
 from mmod.model import set_capacity_
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, total
 from mmod.training.image.config import ElasticConfig
+from mmod.values import IGNORED
 
 
 class ClassificationTask(Task):

@@ -16,10 +16,11 @@ from PIL import Image
 
 from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.readers.chat import IGNORED, ChatCollator
+from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
 from mmod.training.chat.processor import create_word_processor
+from mmod.values import IGNORED
 from tests.kit.conversations import SOUND, said, write
 
 FAULTS: dict[str, dict[str, Any]] = {

@@ -37,10 +37,10 @@ from mmod.training.image.features import Features
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.task import answers
+from mmod.values import IGNORED
 from tests.kit.zoo import make_model
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
-IGNORED = -100
 ARGS |= {"num_classes": 11, "class_token": False, "global_pool": ""}
 
 
