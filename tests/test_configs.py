@@ -13,7 +13,7 @@ import mmod
 from mmod.data.loader import _transform
 from mmod.opening.open import open_start
 from mmod.training import TrainConfig
-from mmod.training.image.model import check_input
+from mmod.training.image.preflight import check_input
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cifar", "digits", "fashion", "imagenet", "patches")

@@ -1,10 +1,9 @@
 """Training: image classifiers, image-text pairs, conversations and text.
 
-Each kind of training is a folder with the same five files:
+Each kind of training is a folder with these files, and more of its own, such as a `model.py` that opens the dense model:
 
 - `config.py`: the options, as `ModelConfig` and `TrainConfig`. It is imported without torch, so that `--help` is fast.
-- `model.py`: opens the dense model.
-- `task.py`: the objective, a subclass of `engine.task.Task`; for conversations, transformers' Trainer.
+- `task.py`: the objective, a subclass of `engine.task.Task`; conversations have transformers' Trainer, `trainer.py`.
 - `evaluate.py`: evaluates one batch, and sums up an evaluation as `EvalResult`.
 - `kind.py`: the object whose functions the loop and all commands call (`engine.kind.Kind`).
 

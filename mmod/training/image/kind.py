@@ -39,8 +39,8 @@ from mmod.training.image.classes import check_same_classes, model_classes
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
 from mmod.training.image.folder import save_model
-from mmod.training.image.model import check_input, create_criterion
-from mmod.training.image.task import ClassificationTask, ElasticTask
+from mmod.training.image.preflight import check_input
+from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.utils import accuracy
 from torch import Tensor, nn
 
@@ -17,8 +18,18 @@ from mmod.adapters.grids import resized_to_labels
 from mmod.losses import auxiliary_loss
 from mmod.model import set_capacity_
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, total
-from mmod.training.image.config import ElasticConfig
+from mmod.training.image.config import ElasticConfig, LossConfig
 from mmod.values import IGNORED
+
+
+def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
+    """Create timm's criterion, which maps logits (B, C) and targets to a scalar."""
+    # Mixed targets are soft already, and smoothed by mixup.
+    if loss.kind == "bce":
+        return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
+    if mixed:
+        return SoftTargetCrossEntropy()
+    return LabelSmoothingCrossEntropy(loss.smoothing) if loss.smoothing else nn.CrossEntropyLoss()
 
 
 class ClassificationTask(Task):

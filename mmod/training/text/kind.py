@@ -47,7 +47,7 @@ class TextKind:
     evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
-        """Create the dense model; none has published weights. See `LoopKind.prepare`."""
+        """Create the dense model, drawn at random for any `weights`: none are published. See `LoopKind.prepare`."""
         return create_dense(self.config.model)
 
     def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:

@@ -35,8 +35,8 @@ from mmod.training import (
 )
 from mmod.training.image.features import Features
 from mmod.training.image.kind import ImageKind
-from mmod.training.image.model import check_input, create_criterion
-from mmod.training.image.task import answers
+from mmod.training.image.preflight import check_input
+from mmod.training.image.task import answers, create_criterion
 from mmod.values import IGNORED
 from tests.kit.zoo import make_model
 

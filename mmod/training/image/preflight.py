@@ -1,4 +1,4 @@
-"""The objects that train image classifiers: the model, its criterion and mixup."""
+"""Checks of a run on images before its first step, beside those of `engine.preflight`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 
 from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
 from mmod.io.files import is_of_transformers
 from mmod.opening.transformers import processor_fields
-from mmod.training.image.config import LossConfig
 
 
 def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
@@ -59,13 +57,3 @@ def _published_statistics(model: Any) -> Mapping[str, Any]:
     if is_of_transformers(getattr(model, "name_or_path", "")):
         return processor_fields(model.name_or_path)
     return getattr(model, "pretrained_cfg", {})
-
-
-def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
-    """Create timm's criterion, which maps logits (B, C) and targets to a scalar."""
-    # Mixed targets are soft already, and smoothed by mixup.
-    if loss.kind == "bce":
-        return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
-    if mixed:
-        return SoftTargetCrossEntropy()
-    return LabelSmoothingCrossEntropy(loss.smoothing) if loss.smoothing else nn.CrossEntropyLoss()
