@@ -13,7 +13,7 @@ from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig,
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
-from mmod.values import check_value, similar
+from mmod.values import brief, check_value, similar
 
 HowToRoute = RoutingConfig | str | None
 
@@ -51,7 +51,7 @@ def apply_(
 
         method = read_method(method)
     if not isinstance(method, Method):
-        raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {method!r}")
+        raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {brief(method)}")
     inner = adapted_model(model)
     with declared(inner, tokens):
         method.apply_(inner)
@@ -145,12 +145,13 @@ def _configs_by_part(
         field = "blocks" if value in LAYOUTS else "router"
         if isinstance(value, str) and value in (*LAYOUTS, *SCORES) and value not in PRESETS:
             raise TypeError(
-                f"{name} must be a RoutingConfig, got {value!r}, which is a value of {field}: pass "
+                f"{name} must be a RoutingConfig, got {brief(value)}, which is a value of {field}: pass "
                 f"mmod.RoutingConfig({field}={value!r})"
             )
         if value is not None and not isinstance(value, (RoutingConfig, str)):
             raise TypeError(
-                f"{name} must be a RoutingConfig, got {value!r}, or the name of a preset, which mmod.presets() lists"
+                f"{name} must be a RoutingConfig, got {brief(value)}, or the name of a preset, which "
+                "mmod.presets() lists"
             )
     if config is None and not parts:
         config = RoutingConfig()

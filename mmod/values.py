@@ -457,13 +457,36 @@ def _describe_number(name: str, limit: Limit | None) -> str:
 def brief(value: object) -> str:
     """Return the representation of a value for messages, truncated if long.
 
+    Tensors and arrays are named by type and shape.
+
     Example:
         >>> len(brief("a" * 10**6))
         203
+        >>> import torch
+        >>> brief({"images": torch.rand(2, 3, 8, 8)})
+        "{'images': Tensor (2, 3, 8, 8)}"
     """
     try:
-        text = repr(value)
+        text = repr(_without_data(value))
     except ValueError:
         # Python refuses to format integers of more than 4300 digits.
         return f"a {type(value).__name__} too long to be written"
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+class _Shown(str):
+    """A text that is its own representation."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _without_data(value: Any, depth: int = 3) -> Any:
+    """Return a value with type and shape instead of tensors and arrays, down to a depth: values may hold themselves."""
+    if getattr(value, "shape", ()) and hasattr(value, "dtype"):
+        return _Shown(f"{type(value).__name__} {tuple(value.shape)}")
+    if depth and isinstance(value, Mapping):
+        return {key: _without_data(item, depth - 1) for key, item in value.items()}
+    if depth and type(value) in (list, tuple):
+        return type(value)(_without_data(item, depth - 1) for item in value)
+    return value

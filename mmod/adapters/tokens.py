@@ -19,6 +19,7 @@ from mmod.adapters.proven import Proof, read_proof, stack_of
 from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
 from mmod.random_state import kept_random_state
+from mmod.values import brief, check_value
 
 # Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
 _PROOF = "mod_proof"
@@ -67,7 +68,7 @@ class Tokens:
 def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
     """Context in which `find_blocks` knows what a user says of a model; None says nothing."""
     if tokens is not None and not isinstance(tokens, Tokens):
-        raise TypeError(f"tokens must be a mmod.Tokens, got {tokens!r}")
+        raise TypeError(f"tokens must be a mmod.Tokens, got {brief(tokens)}")
     if tokens is None:
         yield
         return
@@ -104,7 +105,7 @@ def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockSta
     if known:
         return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, library, host)
     tokens: Tokens = vars(model).get(_TOKENS, Tokens())
-    names = [tokens.blocks] if tokens.blocks else _lists(model)
+    names = [tokens.blocks] if tokens.blocks else _lists(model, 2) or _lists(model, 1)
     title = host_class(model).__name__
     if not names:
         raise ValueError(
@@ -127,14 +128,20 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
     with torch.device("cpu"), kept_random_state():
         inputs = read_inputs(model, name, tokens.example)
         if tokens.prefix is not None:
+            most = inputs.x_BND.shape[1] - inputs.suffix - 1
+            check_value(f"prefix, of the {most + 1} tokens that {name} gets,", tokens.prefix, int, f"[0, {most}]")
             inputs = dataclasses.replace(inputs, prefix=tokens.prefix)
         proof = prove(inputs, name, list(block_list), title)
     _PROVEN[block_list] = settings, proof
     return proof
 
 
-def _lists(model: nn.Module) -> list[str]:
-    """Return the lists of blocks, those with the most weights first, without lists inside blocks."""
+def _lists(model: nn.Module, least: int) -> list[str]:
+    """Return the lists of blocks, those with the most weights first, without lists inside blocks.
+
+    Args:
+        least: Matrices that each block has at least.
+    """
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if not name or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
@@ -142,7 +149,7 @@ def _lists(model: nn.Module) -> list[str]:
         if any(name.startswith(f"{outer}.") for outer in found):
             continue
         matrices = [sum(weight.ndim > 1 for weight in block.parameters()) for block in module]
-        if min(matrices) > 1:
+        if min(matrices) >= least:
             found[name] = sum(weight.numel() for weight in module.parameters())
     return sorted(found, key=found.__getitem__, reverse=True)
 

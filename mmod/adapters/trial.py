@@ -146,8 +146,16 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
     x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
     watch = AttentionWatch()
     torch.default_generator.manual_seed(0)
-    with watch, torch.no_grad():
-        output = trial(x, **arguments)
+    try:
+        with watch, torch.no_grad():
+            output = trial(x, **arguments)
+    # A host may raise anything where the model was called with too little, or with images of another size.
+    except Exception as error:
+        absent = ", ".join(name for name, value in arguments.items() if value is None)
+        raise _Refused(
+            f"does not run on tokens {tuple(x.shape)}{f' with None for {absent}' if absent else ''}: {error}. Give an "
+            "example of all that the model's forward takes: pass tokens=mmod.Tokens(example=...)"
+        ) from error
     _check_output(output, x, arguments)
     base = dataclasses.replace(
         base,
@@ -360,6 +368,9 @@ class _Trial:
             raise
         # A host may raise anything on a number of tokens that it was not made for.
         except Exception as error:
+            if valid_BK is not None:
+                # On so many tokens it ran before, when none was hidden.
+                raise _Refused(f"does not run with tokens hidden from attention: {error}", 3) from error
             raise _Refused(
                 f"does not run on {index_BK.shape[1]} of its {self.x_BND.shape[1]} tokens{self._why()}: {error}"
             ) from error
@@ -439,4 +450,6 @@ class _Trial:
             return ", because its attention adds a bias for each pair of positions, which does not know the kept tokens"
         if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in self.block.modules()):
             return ", because it has a convolution between tokens"
+        if not self.watch.fused and not self.watch.maps:
+            return ", because tokens reach each other by their positions, without attention"
         return ", because it computes with their positions: a window, a position bias, or rotary positions made inside"

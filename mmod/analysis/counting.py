@@ -37,8 +37,9 @@ class PassCounts(NamedTuple):
 class _CountingPass(ActivationMemory):
     """Counts the FLOPs of the modules that are running, next to memory."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
-        super().__init__([*inputs.values(), *model.parameters(), *model.buffers()])
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        given = [leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor)]
+        super().__init__([*given, *model.parameters(), *model.buffers()])
         self.flops: Counter[str] = Counter()
         self.running: set[str] = set()
         self._formulas = _flop_formulas()
@@ -117,12 +118,17 @@ def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
     return len(written) == len(results) and not written & read
 
 
-def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> PassCounts:
+def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> PassCounts:
     """Run a model in inference and with gradients, and count what it computes and holds."""
     tokens: dict[str, int] = {}
     # The hooks stay: the model is a copy without data, for this count alone.
     for name, block in blocks.items():
-        block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
+
+        def note(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> None:
+            # Hosts may pass the tokens by name, before all else.
+            tokens[name] = next(iter((*args, *kwargs.values()))).shape[1]
+
+        block.register_forward_pre_hook(note, with_kwargs=True)
     inference = _CountingPass(model, inputs)
     training = _CountingPass(model, inputs)
     tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_inside(model) else nullcontext({})
@@ -153,7 +159,7 @@ def pass_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     return counted.flops[""]
 
 
-def _call(model: nn.Module, inputs: Mapping[str, Tensor]) -> Any:
+def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
     # Models of images alone name their argument as they like.
     return model(inputs["image"]) if set(inputs) == {"image"} else model(**inputs)
 

@@ -116,7 +116,7 @@ class FlopReport(FlopCounts):
 
     def summary(self) -> list[str]:
         """Return the main figures, one line each."""
-        inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}" for name, shape in self.inputs.items())
+        inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}".rstrip() for name, shape in self.inputs.items())
         return [
             f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for {inputs}: "
             f"{_mega(self.routed)} of {_mega(self.dense)} MFLOPs",

@@ -9,9 +9,11 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from mmod.adapters import BlockStack, find_parts, find_stacks, own_name
+from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks, own_name
 from mmod.adapters.images import image_facts
+from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
 from mmod.analysis.counting import PassCounts, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prompt, count_prefill
@@ -20,7 +22,7 @@ from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
-Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, Tensor]
+Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, Any]
 
 
 @overload
@@ -57,8 +59,9 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
             unchanged. With methods for training alone, what it costs in its mode is counted. A model without blocks
             that can be routed, such as a ResNet, is counted as a whole.
         input_size: Height and width of the image, channels in front of them if they are not the model's, or one number
-            for a square. Or the model's arguments by name: `{"text": ids}` counts the text tower of a CLIP model. Or
-            the `Prompt` of a language model, as numbers of tokens.
+            for a square. Or the model's arguments by name: `{"text": ids}` counts the text tower of a CLIP model; they
+            are also the example by which blocks of your own model are found. Or the `Prompt` of a language model, as
+            numbers of tokens.
         kept: For threshold routing, whose cost depends on the data: share of tokens (or images) kept in [0, 1], for
             all routed blocks or by module name, or a trace over representative images. Counts are rounded down to
             tokens. Blocks with `max_tokens` run that many slots, including empty ones. For a `Prompt`, shares of the
@@ -81,8 +84,12 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
     routed = _meta_copy(model)
     images = _fix_shares(routed, kept)
     # Undone on the copy, so that the model itself is never touched.
-    dense = restore_(_meta_copy(routed)) if methods_inside(routed) else routed
-    stacks = _stacks(dense)
+    dense = routed
+    if methods_inside(routed):
+        dense = restore_(_meta_copy(routed))
+        # How its blocks are called is known already.
+        restore_proofs(dense, proofs_of(routed))
+    stacks = _stacks(dense, input_size)
     for stack in stacks.values():
         if stack.language and any(isinstance(block, RoutedBlock) for block in _blocks(routed, stack).values()):
             raise ValueError(
@@ -95,13 +102,15 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
         blocks: dict[str, nn.Module] = {}
         for stack in stacks.values():
             blocks |= _blocks(counted, stack)
-        return count_pass(counted, blocks, inputs)
+        # Hosts may make positions in their forward without saying where.
+        with torch.device("meta"):
+            return count_pass(counted, blocks, inputs)
 
     try:
         dense_count = count(dense)
     except AssertionError as error:
         # As timm's models refuse the size of an image.
-        shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
+        shapes = ", ".join(f"{name} {shape}" for name, shape in _shapes(inputs).items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
     except NotImplementedError as error:
         # As of torch, for values of meta tensors.
@@ -119,7 +128,7 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
     parameters = sum(parameter.numel() for parameter in routed.parameters())
     return FlopReport(
-        inputs={name: tuple(value.shape[1:]) for name, value in inputs.items()},
+        inputs=_shapes(inputs),
         blocks=tuple(rows),
         rest=BlockFlops(REST, 0, 0, _outside(dense_count), _outside(routed_count)),
         parameters=parameters,
@@ -244,12 +253,25 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
     return {name: share for name, share in images.items() if share < 1}
 
 
-def _stacks(model: nn.Module) -> dict[str, BlockStack]:
+def _stacks(model: nn.Module, input_size: Size) -> dict[str, BlockStack]:
     """Return the stacks of blocks that have a row in the report; none if nothing in the model can be routed."""
+    example = None
+    if isinstance(input_size, Mapping) and find_library(model) is None:
+        example = Tokens(example=input_size)
     try:
-        return find_stacks(model)
+        with declared(adapted_model(model), example):
+            return find_stacks(model)
     except ValueError:
         return {}
+
+
+def _shapes(inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's arguments for one image, of those that are tensors."""
+    return {name: tuple(value.shape[1:]) for name, value in inputs.items() if isinstance(value, Tensor)}
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _reads_images_alone(model: nn.Module) -> bool:
@@ -258,10 +280,10 @@ def _reads_images_alone(model: nn.Module) -> bool:
     return own_name("image", parts) in parts and not hasattr(model, "get_image_features")
 
 
-def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Any]:
     """Return a model's arguments by name, without data."""
-    if isinstance(input_size, Mapping) and all(isinstance(value, Tensor) for value in input_size.values()):
-        return {name: value.to("meta") for name, value in input_size.items()}
+    if isinstance(input_size, Mapping) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(dict(input_size))):
+        return {name: tree_map(_to_meta, value) for name, value in input_size.items()}
     if not _reads_images_alone(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     size = (input_size, input_size) if isinstance(input_size, int) else input_size

@@ -197,7 +197,7 @@ def read_part(field: str, value: Any) -> Any:
     if isinstance(value, str) and field != "language":
         value = {"name": value}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{field} must be {valid}, got {value!r}")
+        raise TypeError(f"{field} must be {valid}, got {brief(value)}")
     options = dict(value)
     if field == "router":
         cls = SCORES[options.pop("name", None)]

@@ -21,7 +21,7 @@ from mmod.opening.opened import Opened, Preprocessing, refuse_options
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
 from mmod.opening.weights import find_weights, load_weights, read_weights
 from mmod.pretrained import CONFIG, load_pretrained
-from mmod.values import check_module
+from mmod.values import brief, check_module
 
 OPEN_CLIP = "open_clip:"
 TRANSFORMERS = "transformers:"
@@ -92,7 +92,7 @@ def open_model(
     elif isinstance(spec, (str, Path)):
         opened = _named(str(spec), pretrained, args, dense, advice, checkpoint, image_size)
     else:
-        raise TypeError(f"spec must be a name, a path, fields of a config or a module, got {spec!r}")
+        raise TypeError(f"spec must be a name, a path, fields of a config or a module, got {brief(spec)}")
     opened.model.eval()
     return _with_methods(opened, dense)
 

@@ -26,7 +26,7 @@ from mmod.lazy import name_missing_extra
 from mmod.model import route_
 from mmod.planning.candidate import copy_of
 from mmod.planning.divergence import routed
-from mmod.values import check_value
+from mmod.values import brief, check_value
 
 COSTS = ("flops", "image_flops", "cache", "milliseconds")
 # The knapsack divides the budget into this many steps. Costs are rounded up, so a solution never exceeds it.
@@ -78,7 +78,7 @@ class BlockCosts:
         if not self.least_share <= budget < 1:
             raise ValueError(
                 f"budget must lie in [{self.least_share:.4f}, 1) of the dense model's {self.total:.4g}, the range of "
-                f"these options, got {budget!r}"
+                f"these options, got {brief(budget)}"
             )
 
     def timed(self, dense: float, shares: Sequence[float]) -> BlockCosts:

@@ -332,6 +332,9 @@ def test_a_user_says_what_structure_does_not() -> None:
         with pytest.raises(ValueError, match=f"is one of {library}, whose blocks are found without it; leave it out"):
             mmod.route_(known, tokens=mmod.Tokens("blocks"))
         assert not mmod.is_routed(known)
+    for prefix in (45, -1):
+        with pytest.raises(ValueError, match=rf"of the 45 tokens .* integer in \[0, 44\], got {prefix}"):
+            mmod.route_(model, tokens=mmod.Tokens("stages", prefix, images))
     with pytest.raises(ValueError, match="'stage' is no ModuleList"):
         mmod.route_(model, tokens=mmod.Tokens("stage", example=images))
     with pytest.raises(TypeError, match=r"tokens must be a mmod\.Tokens, got 'stages'"):

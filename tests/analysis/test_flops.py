@@ -19,6 +19,7 @@ from mmod.analysis import flops, trace
 from mmod.analysis.counting import _WithoutMaps
 from mmod.analysis.memory import ActivationMemory
 from tests.kit import clip_zoo, towers
+from tests.kit.conditioned_zoo import CONDITIONED, DEPTH, make_conditioned, run, tokens_of
 from tests.kit.counting import flop_counter
 from tests.kit.quantized import quantize_
 from tests.kit.vlm_zoo import make_joint, make_language
@@ -254,11 +255,27 @@ def test_what_is_no_size_is_refused(size: object) -> None:
         flops(make_model("vit_tiny_patch16_224"), size)
 
 
+@pytest.mark.parametrize("name", CONDITIONED)
+def test_arguments_by_name_are_the_example_by_which_blocks_are_found(name: str) -> None:
+    model = make_conditioned(name)
+    inputs = CONDITIONED[name].inputs(2)
+    with flop_counter() as counter:
+        run(model, inputs)
+    dense = flops(model, inputs)
+    assert dense.dense == dense.routed == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert len(dense.blocks) == DEPTH
+    mmod.route_(model, "tread", tokens=tokens_of(name))
+    assert flops(model, inputs).routed == dense.dense
+    report = flops(model.train(), inputs)
+    assert report.dense == dense.dense > report.routed
+    assert [row.name for row in report.blocks] == [row.name for row in dense.blocks]
+
+
 def test_errors_name_what_is_wrong() -> None:
     model, side = make("vit")
     with pytest.raises(ValueError, match="kept is for models whose cost follows from the data"):
         flops(mmod.route_(model), side, kept=0.5)
-    with pytest.raises(ValueError, match=r"input_size must be .* got tensor") as error:
+    with pytest.raises(ValueError, match=r"input_size must be .* got Tensor \(2, 3, 32, 32\)") as error:
         flops(model, torch.zeros(2, 3, 32, 32))  # type: ignore[arg-type]
     assert len(str(error.value)) < 320
     with pytest.raises(ValueError, match="supported are models of"):

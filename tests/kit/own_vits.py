@@ -246,6 +246,30 @@ class ConvolvedBlock(OwnBlock):
         return super().forward(x + self.local(x.transpose(1, 2)).transpose(1, 2))
 
 
+class Convolution(nn.Module):
+    """A convolution along the tokens, whose single weight is all that a block has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.Conv1d(DIM, DIM, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.local(x.mT).mT
+
+
+class MixingBlock(nn.Module):
+    """A block of MLP-Mixer: one layer across the patches, one across channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.across = nn.Linear(GRID**2, GRID**2)
+        self.channels = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.across(x.mT).mT
+        return x + self.channels(x)
+
+
 class PooledBlock(OwnBlock):
     """Every token gets the mean of all tokens."""
 
@@ -309,6 +333,17 @@ REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
     "convolution": (lambda: OwnViT(lambda _: ConvolvedBlock()), "convolution between tokens"),
     "pooling": (lambda: OwnViT(lambda _: PooledBlock()), "another way than attention"),
     "batch": (lambda: OwnViT(lambda _: BatchBlock()), "another batch"),
+    "no attention": (
+        lambda: OwnViT(lambda _: OwnBlock(Mlp)),
+        "with tokens hidden from attention: no attention was seen",
+    ),
+    "one matrix": (lambda: OwnViT(lambda _: nn.Linear(DIM, DIM)), r"stages\.0 \(Linear\).*no attention was seen"),
+    "token mixing": (lambda: OwnViT(lambda _: MixingBlock(), prefix=0), "by their positions, without attention"),
+    "another size": (
+        lambda: OwnViT(lambda _: MixingBlock()),
+        r"does not run on tokens \(2, 65, 32\): .*example=\.\.\.\)",
+    ),
+    "convolution alone": (lambda: OwnViT(lambda _: Convolution()), r"stages\.0 .* a convolution between tokens"),
     "any children": (lambda: OwnViT(lambda _: ChildrenBlock()), "would run the router that a method adds"),
     "one windowed block": (
         lambda: OwnViT(lambda index: WindowedBlock() if index == 3 else OwnBlock(), prefix=0),

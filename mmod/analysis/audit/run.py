@@ -124,7 +124,7 @@ def audit(
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
         # An iterator is empty at the second pass.
         if not isinstance(dataset, Iterable) or (isinstance(dataset, Iterator) and name in sets):
-            raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {dataset!r}")
+            raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {brief(dataset)}")
     both = shifts.keys() & others.keys()
     if both:
         raise ValueError(f"shifts and others both name {', '.join(both)}: choose another name")
