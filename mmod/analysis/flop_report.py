@@ -155,8 +155,9 @@ class PrefillFlops(FlopCounts):
     def summary(self) -> list[str]:
         """Return the main figures, one line each."""
         return [
-            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the FLOPs (2 per "
-            f"multiply-add), {self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes",
+            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the language "
+            f"model's FLOPs (2 per multiply-add; no vision tower is counted), "
+            f"{self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes",
             *super().summary(),
         ]
 

@@ -26,7 +26,9 @@ Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, Any]
 
 
 @overload
-def flops(model: nn.Module, input_size: Prompt, kept: float | Mapping[str, float] | None = None) -> PrefillFlops: ...
+def flops(
+    model: nn.Module, input_size: Prompt, kept: float | Mapping[str, float] | Trace | None = None
+) -> PrefillFlops: ...
 
 
 @overload

@@ -10,6 +10,7 @@ from torch import nn
 
 from mmod.adapters import find_stacks, used_parameters
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
+from mmod.analysis.trace import Trace
 from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
 from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
@@ -84,14 +85,41 @@ class Prompt:
         return self.text_tokens + sum(self.images)
 
 
-def count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | None = None) -> PrefillFlops:
+def count_prefill(
+    model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | Trace | None = None
+) -> PrefillFlops:
     """Count the FLOPs of one prefill in a language model, dense and routed, from its layers alone; see `mmod.flops`.
 
     Nothing runs: attention counts all computed pairs of queries and keys, as `torch.utils.flop_counter` does, and a
     kernel that skips the masked half spends less. Vision tower and projector are not counted.
     """
+    if isinstance(kept, Trace):
+        kept = _shares_of_free(model, kept)
     check_value("kept", kept, float | Mapping[str, float] | None, "[0, 1]")
-    return _Counter(model, _FORWARD, prompt, kept).count()
+    counter = _Counter(model, _FORWARD, prompt, kept)
+    layers = (layer for layer in counter.stack.blocks if isinstance(layer, RoutedBlock))
+    if kept is not None and not any(_follows_data(layer.router.config) for layer in layers):
+        raise ValueError(
+            "kept is for layers whose cost follows from the data; that of this language model follows from its config, "
+            "and its vision tower is not counted for a Prompt"
+        )
+    return counter.count()
+
+
+def _shares_of_free(model: nn.Module, decisions: Trace) -> dict[str, float]:
+    """Return the share that each routed block kept of the tokens that it may skip."""
+    shares = {}
+    for name, routing in decisions.items():
+        block = model.get_submodule(name)
+        if isinstance(block, RoutedBlock):
+            free_BN = routing.tokens.free(routing.score_BN, block.router.prefix)
+            shares[name] = float((routing.keep_BN & free_BN).sum() / free_BN.sum().clamp(min=1))
+    return shares
+
+
+def _follows_data(config: RoutingConfig) -> bool:
+    """Return whether the tokens that a layer keeps are not counted by a capacity."""
+    return config.select != "topk" or config.language.inference_threshold is not None
 
 
 def training_flops(model: nn.Module, tokens: int) -> int:
@@ -202,10 +230,13 @@ class _Counter:
         config = block.router.config
         capacity = block.router.capacity
         free = self.free
-        if config.select != "topk" or config.language.inference_threshold is not None:
+        if _follows_data(config):
             share = self.kept.get(name) if isinstance(self.kept, Mapping) else self.kept
             if share is None:
-                raise ValueError(f"what {name} keeps follows from the data: pass kept, the share of tokens it keeps")
+                raise ValueError(
+                    f"what {name} keeps follows from the data: pass kept, the share of tokens that it keeps, or a "
+                    "trace of a representative prompt"
+                )
             return int(sum(free) * share)
         if isinstance(config.language.frames, int):
             # Frames of equal length, each with its own top-k.

@@ -159,6 +159,18 @@ def test_thresholds_need_the_kept_share() -> None:
     for wrong in ({"text_tokens": -3}, {"text_tokens": 2.5}, {"image_tokens": [4, -1]}, {"protected_tokens": -1}):
         with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must be "):
             Prompt(**{"text_tokens": 10, **wrong})
+    with mmod.trace(model) as decisions:
+        model(input_ids=torch.arange(10)[None])
+    shares = [int(routing.keep_BN.sum()) for routing in decisions.values()]
+    counted = [row.kept for row in flops(model, Prompt(10), kept=decisions).blocks if row.name in decisions]
+    assert counted == shares
     for kept in (3, "half"):
         with pytest.raises((TypeError, ValueError), match=r"^kept must be "):
             flops(model, Prompt(10), kept)
+
+
+def test_a_prompt_counts_no_vision_tower_and_says_so() -> None:
+    model = mmod.route_(make_joint("llava"), vision="pixelprune")
+    assert "1.000 of the language model's FLOPs (2 per multiply-add; no vision tower" in str(flops(model, Prompt(9, 4)))
+    with pytest.raises(ValueError, match="follows from its config, and its vision tower is not counted for a Prompt"):
+        flops(model, Prompt(9, 4), kept=0.07)
