@@ -278,7 +278,10 @@ def _advice(reason: str, config: RoutingConfig) -> str:
     if reason == "gradient":
         if config.gate.name != "identity" and config.gate.scale:
             # As in a last block of which only the class token is read, which has no gate.
-            why = "Nothing reads what its gate weighs: leave the block out of blocks"
+            why = (
+                "Nothing reads what its gate weighs. In the last block this is expected and harmless where the loss "
+                "reads other tokens, as it reads text alone after image tokens; otherwise leave the block out of blocks"
+            )
         else:
             gate = f"gate={config.gate.name!r} of scale {config.gate.scale:g}"
             why = f"{gate} sends none: set 'tanh', 'sigmoid' or 'linear'"
