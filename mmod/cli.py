@@ -105,8 +105,8 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(prog, _USAGE, _listing(commands), formatter_class=listing, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Name the fault and list the commands."""
-        self.exit(2, f"error: {message}\n\n{self.format_help()}")
+        """List the commands and name the fault, which stands last to be seen."""
+        self.exit(2, f"{self.format_help()}\nerror: {message}\n")
 
 
 def make_parser() -> CommandParser:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,11 @@ def load_pretrained(
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {name}")
+            inside = [file.parent for file in sorted(folder.glob(f"*/{CONFIG}"))[:3]]
+            meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant" if inside else ""
+            raise FileNotFoundError(
+                f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {name}{meant}"
+            )
     config = _read_config(folder / CONFIG)
     state, header = read_tensors(folder / WEIGHTS)
     if "mmod" not in header or parse_json(header["mmod"], f"the header of {WEIGHTS}") != config:
@@ -124,8 +128,12 @@ def load_pretrained(
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
         )
-    if config["library"] == OWN and model is not None:
+    if config["library"] == OWN:
+        _OWN_SAVING.check_description(config["model"])
+        if model is None:
+            _build_own(config["model"])
         _check_class(model, config["model"])
+        _check_depth(state, config["proofs"], model, folder)
         apply_again(model, _changes(config))
         _check_fits(state, model.state_dict(), folder)
     else:
@@ -150,10 +158,23 @@ def _refuse_model(model: nn.Module | None, library: str) -> None:
 def _check_class(model: nn.Module, description: Mapping[str, Any]) -> None:
     """Raise a ValueError unless a dense model is of the class that was saved."""
     check_module(model)
-    _OWN_SAVING.check_description(description)
     actual = _describe_own(model, None)["class"]
     if actual != description["class"]:
         raise ValueError(f"the folder holds weights of the class {description['class']}, got a {actual}")
+
+
+def _check_depth(state: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module, folder: Path) -> None:
+    """Raise a ValueError if a dense model has fewer blocks than the one that was saved, in a list of blocks."""
+    lists = dict(model.named_modules())
+    for name in blocks:
+        numbers = {key.removeprefix(f"{name}.").partition(".")[0] for key in state if key.startswith(f"{name}.")}
+        present = len(list(lists[name].children())) if name in lists else 0
+        # It may have more: a method may have put one module in the place of several blocks.
+        if present < len(numbers):
+            raise ValueError(
+                f"the weights in {str(folder)!r} do not fit: saved from {len(numbers)} blocks in {name}, this model "
+                f"has {present}"
+            )
 
 
 def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: Path) -> nn.Module:
@@ -237,7 +258,7 @@ def _check_own(description: Mapping[str, Any]) -> None:
         raise ValueError(f"class in a saved folder must be a string, got {description['class']!r}")
 
 
-def _build_own(description: Mapping[str, Any]) -> nn.Module:
+def _build_own(description: Mapping[str, Any]) -> NoReturn:
     raise ValueError(
         f"the folder holds weights of the class {description['class']}, which mmod cannot build: build the dense model "
         "and pass it, mmod.load_pretrained(folder, model=dense)"

@@ -122,7 +122,9 @@ def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pyte
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert shown.splitlines()[-1].startswith("error: ")
 
 
 @pytest.mark.parametrize("rest", [["--help"], ["x", "--a=1", "--b", "-3", "--", "--c", "--"], ["--version"], []])

@@ -52,8 +52,11 @@ def existing_config(path: str | Path) -> Path:
     if not file.is_file():
         is_shipped = file.parts[:1] == ("configs",)
         hint = ""
+        if file.is_dir():
+            inside = sorted(str(path) for path in file.glob("*.yaml"))
+            hint = f": it is a folder, of which {', '.join(inside)} may be meant" if inside else ": it is a folder"
         # The path of a YAML file elsewhere is no misspelt name.
-        if is_shipped or file.suffix != ".yaml":
+        elif is_shipped or file.suffix != ".yaml":
             parts = file.parts[1:] if is_shipped else file.parts
             name = Path(*parts).as_posix().removesuffix(".yaml")
             known = config_names()

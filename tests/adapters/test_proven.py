@@ -236,13 +236,16 @@ def test_a_model_of_ones_own_class_is_saved_and_put_on_a_dense_one(name: str, tm
 
 def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
     model = mmod.route_(make("einsum"), mmod.RoutingConfig(blocks=(1,)))
-    mmod.save_pretrained(model, tmp_path)
-    with pytest.raises(ValueError, match=r"OwnViT, which mmod cannot build: build the dense model.*model=dense"):
+    folder = tmp_path / "model"
+    mmod.save_pretrained(model, folder)
+    with pytest.raises(ValueError, match=r"^the folder .*OwnViT, which mmod cannot build: .* model=dense\)$"):
+        mmod.load_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match=f"it has no mmod.json. '{folder}' may be meant"):
         mmod.load_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"class tests.kit.own_vits.OwnViT, got a torch.nn.modules.linear.Linear"):
-        mmod.load_pretrained(tmp_path, model=nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="do not fit"):
-        mmod.load_pretrained(tmp_path, model=OwnViT(lambda _: OwnBlock(), depth=4))
+        mmod.load_pretrained(folder, model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="do not fit: saved from 5 blocks in stages, this model has 4"):
+        mmod.load_pretrained(folder, model=OwnViT(lambda _: OwnBlock(), depth=4))
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(ValueError, match=r"config.yaml' is no text in UTF-8"):
         TrainConfig.load(tmp_path / "config.yaml")
-    for path in (tmp_path, tmp_path / "nowhere.yaml"):
-        with pytest.raises(FileNotFoundError, match=f"no config file at '{path}'"):
+    meant = f": it is a folder, of which {tmp_path / 'config.yaml'} may be meant"
+    for path, hint in ((tmp_path, meant), (tmp_path / "nowhere.yaml", "$")):
+        with pytest.raises(FileNotFoundError, match=f"no config file at '{path}'{hint}"):
             TrainConfig.load(path)
 
 
