@@ -21,6 +21,8 @@ _GRADUAL_PAYS = (
     "No `gradual` saves time here: on so little work, decisions take longer than what they save. On one CPU thread it "
     "pays from 196 tokens of width 192, or 196 tokens of width 64 in batches of 8."
 )
+WRITTEN = ("advice.json", "advice.md", "advice.png")
+"""Names of the files of advice in its folder."""
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
 
@@ -257,7 +259,7 @@ class Advice:
         return [
             f"{dense}.",
             f"Rows with * are on the Pareto front: none is faster and loses less. {columns}",
-            "Nothing was trained: fine-tuned models lose less, and may rank differently.",
+            "Nothing was trained: fine-tuned models may lose less, and rank differently.",
             *too_small,
             *redundancy,
             *filter(None, [self.note]),
@@ -269,7 +271,7 @@ class Advice:
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write `advice.json`, `advice.md` and `advice.png`."""
         folder = Path(folder)
-        for name in ("advice.json", "advice.md", "advice.png"):
+        for name in WRITTEN:
             check_free(folder / name, overwrite)
         make_folder(folder)
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}

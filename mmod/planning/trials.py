@@ -19,9 +19,10 @@ from mmod.compare.measure import fill, measured_once
 from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of
 from mmod.compare.times import Times, times_once
 from mmod.io.jobs import Callback, Runner
+from mmod.io.records import FolderTakenError, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
-from mmod.planning.advice import Advice, AdviceRow
+from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import ONLY, Candidate, copy_of
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
@@ -29,6 +30,8 @@ from mmod.planning.untrained import Refused, faster_candidates, image_candidates
 from mmod.values import check_value
 
 ROUNDS = 5
+# Under which a store keeps what the advice beside it is on.
+_QUESTION = {"work": "question of advice"}
 # Why a study may say otherwise.
 _STUDY = (
     "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, fine-tuned with `--tune true`; its "
@@ -79,7 +82,7 @@ def advise(
             tokens that late layers do not update, random and evenly spread ones.
         is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
-            call resumes. None writes nothing.
+            call resumes. Advice on other samples or with other settings is not replaced. None writes nothing.
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
         progress: Show a bar.
@@ -88,6 +91,7 @@ def advise(
         TypeError: A batch that holds no images, or no prompts.
         ValueError: A candidate needs training, the model is changed already or cannot be routed, there are no images,
             one batch alone to search plans and evaluate them, or the folder's store is damaged.
+        FileExistsError: The folder holds advice on another model, on other samples or with other settings.
 
     Example:
         >>> import timm, torch
@@ -123,11 +127,20 @@ def advise(
                 study = _STUDY
             else:
                 chosen = candidates
+        results = Store(store)
+        question = {
+            "candidates": {candidate.name: candidate.code(part, depth) for candidate in chosen},
+            "batch_size": samples.batch_size,
+            "tolerance": tolerance,
+            "faster": faster,
+            "model and samples": samples.identity,
+        }
+        if folder is not None:
+            _check_question(Path(folder), results, question)
         models, refused = changed_models(model, samples, depth, chosen)
         refused |= unfitted
         by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
         figure = CORRECT if samples.has_labels else AGREEMENT
-        results = Store(store)
         table = Table()
         table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
         fill(
@@ -157,7 +170,23 @@ def advise(
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
+        results.put(_QUESTION, question)
     return advice
+
+
+def _check_question(folder: Path, results: Store, question: Mapping[str, Any]) -> None:
+    """Refuse to replace advice on another model, other samples or with other settings."""
+    taken = [name for name in WRITTEN if (folder / name).exists()]
+    if not taken:
+        return
+    answered = results.get(_QUESTION) or {}
+    changed = [name for name, value in question.items() if differences({name: answered.get(name)}, {name: value})]
+    if not changed:
+        return
+    raise FolderTakenError(
+        f"{str(folder / taken[0])!r} is advice on another question, which differs in {', '.join(changed)}; name "
+        "another folder: `folder`, or --output FOLDER of `mmod advise`"
+    )
 
 
 def _name_of(model: nn.Module) -> str:

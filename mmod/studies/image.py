@@ -197,7 +197,7 @@ def tell(
 
 def _against_advice(config: TimmStudyConfig, candidates: Candidates) -> list[str]:
     """Say why `mmod advise` may say otherwise."""
-    reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models lose less, and may rank differently."]
+    reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models may lose less, and rank differently."]
     if config.tune:
         reasons = ["Models were fine-tuned: untrained, as `mmod advise` tries them, they lose more."]
     if any(candidate.image_size is not None for candidate in candidates.values()):

@@ -93,6 +93,31 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert (tmp_path / "advice.png").stat().st_size
 
 
+def test_advice_on_another_question_is_not_replaced(clock: Callable[..., None], tmp_path: Path) -> None:
+    clock({"smaller-image-0.60": 5.0})
+    model, images = make(), pictures(4)
+    options: dict[str, Any] = {
+        "folder": tmp_path,
+        "progress": False,
+        "candidates": [Candidate("a", routing={"preset": "a-mod"})],
+    }
+    mmod.advise(model, [images], **options)
+    page = (tmp_path / "advice.md").read_bytes()
+    mmod.advise(model, [images], **options)
+    others: list[tuple[str, nn.Module, torch.Tensor, dict[str, Any]]] = [
+        ("model and samples", model, pictures(4).flip(0) + 1, {}),
+        ("model and samples", make(num_classes=5), images, {}),
+        ("tolerance", model, images, {"tolerance": 0.1}),
+        ("batch_size", model, images, {"batch_size": 2}),
+        ("candidates", model, images, {"candidates": None}),
+        ("candidates, faster", model, images, {"candidates": None, "faster": 1.2}),
+    ]
+    for changed, other, other_images, settings in others:
+        with pytest.raises(FileExistsError, match=f"differs in {changed}; name another folder: .*--output FOLDER"):
+            mmod.advise(other, [other_images], **{**options, **settings})
+    assert (tmp_path / "advice.md").read_bytes() == page
+
+
 def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> None:
     clock({"random-0.7": 5.0})
     advice = mmod.advise(make(), [pictures(8)], tolerance=0.0, progress=False)
