@@ -29,21 +29,40 @@ def is_first_process() -> bool:
 
 def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     """Return the commands that a finished run may be followed by, and where its model is."""
+    from mmod.methods.route import is_routed
+
     folder = shlex.quote(result.folder)
     model = "final model" if result.average is None else "final model, the moving average of the weights,"
     lines = [f"next: the {model} is in {folder}/model"]
     commands = {}
     if result.evaluation is not None:
         commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
-        if config.routing is not None:
+        # Methods for training alone leave the final model dense.
+        if is_routed(kind_of(config).sketch().eval()):
             commands[f"mmod audit {folder}"] = "what its routers learned"
-        elif not config.methods:
+        elif config.routing is None and not config.methods and _is_routable(config):
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
             if config.kind in ADVISED:
                 commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
     width = max(map(len, commands), default=0)
     lines += [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
     return "\n".join(lines)
+
+
+def _is_routable(config: RunConfig) -> bool:
+    """Return whether the part of a dense run's model that plans are searched for can be routed."""
+    from mmod.adapters import find_part
+    from mmod.config import RoutingConfig
+    from mmod.model import route_
+
+    kind = kind_of(config)
+    model = kind.sketch()
+    try:
+        part, _ = find_part(model, kind.part)
+        route_(model, **{part: RoutingConfig(router="random")})
+    except ValueError:
+        return False
+    return True
 
 
 def main(arguments: Sequence[str], kind: str) -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,11 @@ from PIL import Image
 
 from mmod.cli import main
 from mmod.training import TrainConfig, fit
+from mmod.training.command import ADVISED, next_commands
+from mmod.training.engine.parse import parse_config
+from mmod.training.engine.run_folder import FitResult
+from mmod.training.kinds import config_class
+from mmod.training.table import KINDS
 from tests.kit.engine_worker import MODEL
 from tests.kit.sets import SETS
 
@@ -89,11 +95,27 @@ def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{whole.output}: resumed at step {steps // 2} of {steps}" in lines_of(capsys)
 
 
-@pytest.mark.parametrize("routing", [None, ROUTED], ids=["dense", "routed"])
+PRUNE = {"kind": "prune", "keep": 0.5, "blocks": [1]}
+RESNET = {"model": {"name": "resnet10t", "args": {"num_classes": 10, "in_chans": 1}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, ["plan", "advise"]),
+        ({"routing": ROUTED}, ["audit"]),
+        ({"routing": {**ROUTED, "training_only": True}}, []),
+        ({"methods": [PRUNE]}, []),
+        ({"methods": [{**PRUNE, "training_only": True}]}, []),
+        ({"methods": [{"kind": "merge", "r": 2}]}, []),
+        (RESNET, []),
+    ],
+    ids=["dense", "routed", "routed in training", "pruned", "pruned in training", "merged", "resnet"],
+)
 def test_a_finished_run_names_commands_that_can_follow(
-    tmp_path: Path, routing: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, changes: dict[str, Any], names: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = digits_config(tmp_path / "a run", epochs=1, routing=routing)
+    config = digits_config(tmp_path / "a run", epochs=1, epoch_steps=1, **changes)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()))
     main(["train", "image", str(file)])
@@ -101,7 +123,7 @@ def test_a_finished_run_names_commands_that_can_follow(
     first = next(number for number, line in enumerate(printed) if line.startswith("next: the final model is in "))
     assert Path(*shlex.split(printed[first])[-1:]).is_dir()
     commands = [shlex.split(line, comments=True) for line in printed[first + 1 :]]
-    assert [words[1] for words in commands] == ["evaluate", *(["plan", "advise"] if routing is None else ["audit"])]
+    assert [words[1] for words in commands] == ["evaluate", *names]
     images = tmp_path / "images"
     images.mkdir()
     for number, side in enumerate((32, 40)):
@@ -129,3 +151,12 @@ def test_other_processes_print_nothing(
     monkeypatch.setattr("mmod.training.command.is_first_process", lambda: False)
     main(["train", "image", str(tmp_path / "config.yaml")])
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_dense_run_of_each_kind_names_its_plan(kind: str) -> None:
+    config = parse_config([KINDS[kind].example], config_class(kind))
+    dense = replace(config, routing=None, methods=[])  # type: ignore[call-arg]
+    result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
+    names = [line.split()[1] for line in next_commands(dense, result).splitlines()[1:]]
+    assert names == ["evaluate", "plan", *(["advise"] if kind in ADVISED else [])]
