@@ -26,7 +26,7 @@ from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
 from mmod.compare.early import BATCH, Look, look_at, near_front
-from mmod.compare.measure import fill
+from mmod.compare.fill import fill
 from mmod.compare.table import DENSE, Measured, Table
 from mmod.compare.times import sample_times
 from mmod.io.jobs import Callback, Runner

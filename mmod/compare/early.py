@@ -1,4 +1,7 @@
-"""A comparison that stops early: all candidates are evaluated on few samples, and those near the front on all."""
+"""A comparison that stops early: all candidates are evaluated on few samples, and those near the front on all.
+
+For `mmod.advise`; studies evaluate all candidates on all samples.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
 
 
 def near_front(figure: str, samples: int) -> Callable[[Table], list[Look]]:
-    """Return what asks for all samples of the candidates near the Pareto front, see `mmod.compare.measure.fill`.
+    """Return what asks for all samples of the candidates near the Pareto front, see `mmod.compare.fill.fill`.
 
     Args:
         figure: The outcome that decides who is better.

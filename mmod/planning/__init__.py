@@ -1,4 +1,7 @@
-"""Which blocks to route at which capacity: presets, schedules and plan search."""
+"""Which blocks to route at which capacity: presets, schedules and plan search.
+
+Also what is compared, by advice and by studies: candidates and their budgets.
+"""
 
 from typing import TYPE_CHECKING
 

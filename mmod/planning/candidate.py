@@ -1,4 +1,4 @@
-"""What is compared: a model made from the dense one, written as keys of a training config."""
+"""What advice and studies compare: a model made from the dense one, written as keys of a training config."""
 
 from __future__ import annotations
 
@@ -59,9 +59,11 @@ class Candidate:
     advice: str = ""
 
     @property
-    def is_routed(self) -> bool:
-        """Whether blocks of the model select tokens."""
-        return self.routing is not None or self.search is not None or (bool(self.methods) and self.from_scratch)
+    def is_baseline(self) -> bool:
+        """Whether the model has no router: it is dense, or changed by a fixed rule."""
+        has_router = self.routing is not None or self.search is not None
+        # Only methods that learn what they choose are trained from scratch.
+        return not has_router and not (self.methods and self.from_scratch)
 
     def configure(self, dense: Any, tuned: Any) -> Any:
         """Return the training config of the model.
@@ -74,7 +76,7 @@ class Candidate:
             # A model of the same name and arguments, without checkpoint or published weights.
             model = type(dense.model)(name=dense.model.name, args=dense.model.args)
             config = dataclasses.replace(dense, model=model)
-        elif self.is_routed or self.methods:
+        elif self.methods or not self.is_baseline:
             config = dataclasses.replace(tuned, routing=self.routing)
         else:
             config = tuned

@@ -1,4 +1,4 @@
-"""Which way of saving compute pays for a model, measured on images or prompts."""
+"""The comparison of `mmod.advise`: which way of saving compute pays for a model, measured on images or prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios
 from mmod.compare.early import BATCH, Look, front_in, look_at, milliseconds, near_front
-from mmod.compare.measure import fill, measured_once
+from mmod.compare.fill import fill, measured_once
 from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of
 from mmod.compare.times import Times, times_once
 from mmod.io.jobs import Callback, Runner

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mmod.analysis.timing import Reading
-from mmod.compare.measure import fill, measured_once
+from mmod.compare.fill import fill, measured_once
 from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of
 from mmod.compare.times import Readings, Times, times_once
 from mmod.io.files import make_folder, sha256

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.compare.measure import measured_once
+from mmod.compare.fill import measured_once
 from mmod.compare.table import DENSE, Measured, Outcomes, Table, Weigh, gap, gaps
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, image_stream

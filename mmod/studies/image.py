@@ -125,7 +125,7 @@ def baselines(config: TimmStudyConfig, table: Table, candidates: Candidates) -> 
     for size, ms in _known_times(config, table, candidates).items():
         by_model = {}
         for name in candidates:
-            by_model[name] = [other for other in as_cheap(ms, name) if not candidates[other].is_routed]
+            by_model[name] = [other for other in as_cheap(ms, name) if candidates[other].is_baseline]
         by_size[f"_b{size}"] = by_model
     return by_size
 

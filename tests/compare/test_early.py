@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.compare.early import Look, front_in, look_at, milliseconds, near_front
-from mmod.compare.measure import fill
+from mmod.compare.fill import fill
 from mmod.compare.table import DENSE, Measured, Table, evaluated
 from mmod.io.jobs import Callback, Runner
 

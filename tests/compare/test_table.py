@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.statistics import difference
-from mmod.compare.measure import fill, measured_once
+from mmod.compare.fill import fill, measured_once
 from mmod.compare.table import (
     Measured,
     Table,

@@ -21,7 +21,7 @@ from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
 from mmod.compare import times
-from mmod.compare.measure import measured_once
+from mmod.compare.fill import measured_once
 from mmod.compare.table import Measured
 from mmod.compare.tolerance import missing_samples
 from mmod.io.store import Store

@@ -34,10 +34,10 @@ def test_a_candidate_changes_the_config_it_is_trained_by_and_nothing_else(tmp_pa
     scratch = Candidate("scratch", from_scratch=True, changes=changes).configure(tuned, tuned)
     assert (scratch.epochs, scratch.model.checkpoint) == (5, None)
     assert scratch.model.args == {**dense.model.args, "depth": 2}
-    assert [Candidate("a", **fields).is_routed for fields in _ROUTED] == [False, True, False, True]
+    assert [Candidate("a", **fields).is_baseline for fields in _CHANGES] == [True, False, True, False]
 
 
-_ROUTED: list[dict[str, Any]] = [
+_CHANGES: list[dict[str, Any]] = [
     {},
     {"routing": {"router": "random"}},
     {"methods": ({"kind": "merge", "r": 2},)},

@@ -1,4 +1,4 @@
-"""The measuring of a comparison: rows of candidates, their times in turns, and who is measured on more samples."""
+"""How a table is filled: jobs give rows of candidates, all are timed in turns, and some get more samples."""
 
 from __future__ import annotations
 
