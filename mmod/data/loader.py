@@ -27,7 +27,7 @@ from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents
 from mmod.data.readers.images import ImageSource, Subset, UnreadableSampleError, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
 from mmod.data.readers.timm import TimmSource
-from mmod.data.stream import Batch, BatchStream, ImageReader, MemoryReader
+from mmod.data.stream import BatchStream, ImageReader, MemoryReader, ReadBatch
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
@@ -340,12 +340,12 @@ class TextReader:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> ReadBatch:
         """Read one batch; see `mmod.data.stream.BatchReader.read`."""
         # One byte more than the length, since targets are the inputs shifted by one.
         index_BL = self.starts[indices][:, None] + np.arange(self.length + 1)
         window = torch.from_numpy(self.text[index_BL].astype(np.int64))
-        return Batch(window[:, :-1], window[:, 1:], [])
+        return ReadBatch(window[:, :-1], window[:, 1:], [])
 
 
 def _read_document(path: Path) -> bytes:

@@ -19,7 +19,7 @@ from mmod.data.readers.images import ImageSource, UnreadableSampleError
 from mmod.random_state import kept_random_state
 
 
-class Batch(NamedTuple):
+class ReadBatch(NamedTuple):
     """One batch, and the faults of samples that could not be read."""
 
     images: Tensor  # Normalised, float32, (B, C, H, W); for text tokens, int64, (B, L).
@@ -32,7 +32,7 @@ class BatchReader(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> ReadBatch:
         """Read the samples with these indices, (B,); `seeds` are those of the stream and the epoch."""
 
 
@@ -55,7 +55,7 @@ class ImageReader:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, indices: np.ndarray, seeds: tuple[int, int] | None) -> Batch:
+    def read(self, indices: np.ndarray, seeds: tuple[int, int] | None) -> ReadBatch:
         """Read one batch, without seeds for a transform that draws nothing; see `BatchReader.read`."""
         faults: list[Fault] = []
         images = []
@@ -73,9 +73,9 @@ class ImageReader:
                 images.append(self.transform(image))
                 labels.append(label)
         if not images:
-            return Batch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
+            return ReadBatch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
         # In a worker, torch's collate stacks in shared memory, which saves a copy.
-        return Batch(default_collate(images), self.collate(labels), faults)
+        return ReadBatch(default_collate(images), self.collate(labels), faults)
 
     def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, Any] | None:
         # The next samples in order stand in for an unreadable one.
@@ -92,7 +92,7 @@ class ImageReader:
 class MemoryReader:
     """Holds the images of a batch in memory as uint8, and normalises them when they are read."""
 
-    def __init__(self, samples: Batch, mean: Tensor, std: Tensor) -> None:
+    def __init__(self, samples: ReadBatch, mean: Tensor, std: Tensor) -> None:
         self.images = samples.images
         self.labels = samples.labels
         # One multiplication and one addition, in place of dividing, subtracting and dividing again.
@@ -102,10 +102,10 @@ class MemoryReader:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
+    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> ReadBatch:
         """Read one batch; see `BatchReader.read`."""
         chosen = torch.from_numpy(indices)
-        return Batch(self.images[chosen] * self.scale + self.shift, self.labels[chosen], [])
+        return ReadBatch(self.images[chosen] * self.scale + self.shift, self.labels[chosen], [])
 
 
 class BatchStream:
@@ -157,7 +157,7 @@ class BatchStream:
             raise ValueError(f"{name} has {samples}, fewer than a batch in each: set a smaller data.batch_size")
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over the images and labels of an epoch's batches, see `Batch`.
+        """Iterate over the images and labels of an epoch's batches, see `ReadBatch`.
 
         `batches(e, s)` equals `batches(e)` without its first `s` batches, for any number of workers. The first batches
         are not read, and the caller's random state is neither used nor changed.
@@ -204,7 +204,7 @@ class BatchStream:
         full = order[: steps * self.world * self.batch_size]
         return list(full.reshape(steps, self.world, self.batch_size)[:, self.rank])
 
-    def _load(self, order: list[np.ndarray], seeds: tuple[int, int]) -> Iterator[Batch]:
+    def _load(self, order: list[np.ndarray], seeds: tuple[int, int]) -> Iterator[ReadBatch]:
         # An explicit generator, because the loader would otherwise draw from the global one.
         return iter(
             DataLoader(
@@ -224,7 +224,7 @@ class _Batches(Dataset):
     reader: BatchReader
     seeds: tuple[int, int]
 
-    def __getitem__(self, indices: np.ndarray) -> Batch:
+    def __getitem__(self, indices: np.ndarray) -> ReadBatch:
         return self.reader.read(indices, self.seeds)
 
 

@@ -32,7 +32,7 @@ from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
-from mmod.training.chat.kind import ChatKind, read_prompts
+from mmod.training.chat.kind import ChatKind, fill_cache
 from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) 
     dense = flops(model, Prompt(text, full_image), 0.0).dense
     text_alone = flops(model, Prompt(text), 0.0).dense
     with torch.inference_mode():
-        cache = read_prompts(model, prompts)
+        cache = fill_cache(model, prompts)
     cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
     if config.maps and is_routed(model):
         figure = draw_kept(model, kind.collator, kind.talks(config.maps))

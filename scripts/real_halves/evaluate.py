@@ -18,7 +18,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.progress import progress_bar
 from mmod.training.chat.evaluate import generate
-from mmod.training.chat.kind import read_prompts
+from mmod.training.chat.kind import fill_cache
 from scripts.real_halves.rows import Row
 
 LONGEST_ANSWER = 7
@@ -123,7 +123,7 @@ def prefill_times(
         for number in range(rounds + 1):
             for name, (model, prompt) in prepared.items():
                 started = time.process_time()
-                cache = read_prompts(model, prompt)
+                cache = fill_cache(model, prompt)
                 # The first round warms up.
                 if number:
                     taken[name].append(1000 * (time.process_time() - started))

@@ -19,7 +19,7 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
-from mmod.training.chat.model import create_model, router_parameters
+from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.processor import create_processor, create_word_processor
 from tests.kit.chat_configs import MODEL, vlm_config
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
@@ -110,7 +110,7 @@ def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, checkpo
         model=ModelConfig(checkpoint=checkpoint, args=options(bits)),
         lora={"r": 2, "target_modules": ["q_proj"]},
     )
-    before, _ = create_model(config)
+    before, _ = create_with_processor(config)
     assert quantized(before)
     assert all(value.dtype == torch.float32 for value in router_parameters(before).values())
     # Their names in the model without adapters.
@@ -137,7 +137,7 @@ def test_plans_count_bits(tmp_path: Path, checkpoint: str, bits: int) -> None:
         estimate(replace(vlm_config(tmp_path, routing=routing), model=replace(model, args=args), lora=lora))
         for args in ({}, options(bits))
     )
-    dense, _ = create_model(vlm_config(tmp_path), on_meta=True)
+    dense, _ = create_with_processor(vlm_config(tmp_path), on_meta=True)
     linear = sum(
         module.weight.numel()
         for name, module in dense.named_modules()

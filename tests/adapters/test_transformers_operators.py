@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
-from mmod.adapters.transformers.cache_base import CachedTokens, cache_of
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of
 from mmod.adapters.transformers.families import parameters_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
@@ -267,7 +267,7 @@ def test_a_cache_holds_what_later_tokens_may_read(way: tuple[str, str]) -> None:
         cache = cache_of(model(**batch, use_cache=True))
     for index in config.blocks:
         layer = cache.layers[index]
-        assert isinstance(layer, CachedTokens)
+        assert isinstance(layer, RoutedCacheLayer)
         assert layer.keys.shape[2] == (text if way[1] == "kept" and way[0] != "mlp" else batch["input_ids"].shape[1])
         assert layer.get_seq_length() == batch["input_ids"].shape[1]
 

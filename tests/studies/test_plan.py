@@ -11,7 +11,7 @@ import mmod
 from mmod.io.store import STORE
 from mmod.studies.plan import SEARCHES, PlanOptions, main, search_for
 from mmod.training import fit
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import create_with_processor
 from mmod.training.image.config import TrainConfig
 from tests.kit.chat_configs import vlm_config
 from tests.kit.disk import visible
@@ -58,7 +58,7 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
 
 def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
     dense = vlm_config(tmp_path)
-    model, processor = create_model(dense)
+    model, processor = create_with_processor(dense)
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     fields = dense.to_dict()

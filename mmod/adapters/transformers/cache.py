@@ -20,11 +20,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from mmod.adapters.transformers.cache_base import CachedTokens, check_cropping
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer, check_cropping
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
-class RoutedLayer(CachedTokens, DynamicLayer):
+class RoutedLayer(RoutedCacheLayer, DynamicLayer):
     """A dynamic cache layer of kept tokens, whose number may differ between samples.
 
     If all tokens of a step run, as in decoding, positions are implicit and are only materialised when needed.
@@ -61,7 +61,7 @@ class RoutedLayer(CachedTokens, DynamicLayer):
     def begin_update(
         self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None
     ) -> None:
-        """Announce the tokens of the next `update`, see `CachedTokens`; `slot_T` are the slots of a packed prompt."""
+        """Announce the tokens of the next `update`; see `RoutedCacheLayer`. `slot_T`: slots of a packed prompt."""
         # The rows of a packed prompt stand in one sequence, and the cache stores them by sample.
         self.slot_T = slot_T
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
@@ -71,7 +71,7 @@ class RoutedLayer(CachedTokens, DynamicLayer):
         self.length += tokens
 
     def begin_update_all(self, x_BND: Tensor) -> None:
-        """Announce that the next `update` receives all tokens of this step, see `CachedTokens`."""
+        """Announce that the next `update` receives all tokens of this step, see `RoutedCacheLayer`."""
         tokens = x_BND.shape[1]
         self.kept_B1 = self.kept_B1 + tokens
         # Positions of a step in which all tokens run are consecutive: writing them out would cost each step of
@@ -80,7 +80,7 @@ class RoutedLayer(CachedTokens, DynamicLayer):
         self.length += tokens
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of cached slots, then new ones, see `CachedTokens`."""
+        """Return positions and validity of cached slots, then new ones, see `RoutedCacheLayer`."""
         valid_BK = torch.ones_like(position_BK, dtype=torch.bool) if valid_BK is None else valid_BK
         self._materialise(position_BK)
         if self.position_BL is None or self.valid_BL is None:
@@ -195,7 +195,7 @@ def open_routed_layer(cache: Any, layer: int) -> None:
     Tokens that the dense layer holds, such as a prefix tuned by peft or a prompt read before routing, count as kept.
     """
     layers = getattr(cache, "layers", ())
-    if layer < len(layers) and isinstance(layers[layer], CachedTokens):
+    if layer < len(layers) and isinstance(layers[layer], RoutedCacheLayer):
         return
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ValueError(

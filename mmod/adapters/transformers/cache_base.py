@@ -30,7 +30,7 @@ def with_cache(arguments: Arguments, cache: Any) -> dict[str, Any]:
     return {**{name: value for name, value in arguments.items() if name not in CACHE_NAMES}, CACHE: cache}
 
 
-class CachedTokens:
+class RoutedCacheLayer:
     """Mixin of a transformers cache layer that holds the keys and values of kept tokens only.
 
     Attributes:
@@ -93,5 +93,5 @@ def check_cropping(tokens_to_remove: int) -> None:
 
 def chosen_samples(cache: Any) -> Tensor | None:
     """Return in which samples cached tokens competed for selection (B); None for none."""
-    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, CachedTokens)]
+    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutedCacheLayer)]
     return next((chosen_B1[:, 0] for chosen_B1 in chosen if chosen_B1 is not None), None)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from mmod.adapters.transformers.cache_base import CachedTokens, check_cropping
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer, check_cropping
 
 # The position of an empty slot.
 EMPTY = -1
 
 
-class StaticRoutedLayer(CachedTokens, StaticLayer):
+class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
     """A static cache layer of kept tokens.
 
     Prefill allocates it. A prompt of N tokens needs K slots, the largest kept count of a sample, and every later token
@@ -57,20 +57,20 @@ class StaticRoutedLayer(CachedTokens, StaticLayer):
         return self.position_BS is not None
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
-        """Announce the tokens of the next `update`, see `CachedTokens`."""
+        """Announce the tokens of the next `update`, see `RoutedCacheLayer`."""
         self._announced = position_BK, valid_BK, tokens
         # A layer that keeps no token calls no attention, so no `update` would count the step.
         if not position_BK.shape[1]:
             self._count(position_BK, tokens)
 
     def begin_update_all(self, x_BND: Tensor) -> None:
-        """Announce that the next `update` receives all tokens of this step, see `CachedTokens`."""
+        """Announce that the next `update` receives all tokens of this step, see `RoutedCacheLayer`."""
         samples, tokens = x_BND.shape[:2]
         position_BN = self.length + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
         self.begin_update(position_BN, None, tokens)
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of the keys that `update` will return, see `CachedTokens`."""
+        """Return positions and validity of the keys that `update` will return, see `RoutedCacheLayer`."""
         position_BL = _marked(position_BK, valid_BK)
         slots = position_BK.shape[1]
         if self.position_BS is not None and self._displaces(slots):

@@ -110,7 +110,7 @@ class Inputs(NamedTuple):
     part: PromptPart | None
 
 
-class TokenKinds(NamedTuple):
+class TokenModalities(NamedTuple):
     """The tokens of a forward pass among which some may be skipped.
 
     Args:
@@ -251,7 +251,7 @@ class GroupHook(ModelHook):
         part = None if decodes else self.generations.part(arguments, int(past))
         return Inputs(module, arguments, cache, decodes, begun, structure, part)
 
-    def _find(self, inputs: Inputs, image_BN: Tensor | None) -> TokenKinds:
+    def _find(self, inputs: Inputs, image_BN: Tensor | None) -> TokenModalities:
         """Step 2: find the tokens that may be skipped, by modality and frame."""
         structure = inputs.structure
         part = inputs.part
@@ -269,9 +269,9 @@ class GroupHook(ModelHook):
         frames = None
         if self.tokens == "image" and self.language.frames is not None and self._decides_together:
             frames = self.images.frames(layout, kind_BN, structure.valid_BN, structure.segment_BN, copies)
-        return TokenKinds(kind_BN, layout, copies, frames)
+        return TokenModalities(kind_BN, layout, copies, frames)
 
-    def _select(self, inputs: Inputs, kinds: TokenKinds, protected_BN: Tensor | None) -> SkippableTokens:
+    def _select(self, inputs: Inputs, kinds: TokenModalities, protected_BN: Tensor | None) -> SkippableTokens:
         """Step 3: leave out tokens outside frames, those that the user protects, and those without a frame before."""
         structure = inputs.structure
         gated_BN = kinds.kind_BN > 0
@@ -293,7 +293,7 @@ class GroupHook(ModelHook):
         prompt_BN = self._prompt(kinds.kind_BN > 0, structure)
         return SkippableTokens(free_BN, gated_BN, earlier_BN, prompt_BN)
 
-    def _assign(self, inputs: Inputs, kinds: TokenKinds, skippable: SkippableTokens) -> TokenGroups | None:
+    def _assign(self, inputs: Inputs, kinds: TokenModalities, skippable: SkippableTokens) -> TokenGroups | None:
         """Step 4: assign tokens to the groups within which layers choose; None when all tokens run."""
         structure = inputs.structure
         frames = kinds.frames
@@ -375,7 +375,7 @@ class GroupHook(ModelHook):
                 "to compare successive images of a prompt"
             )
 
-    def _earlier(self, inputs: Inputs, kinds: TokenKinds) -> Tensor:
+    def _earlier(self, inputs: Inputs, kinds: TokenModalities) -> Tensor:
         """Return the index of the token at the same position one frame earlier, -1 for none (B, N)."""
         images = self.config.router.images
         if inputs.begun and images and bool((kinds.kind_BN == IMAGE).any()):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
-from mmod.adapters.transformers.cache_base import CachedTokens, cache_of, with_cache
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.families import branch_ends
@@ -271,7 +271,7 @@ class DecoderLayerCall(DecoderCall):
         arguments: Arguments,
         x_BND: Tensor,
         routing: Routing | None,
-        cache: CachedTokens | None,
+        cache: RoutedCacheLayer | None,
         all_keys: bool = False,
     ) -> dict[str, Any]:
         attention = self.config._attn_implementation
@@ -324,7 +324,7 @@ class DecoderLayerCall(DecoderCall):
         known = self.reads_positions and not self._is_flash and position_BN is not None and position_BN.ndim == 2
         return position_BN if known else None
 
-    def _check_window(self, window: int, tokens: int, cache: CachedTokens | None, complete: bool) -> None:
+    def _check_window(self, window: int, tokens: int, cache: RoutedCacheLayer | None, complete: bool) -> None:
         """Refuse flash attention with a sliding window if tokens are missing, now or in the cache."""
         if cache is not None:
             tokens += int(cache.length)
@@ -335,16 +335,16 @@ class DecoderLayerCall(DecoderCall):
                 f"this sequence has {tokens}: load the model with attn_implementation='sdpa'"
             )
 
-    def _compact_positions(self, x_BND: Tensor, slots: int, cache: CachedTokens | None) -> dict[str, Any]:
+    def _compact_positions(self, x_BND: Tensor, slots: int, cache: RoutedCacheLayer | None) -> dict[str, Any]:
         assert self.compact is not None
         before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
         return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}
 
-    def _cache(self, arguments: Arguments) -> CachedTokens | None:
+    def _cache(self, arguments: Arguments) -> RoutedCacheLayer | None:
         """Return the layer's cache of kept tokens, or None before `open_cache`."""
         layers = getattr(cache_of(arguments), "layers", ())
         layer = layers[self.index] if self.index < len(layers) else None
-        return layer if isinstance(layer, CachedTokens) else None
+        return layer if isinstance(layer, RoutedCacheLayer) else None
 
     @property
     def _is_flash(self) -> bool:

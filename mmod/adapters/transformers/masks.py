@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.adapters.masks import key_columns, query_rows, show_all_keys
 from mmod.adapters.transformers.cache import RoutedLayer
-from mmod.adapters.transformers.cache_base import CachedTokens
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
 
@@ -23,7 +23,7 @@ def mask_of_kept(
     mask: Tensor | None,
     x_BND: Tensor,
     routing: Routing | None,
-    cache: CachedTokens | None,
+    cache: RoutedCacheLayer | None,
     flash: bool,
     all_keys: bool = False,
 ) -> Tensor | None:

@@ -21,7 +21,7 @@ from mmod.data.readers.conversations import ReplacingChats, check_conversations,
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.model import create_model, router_parameters
+from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.preflight import check_start, step_samples, steps_of
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of
@@ -77,7 +77,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
     check_conversations(config.data)
-    model, processor = create_model(config, on_meta=True)
+    model, processor = create_with_processor(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))
     val = None if config.data.val is None else open_conversations(config.data.val, config.data)

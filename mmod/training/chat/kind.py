@@ -33,7 +33,7 @@ from mmod.opening.runs import FINAL_MODEL
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate, outcomes_of
-from mmod.training.chat.model import apply_methods, create_dense, create_model, warn_of_halves
+from mmod.training.chat.model import apply_methods, create_dense, create_with_processor, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end, training_arguments
@@ -74,8 +74,8 @@ class ChatKind:
     load = load
 
     def create(self) -> nn.Module:
-        """Create the model that the run starts from; see `mmod.training.chat.model.create_model`."""
-        return create_model(self.config)[0]
+        """Create the model that the run starts from; see `mmod.training.chat.model.create_with_processor`."""
+        return create_with_processor(self.config)[0]
 
     def check_schedule(self) -> None:
         """Check the warm-up where the config states the number of steps; see `Kind.check_schedule`."""
@@ -109,7 +109,7 @@ class ChatKind:
         arguments = training_arguments(config)
         progress = progress and arguments.process_index == 0
         data = self._open_data(arguments, progress)
-        model, processor = create_model(config)
+        model, processor = create_with_processor(config)
         warn_of_halves(model, config)
         size = arguments.per_device_eval_batch_size
         trainer = RoutedTrainer(
@@ -207,7 +207,7 @@ class ChatKind:
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return the prefill of a batch of prompts with one image."""
         prompts = self.prompts(size)[0]
-        return {"prompt": Reading(partial(read_prompts, model, prompts), len(prompts["input_ids"]))}
+        return {"prompt": Reading(partial(fill_cache, model, prompts), len(prompts["input_ids"]))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
         """Return training conversations; see `Kind.calibration`."""
@@ -255,7 +255,7 @@ class ChatKind:
         return prompts, int(prompts["attention_mask"].sum()) // rows - image, image
 
 
-def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
+def fill_cache(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     """Return the key-value cache of encoded prompts."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     return cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
@@ -316,7 +316,7 @@ def _gathered(config: TrainConfig, state: dict[str, torch.Tensor], sharded: Any)
 
     # Otherwise ZeRO-3 would shard this model too.
     unset_hf_deepspeed_config()
-    model, _ = create_model(config, on_meta=True)
+    model, _ = create_with_processor(config, on_meta=True)
     dtypes = {name: value.dtype for name, value in model.state_dict().items()}
     model.load_state_dict({name: value.to(dtypes[name]) for name, value in state.items()}, assign=True)
     inner = model if config.lora is None else model.get_base_model()

@@ -33,7 +33,7 @@ _PREFIXES = {
 }
 
 
-def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
+def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters."""
     processor = create_processor(config)
     model = create_dense(config, processor, on_meta)

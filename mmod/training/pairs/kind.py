@@ -34,7 +34,7 @@ from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
 from mmod.training.pairs.folder import TwoTowers, save_model
-from mmod.training.pairs.model import create_loss, create_model, create_transforms
+from mmod.training.pairs.model import create_dense, create_loss, create_transforms
 from mmod.training.pairs.task import PairsTask
 
 
@@ -60,7 +60,7 @@ class PairsKind:
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model, with published weights or an image tower's; refuse a loss that does not fit."""
         config = self.config
-        model = create_model(config.model, weights)
+        model = create_dense(config.model, weights)
         # Without weights the model is a sketch, which is not trained.
         if not weights:
             return model

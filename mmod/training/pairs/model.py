@@ -22,7 +22,7 @@ from mmod.training.pairs.folder import Captions, wrap
 from mmod.values import refuse_unknown
 
 
-def create_model(config: ModelConfig, weights: bool = True) -> Any:
+def create_dense(config: ModelConfig, weights: bool = True) -> Any:
     """Create a dense model of open_clip, or of a folder of transformers, without its checkpoint, in training mode.
 
     Args:

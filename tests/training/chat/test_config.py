@@ -9,7 +9,7 @@ import pytest
 
 import mmod
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import create_with_processor
 from mmod.training.chat.trainer import training_arguments
 
 ROOT = Path(__file__).parents[3]
@@ -32,5 +32,5 @@ def test_configs_are_read_and_say_what_they_are(path: Path) -> None:
 def test_tiny_configs_build_what_they_route(path: Path, folder: Path) -> None:
     dense = TrainConfig.load(ROOT / "configs/vlm/tiny-llava.yaml")
     config = replace(TrainConfig.load(path), model=dense.model)
-    model, _ = create_model(config, on_meta=True)
+    model, _ = create_with_processor(config, on_meta=True)
     assert mmod.is_routed(model) == (config.routing is not None)

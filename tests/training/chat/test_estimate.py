@@ -15,7 +15,7 @@ from PIL import Image
 import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import create_with_processor
 from mmod.training.chat.processor import create_word_processor
 from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
 from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
@@ -179,7 +179,7 @@ def test_the_count_of_gamma_mod_is_explained() -> None:
 def test_estimate_agrees_with_the_model(folder: Path) -> None:
     config = vlm_config(folder, "planned", routing=P_MOD)
     cost = estimate(config)
-    model, _ = create_model(config)
+    model, _ = create_with_processor(config)
     assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert cost.router_parameters == 3 * 33
     assert cost.kept == mmod.capacities(model)

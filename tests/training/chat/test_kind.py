@@ -31,7 +31,7 @@ from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import EvalResult, answer_loss, evaluate, mean_over_kinds
-from mmod.training.chat.model import create_model, router_parameters
+from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
 from mmod.training.engine.checkpoint import write_sums
@@ -306,8 +306,8 @@ def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: 
 
 def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
     config = vlm_config(folder, "lora", routing=P_MOD, lora={"r": 2, "target_modules": ["q_proj"]})
-    before, _ = create_model(config)
-    start = create_model(config.plain())[0].state_dict()
+    before, _ = create_with_processor(config)
+    start = create_with_processor(config.plain())[0].state_dict()
     trained = {name for name, parameter in before.named_parameters() if parameter.requires_grad}
     assert all("lora" in name or "router" in name for name in trained)
     assert {name for name in trained if "router" in name} == set(router_parameters(before))
@@ -348,7 +348,7 @@ def test_answers_are_written_with_what_was_expected(folder: Path) -> None:
 def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
     config = vlm_config(folder, routing=P_MOD)
     torch.manual_seed(0)
-    model, processor = create_model(config)
+    model, processor = create_with_processor(config)
     data, collator = open_conversations("questions:tiny/test", config.data), ChatCollator(processor)
     results = [evaluate(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 72)]
     assert results[0] == results[1]
@@ -414,7 +414,7 @@ def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[st
         ReplacingChats(open_conversations(str(path), ConversationsConfig(on_corrupt="skip")))[0]
     config = vlm_config(tmp_path, data=ConversationsConfig(val=str(path), on_corrupt="skip"))
     path.write_text(json.dumps([records[1]]))
-    model, processor = create_model(config)
+    model, processor = create_with_processor(config)
     with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
         evaluate(model, ChatCollator(processor), open_conversations(str(path), config.data))
 

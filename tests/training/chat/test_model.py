@@ -19,7 +19,7 @@ from mmod.io.files import DamagedFileError
 from mmod.io.tensors import read_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.model import create_model, freeze_parts, resize_images, router_parameters
+from mmod.training.chat.model import create_with_processor, freeze_parts, resize_images, router_parameters
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, PREDICTOR, VISION, vlm_config
@@ -31,15 +31,17 @@ from tests.kit.vlm_zoo import JOINT, make_joint
 def test_protection_that_changes_nothing_is_refused(folder: Path, routing: Any) -> None:
     config = vlm_config(folder, data=replace(vlm_config(folder).data, protected="question"), routing=routing)
     with pytest.raises(ValueError, match=r"data\.protected: question would change nothing.*tokens: all"):
-        create_model(config)
+        create_with_processor(config)
 
 
 def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) -> None:
     routing = {"language": {"router": "linear", "gate": "identity", "blocks": [1, 2]}}
     with pytest.raises(ValueError, match=r"router of model.language_model.layers.1 would not learn: gate 'identity'"):
-        create_model(vlm_config(folder, routing=routing))
-    create_model(vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}}))
-    model, _ = create_model(vlm_config(folder, routing=GAMMA))
+        create_with_processor(vlm_config(folder, routing=routing))
+    create_with_processor(
+        vlm_config(folder, routing={"language": {**routing["language"], "losses": {"capacity": 0.1}}})
+    )
+    model, _ = create_with_processor(vlm_config(folder, routing=GAMMA))
     model.model.language_model.shared_router.requires_grad_(False)
     arguments = training_arguments(vlm_config(folder))
     with pytest.raises(ValueError, match="all of their 1 weights are frozen"):
@@ -47,12 +49,12 @@ def test_routers_that_would_not_learn_are_refused_before_training(folder: Path) 
 
 
 def test_a_damaged_checkpoint_is_named(folder: Path) -> None:
-    for part in create_model(vlm_config(folder)):
+    for part in create_with_processor(vlm_config(folder)):
         part.save_pretrained(folder / "cut")
     path = folder / "cut" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(DamagedFileError, match=rf"^'{path}' is no complete safetensors file"):
-        create_model(vlm_config(folder, model=ModelConfig(checkpoint=str(path.parent))))
+        create_with_processor(vlm_config(folder, model=ModelConfig(checkpoint=str(path.parent))))
 
 
 @pytest.mark.parametrize("tower", ["siglip", "clip"])
@@ -62,8 +64,8 @@ def test_smaller_images_have_fewer_tokens_and_resampled_positions(folder: Path, 
     kind = {"vision_config": {**vision, "model_type": f"{tower}_vision_model"}}
     select = {"vision_feature_select_strategy": "full" if tower == "siglip" else "default"}
     config = replace(config, model=ModelConfig(config={**MODEL, **kind, **select}, processor="words"))
-    large, processor = create_model(config)
-    model, smaller = create_model(config.at_size(16))
+    large, processor = create_with_processor(config)
+    model, smaller = create_with_processor(config.at_size(16))
     talks = open_conversations(config.data.train, config.data)
     for one, one_processor, patches in ((large, processor, 16), (model, smaller, 4)):
         batch = ChatCollator(one_processor)([talks[0]])
@@ -78,7 +80,7 @@ def test_smaller_images_have_fewer_tokens_and_resampled_positions(folder: Path, 
     again = type(model).from_pretrained(folder / f"small-{tower}")
     assert torch.equal(again.model.vision_tower(image).last_hidden_state, small(image).last_hidden_state)
     with pytest.raises(ValueError, match="multiple of 8"):
-        create_model(config.at_size(12))
+        create_with_processor(config.at_size(12))
 
 
 def test_images_of_any_size_are_not_resized() -> None:
@@ -95,7 +97,7 @@ def test_images_of_any_size_are_not_resized() -> None:
     ],
 )
 def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set[str]) -> None:
-    model, _ = create_model(vlm_config(folder, frozen=parts, routing=P_MOD))
+    model, _ = create_with_processor(vlm_config(folder, frozen=parts, routing=P_MOD))
 
     def kind(name: str) -> str:
         if "router" in name:
@@ -122,7 +124,7 @@ def test_parts_of_every_family_freeze(name: str) -> None:
 def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> None:
     data = replace(vlm_config(folder).data, protected="question" if routing is MASKED else None)
     config = vlm_config(folder, data=data, routing=routing)
-    model, processor = create_model(config)
+    model, processor = create_with_processor(config)
     data = open_conversations(config.data.train, config.data)
     # The first conversations about two, one and no images.
     talks = [data[int((data.images == count).argmax())] for count in (2, 1, 0)]
@@ -153,9 +155,9 @@ def test_routers_of_a_model_in_half_precision_train_in_single(
 ) -> None:
     model = ModelConfig(config=MODEL, processor="words", args={"dtype": "bfloat16"})
     config = vlm_config(folder, f"half-{routing is P_MOD}-{lora is None}", model=model, routing=routing, lora=lora)
-    made, _ = create_model(config)
+    made, _ = create_with_processor(config)
     assert {value.dtype for value in router_parameters(made).values()} == {torch.float32}
-    start = router_parameters(create_model(config.plain())[0])
+    start = router_parameters(create_with_processor(config.plain())[0])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = fit(config, progress=False)

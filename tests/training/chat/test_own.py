@@ -16,7 +16,7 @@ from PIL import Image
 from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import create_with_processor
 from mmod.training.chat.processor import create_bpe_processor, create_processor
 from mmod.training.kinds import kind_of
 from tests.kit.chat_configs import vlm_config
@@ -57,7 +57,7 @@ def test_a_tokenizer_of_the_conversations_knows_every_text_and_is_the_same_each_
     for text in ("It's red, naïvely.", "unseen: 漢字 🙂", "  two  spaces "):
         assert first.decode(first(text)["input_ids"]) == text
     assert first.unk_token_id is None
-    model, processor = create_model(own_config())
+    model, processor = create_with_processor(own_config())
     assert model.config.text_config.vocab_size == len(processor.tokenizer)
     chats = open_conversations("data/conversations.json", own_config().data)
     batch = kind_of(own_config()).collator([chats[0], chats[1]])

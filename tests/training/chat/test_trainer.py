@@ -20,7 +20,7 @@ import mmod
 from mmod.data.readers.chat import ChatCollator, LengthSampler
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import UnwrittenError
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import create_with_processor
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from mmod.training.engine.health import RouterHealth
 from tests.kit.chat_configs import vlm_config
@@ -34,7 +34,7 @@ def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
         trainer_fields = {"per_device_train_batch_size": 4 // split, "gradient_accumulation_steps": split}
         fields = {"router": "linear", "capacity": 1.0, "gate": "identity", "losses": {"membership": 0.5}}
         config = vlm_config(folder, trainer=trainer_fields, routing={"language": fields})
-        model, processor = create_model(config)
+        model, processor = create_with_processor(config)
         train, collator = open_conversations(config.data.train, config.data), ChatCollator(processor)
         arguments = training_arguments(config)
         trainer = RoutedTrainer(model=model, args=arguments, train_dataset=train, data_collator=collator)
@@ -74,7 +74,7 @@ def test_a_run_folder_that_is_gone_is_not_created_anew(tmp_path: Path) -> None:
 
 def test_health_counts_what_blocks_keep(folder: Path) -> None:
     config = vlm_config(folder, routing={"language": {"router": "linear", "capacity": 0.25}})
-    model, processor = create_model(config)
+    model, processor = create_with_processor(config)
     data = open_conversations(config.data.train, config.data)
     batch = ChatCollator(processor)([data[index] for index in range(6)])
     health = RouterHealth(model.train())

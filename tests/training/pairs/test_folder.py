@@ -18,7 +18,7 @@ from mmod.studies.study import run_study
 from mmod.training import fit
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.kind import PairsKind
-from mmod.training.pairs.model import create_model, create_transforms
+from mmod.training.pairs.model import create_dense, create_transforms
 from tests.kit.pair_folders import SIDE, save_pair_model
 from tests.kit.sets import SETS
 
@@ -49,7 +49,7 @@ def config_of(folder: Path, output: Path, **changes: Any) -> TrainConfig:
 
 def test_similarities_are_those_of_the_host(saved: tuple[Path, Any]) -> None:
     folder, host = saved
-    model = create_model(ModelConfig(str(folder))).eval()
+    model = create_dense(ModelConfig(str(folder))).eval()
     transform, tokenizer = create_transforms(model, str(folder), None)
     image = Image.effect_noise((SIDE + 31, SIDE + 7), 80).convert("RGB")
     processor = transformers.AutoProcessor.from_pretrained(folder)
@@ -97,17 +97,17 @@ def test_capacity_1_is_evaluated_as_the_dense_model(saved: tuple[Path, Any], tmp
 def test_folders_that_hold_no_image_text_model_are_refused(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, host = saved
     with pytest.raises(ValueError, match=r"leave out model\.pretrained"):
-        create_model(ModelConfig(str(folder), pretrained="openai"))
+        create_dense(ModelConfig(str(folder), pretrained="openai"))
     lacking = shutil.copytree(folder, tmp_path / "lacking")
     (lacking / "tokenizer.json").unlink()
     (lacking / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="holds no tokeniser of its captions: save it there too"):
-        create_transforms(create_model(ModelConfig(str(lacking))), str(lacking), None)
+        create_transforms(create_dense(ModelConfig(str(lacking))), str(lacking), None)
     tower = type(host.vision_model)(host.config.vision_config)
     shutil.copytree(folder, tmp_path / "tower")
     tower.save_pretrained(tmp_path / "tower")
     with pytest.raises(ValueError, match="models of image-text pairs in folders of transformers read both"):
-        create_model(ModelConfig(str(tmp_path / "tower")))
+        create_dense(ModelConfig(str(tmp_path / "tower")))
 
 
 def test_a_study_compares_a_folder_routed_and_dense(tmp_path: Path) -> None:
