@@ -1,6 +1,6 @@
 """Training: image classifiers, image-text pairs, conversations and text.
 
-Each kind of training is a folder with these files, and more of its own, such as `model.py`, which opens a dense model:
+Each kind of training is a folder with these files and more of its own, such as a `model.py` that opens the dense model:
 
 - `config.py`: the options, as `ModelConfig` and `TrainConfig`. It is imported without torch, so that `--help` is fast.
 - `task.py`: the objective, a subclass of `engine.task.Task`; conversations have transformers' Trainer, `trainer.py`.
