@@ -59,7 +59,7 @@ def _is_routable(config: RunConfig) -> bool:
     model = kind.sketch()
     try:
         part, _ = find_part(model, kind.part)
-        route_(model, **{part: RoutingConfig(router="random")})
+        route_(model, tokens=None, training_only=None, **{part: RoutingConfig(router="random")})
     except ValueError:
         return False
     return True

@@ -15,9 +15,9 @@ import yaml
 from PIL import Image
 
 from mmod.cli import main
+from mmod.config.parse import parse_config
 from mmod.training import TrainConfig, fit
 from mmod.training.command import ADVISED, next_commands
-from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import config_class
 from mmod.training.table import KINDS
