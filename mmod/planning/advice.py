@@ -38,7 +38,8 @@ class AdviceRow:
         accuracy: Difference of top-1 accuracy, or of the share of right answers to prompts, to the dense model's, where
             there are labels; 95 % interval. It replaces the score in every comparison.
         images: Number of images; few for candidates that were far from the front.
-        code: The line of Python that applies it; `config` the key of a training config that does.
+        code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
+            config that does.
         on_front: No other row is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
         series: Name that it shares with the same model at other budgets; empty for none.
@@ -200,7 +201,7 @@ class Advice:
     @property
     def code(self) -> str:
         """The lines of Python that follow the advice; empty without one."""
-        return "" if self.best is None else f"import mmod\n\n{self.best.code}"
+        return f"import mmod\n\n{self.best.code}" if self.best is not None and self.best.code else ""
 
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
@@ -231,7 +232,8 @@ class Advice:
     def __str__(self) -> str:
         lines = [str(self.table()), f"\n**{self.sentence}**\n", *[f"- {fact}" for fact in self.facts]]
         if self.best:
-            lines.append(f"\n```python\n{self.code}\n```\n\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
+            lines += [f"\n```python\n{self.code}\n```"] if self.code else []
+            lines.append(f"\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
         return "\n".join(lines)
 
     @property

@@ -98,7 +98,7 @@ class Candidate:
 
     def config(self, part: str, depth: int) -> str:
         """Return the keys of a training config that apply it, a line each."""
-        lines = []
+        lines = [] if self.image_size is None else [f"model: {json.dumps({'image_size': self.image_size})}"]
         if self.methods:
             lines.append(f"methods: {json.dumps(self.methods)}")
         if self.routing is not None:

@@ -94,10 +94,15 @@ def pad_token(model: Any, image_token: int) -> int:
     return next(token for token in (config.pad_token_id, *ends, 0, 1) if token is not None and token != image_token)
 
 
-def of_equal_length(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def of_equal_length(
+    model: Any, batch: Mapping[str, Any], like: Mapping[str, Any] | None = None
+) -> Mapping[str, Any] | None:
     """Return as many prompts without padding: the batch itself, or its prompt of median length with images, repeated.
 
     Where all prompts have as many image tokens, each keeps its own images.
+
+    Args:
+        like: The same prompts with images of another size, whose median is repeated; None is the batch.
 
     Returns:
         None where an input of the batch does not tell which of its rows belong to that prompt.
@@ -108,7 +113,8 @@ def of_equal_length(model: Any, batch: Mapping[str, Any]) -> Mapping[str, Any] |
     if bool((tokens_B == tokens_B[0]).all()):
         return batch
     images_B = ((ids_BN == model.config.image_token_id) & is_real_BN).sum(1)
-    seeing = [row for row in tokens_B.argsort(stable=True).tolist() if images_B[row] or not images_B.any()]
+    lengths_B = tokens_B if like is None else real_tokens(like).sum(1)
+    seeing = [row for row in lengths_B.argsort(stable=True).tolist() if images_B[row] or not images_B.any()]
     row = seeing[len(seeing) // 2]
     equal: dict[str, Any] = {}
     for name, value in batch.items():

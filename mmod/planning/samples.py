@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -38,6 +39,8 @@ MIX = "mix"
 """Name of the timed pass over prompts of different lengths."""
 ALONE = "batch 1"
 """Name of the timed pass over one image."""
+AtSize = Callable[[nn.Module, int], Iterable[Mapping[str, Any]]]
+"""Makes a model read images of another side in pixels, in place, and returns the batches at that side."""
 
 
 class Images:
@@ -92,6 +95,10 @@ class Images:
         """The redundancy of the images at the model's patches; None where these are unknown or not square."""
         sides = set(self.patches or ())
         return redundancy(self.pixels, *sides) if len(sides) == 1 else None
+
+    def of(self, candidate: str) -> Images:
+        """Return what a candidate reads: the same images."""
+        return self
 
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a sample: none."""
@@ -166,6 +173,8 @@ class Prompts:
                 "Speed-ups are those of prompts of equal length, and decide. Those of the mix are of prompts as they "
                 "come, padded to one length; computing padding slows down the dense model most."
             )
+        # Of candidates that read images of another size, by name.
+        self.resized: dict[str, Prompts] = {}
         tops = [self._top(model, batch) for batch in batches]
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {
@@ -175,6 +184,39 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.starts[-1]
+
+    def of(self, candidate: str) -> Prompts:
+        """Return what a candidate reads: the same prompts, with fewer image tokens where its images are smaller."""
+        return self.resized.get(candidate, self)
+
+    def resize(self, candidate: str, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Let a candidate read the prompts with images of another size; it is compared with the same dense answers.
+
+        Args:
+            model: The candidate, which reads images of that size.
+            batches: The same prompts in the same order.
+
+        Raises:
+            ValueError: Other prompts, or ones whose time cannot be compared with the dense model's.
+        """
+        texts = [self._text(batch) for batch in batches]
+        if not all(map(torch.equal, texts, map(self._text, self.batches))) or len(texts) != len(self.batches):
+            raise ValueError("images of another size change more of the prompts than the number of image tokens")
+        resized = copy.copy(self)
+        resized.batches = batches
+        resized.questions = [questions_of(batch, self.pad) for batch in batches] if self.has_labels else []
+        resized.timed = {BATCH: batches[0]}
+        if MIX in self.timed:
+            equal = of_equal_length(model, batches[0], self.batches[0])
+            if equal is None:
+                raise ValueError("prompts of equal length cannot be made of those with images of another size")
+            resized.timed = {BATCH: equal, MIX: batches[0]}
+        self.resized[candidate] = resized
+
+    def _text(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the tokens of a batch that are neither padding nor of images."""
+        ids_BN = batch["input_ids"]
+        return ids_BN[real_tokens(batch) & (ids_BN != self.image_token)]
 
     def check(self, model: nn.Module) -> None:
         """Run a model on the first batch."""

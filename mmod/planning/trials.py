@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,21 @@ from mmod.methods.base import methods_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import ONLY, Candidate, copy_of
 from mmod.planning.prompts import IsRight, same_tokens
-from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
-from mmod.planning.untrained import Refused, faster_candidates, image_candidates, language_candidates
+from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
+from mmod.planning.untrained import (
+    Refused,
+    faster_candidates,
+    image_candidates,
+    language_candidates,
+    smaller_images,
+)
 from mmod.values import check_value
 
 ROUNDS = 5
 # Under which a store keeps what the advice beside it is on.
 _QUESTION = {"work": "question of advice"}
+Resize = Callable[[Candidate, nn.Module], None]
+"""Lets a candidate, as a changed model, read images of its size."""
 # Why a study may say otherwise.
 _STUDY = (
     "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, fine-tuned with `--tune true`; its "
@@ -50,6 +58,7 @@ def advise(
     faster: float | None = None,
     candidates: Sequence[Candidate] | None = None,
     is_right: IsRight = same_tokens,
+    at_size: AtSize | None = None,
     folder: str | Path | None = None,
     note: str = "",
     title: str | None = None,
@@ -81,6 +90,8 @@ def advise(
             language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
             tokens that late layers do not update, random and evenly spread ones.
         is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
+        at_size: Makes a language model read images of another side in pixels, in place, and returns the batches of the
+            same prompts at that side; `mmod advise` passes it for LLaVA-like models. None tries no smaller images.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
             call resumes. Advice on other samples or with other settings is not replaced. None writes nothing.
         note: A sentence about the data, for the report.
@@ -114,9 +125,17 @@ def advise(
     study = ""
     if faster is not None and (stack.language or candidates is not None):
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
+    if at_size is not None and (candidates is not None or not stack.language):
+        raise ValueError(
+            "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
+        )
     with in_mode(False, model), torch.no_grad():
+        resize: Resize | None = None
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
+            if at_size is not None:
+                resize = partial(_resize, samples, at_size, images)
+                chosen = [*chosen, *smaller_images(model)]
         else:
             samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
             of_image = (model, part, depth, samples.pixels[:1].to(samples.device), samples.patches)
@@ -137,7 +156,7 @@ def advise(
         }
         if folder is not None:
             _check_question(Path(folder), results, question)
-        models, refused = changed_models(model, samples, depth, chosen)
+        models, refused = changed_models(model, samples, depth, chosen, resize)
         refused |= unfitted
         by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
         figure = CORRECT if samples.has_labels else AGREEMENT
@@ -151,7 +170,7 @@ def advise(
             time=partial(_times, results, samples, by_name, models),
             more=near_front(figure, len(samples)),
         )
-        caches = {name: samples.cache_bytes(models[name]) for name in by_name}
+        caches = {name: samples.of(name).cache_bytes(models[name]) for name in by_name}
         rows = tuple(rows_of(table, figure, by_name, caches, part, depth))
     advice = Advice(
         rows,
@@ -248,21 +267,45 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
 
 
 def changed_models(
-    model: nn.Module, samples: Images | Prompts, depth: int, candidates: Sequence[Candidate]
+    model: nn.Module,
+    samples: Images | Prompts,
+    depth: int,
+    candidates: Sequence[Candidate],
+    resize: Resize | None = None,
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused."""
+    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused.
+
+    Args:
+        resize: Lets the candidates that say an `image_size` read images of it.
+    """
     models = {DENSE: model}
     refused: dict[str, str] = {}
     for candidate in candidates:
         changed = copy_of(model)
         try:
             candidate.apply_(changed, samples.part, depth)
-            samples.check(changed)
+            if resize is None or candidate.image_size is None:
+                samples.check(changed)
+            else:
+                resize(candidate, changed)
         except ValueError as refusal:
             refused[candidate.name] = str(refusal)
             continue
         models[candidate.name] = changed.eval()
     return models, refused
+
+
+def _resize(samples: Prompts, at_size: AtSize, count: int, candidate: Candidate, model: nn.Module) -> None:
+    """Let a candidate read smaller images, and run it on them; raises a ValueError where it cannot be run."""
+    assert isinstance(candidate.image_size, int)
+    try:
+        batches = first_prompts(at_size(model, candidate.image_size), count, next(model.parameters()).device)
+        # The first ones are for plans.
+        samples.resize(candidate.name, model, batches[-len(samples.batches) :])
+        samples.of(candidate.name).check(model)
+    except (RuntimeError, LookupError, TypeError) as error:
+        # Hosts and processors that split images, or fix their tokens, fail in many ways at another size.
+        raise ValueError(f"images of {candidate.image_size} px: {error}") from error
 
 
 def evaluate_once(
@@ -275,17 +318,19 @@ def evaluate_once(
 ) -> Measured:
     """Evaluate a candidate on some of the samples, once."""
     start, stop = look.config.start, look.config.stop
-    named = {"candidate": look.name, "code": candidates[look.name].code(samples.part, 0)}
+    candidate = candidates[look.name]
+    code = candidate.code(samples.part, 0)
+    named = {"candidate": look.name, "code": code, "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return measured_once(store, identity, lambda: samples.evaluate(models[look.name], start, stop))
+    return measured_once(store, identity, lambda: samples.of(look.name).evaluate(models[look.name], start, stop))
 
 
 def _times(
     store: Store, samples: Images | Prompts, candidates: Mapping[str, Candidate], models: Mapping[str, nn.Module]
 ) -> Times[str]:
-    codes = {name: candidate.code(samples.part, 0) for name, candidate in candidates.items()}
+    codes = {name: [candidate.code(samples.part, 0), candidate.image_size] for name, candidate in candidates.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
-    readings = {name: samples.readings(model) for name, model in models.items()}
+    readings = {name: samples.of(name).readings(model) for name, model in models.items()}
     device = next(models[DENSE].parameters()).device
     return times_once(store, identity, lambda: readings, device, rounds=ROUNDS, warmup=1)
 

@@ -149,6 +149,29 @@ def language_candidates(
     return candidates
 
 
+def smaller_images(model: Any) -> list[Candidate]:
+    """Return candidates that read smaller images, named by the share of patches; none for images of any size."""
+    vision = getattr(model.config, "vision_config", None)
+    size, patch = getattr(vision, "image_size", None), getattr(vision, "patch_size", None)
+    if not isinstance(size, int) or not isinstance(patch, int):
+        return []
+    whole = size // patch
+    rows = dict.fromkeys(round(whole * math.sqrt(budget)) for budget in _BUDGETS)
+    candidates = []
+    for fewer in (number for number in rows if 0 < number < whole):
+        share = (fewer / whole) ** 2
+        candidates.append(
+            Candidate(
+                f"smaller-image-{share:.2g}",
+                image_size=patch * fewer,
+                series="smaller-image",
+                budget=share,
+                advice=f"use images of {patch * fewer} px",
+            )
+        )
+    return candidates
+
+
 def _planned(name: str, plan: RoutingConfig, router: Any) -> Candidate:
     config = plan.replace(router=router)
     routing = {"router": router, "blocks": plan.blocks, "capacity": plan.capacity}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from mmod.opening.opened import Opened, Preprocessing
     from mmod.planning.prompts import IsRight
+    from mmod.planning.samples import AtSize
 
 MEASURES = ("top1", "features", "patches")
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str]) -> None:
         torch.set_num_threads(options.threads)
     batches: Iterable[Any]
     is_right: IsRight = same_tokens
+    at_size: AtSize | None = None
     if options.prompts is None:
         from mmod.studies.advised import open_advised
 
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         model = opened.model
         batches = [batch]
     else:
-        model, batches, is_right, facts = read_prompts(options)
+        model, batches, is_right, at_size, facts = read_prompts(options)
         note = "Plans were searched on a fifth of the prompts, and all candidates evaluated on the others."
         note = " ".join(filter(None, [facts, note]))
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
@@ -69,6 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         tolerance=options.tolerance,
         faster=options.faster,
         is_right=is_right,
+        at_size=at_size,
         folder=folder,
         note=note,
         title=f"Advice for {options.model}",
@@ -138,8 +141,8 @@ def _checked(preprocessing: Preprocessing, options: argparse.Namespace) -> Prepr
     return preprocessing.changed(mean=options.mean, std=options.std)
 
 
-def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], IsRight, str]:
-    """Load a vision-language model, read prompts for it, and say what was opened.
+def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], IsRight, AtSize, str]:
+    """Load a vision-language model, read prompts for it, also with smaller images, and say what was opened.
 
     Answers are right by their texts, as in an evaluation of chats: but for case and spacing.
     """
@@ -149,6 +152,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.opening.runs import find_run
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.kind import ChatKind
+    from mmod.training.chat.model import resize_images
     from mmod.training.kinds import parse_kind
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
@@ -167,7 +171,8 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
         config = dataclasses.replace(config, data=data)
     kind = ChatKind(config)
     opened = open_model(kind.load(), dense=True)
-    prompts = kind.calibration(opened.model, -(-options.number // options.batch_size), options.batch_size)
+    number = -(-options.number // options.batch_size)
+    prompts = kind.calibration(opened.model, number, options.batch_size)
     tokenizer = kind.collator.processor.tokenizer
 
     def is_right(given_A: Tensor, answer_A: Tensor) -> bool:
@@ -175,7 +180,11 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
         given, answer = map(plain_answer, texts)
         return given == answer
 
-    return opened.model, prompts, is_right, f"The model is {opened.sentence}."
+    def at_size(model: nn.Module, side: int) -> Iterable[Any]:
+        resize_images(model, side)
+        return ChatKind(config.at_size(side)).calibration(model, number, options.batch_size)
+
+    return opened.model, prompts, is_right, at_size, f"The model is {opened.sentence}."
 
 
 def read_images(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,23 @@ import torch
 from open_clip.model import set_model_preprocess_cfg
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
+from transformers import LlavaForConditionalGeneration
 
 import mmod
+from mmod.analysis.timing import Spread
 from mmod.cli import main
 from mmod.compare import times
 from mmod.data import DataConfig
+from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods import methods_of
+from mmod.planning.prompts import questions_of
 from mmod.studies.advised import open_advised
 from mmod.training import fit
+from mmod.training.chat.config import ModelConfig as ChatModelConfig
+from mmod.training.chat.config import TrainConfig as ChatConfig
+from mmod.training.chat.kind import ChatKind
+from mmod.training.chat.model import resize_images
 from mmod.training.chat.processor import create_word_processor
 from mmod.training.engine.config import ScheduleConfig
 from mmod.training.image.config import ModelConfig, TrainConfig
@@ -328,6 +338,87 @@ def test_folders_of_splits_are_images_too(tmp_path: Path, capsys: pytest.Capture
     assert "| 4 |" in " ".join(capsys.readouterr().out.split())
 
 
+def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(tmp_path: Path) -> None:
+    make_prompts(tmp_path)
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava")
+    for parameter in model.parameters():
+        # So that answers depend on the images.
+        parameter.data.normal_(std=0.5)
+    model.save_pretrained(tmp_path / "llava")
+    talks = []
+    for number, question in enumerate(["how many objects ?", "which digit is left of the 7 ?"] * 4):
+        pixels = torch.randint(256, (9, 9, 3), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(tmp_path / f"{number}.png")
+        turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": str(number)}]
+        talks.append({"id": str(number), "image": f"{number}.png", "conversations": turns})
+    path = tmp_path / "questions.json"
+    path.write_text(json.dumps(talks))
+    data = ConversationsConfig(str(path), None)
+    config = ChatConfig(output="run", model=ChatModelConfig(str(tmp_path / "llava")), data=data)
+    kinds = [ChatKind(config), ChatKind(config.at_size(4))]
+    models: list[Any] = [kind.load() for kind in kinds]
+    batches = [list(kind.calibration(model, 4, 2)) for kind, model in zip(kinds, models)]
+    image = models[0].config.image_token_id
+
+    def answers(model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        asked = questions_of(batch, 0).inputs
+        options = {"max_new_tokens": 2, "do_sample": False, "suppress_tokens": [image], "pad_token_id": 0}
+        return model.generate(**asked, **options)[:, asked["input_ids"].shape[1] :]
+
+    alike, right = [], []
+    with torch.no_grad():
+        for pair in zip(*batches):
+            # The dense model answers every second prompt as its label says.
+            given = answers(models[0], pair[0])
+            for batch in pair:
+                for column in ("input_ids", "labels"):
+                    batch[column][1][batch["labels"][1] != -100] = given[1]
+            tops = []
+            for model, batch in zip(models, pair):
+                inputs = {name: value for name, value in batch.items() if name != "labels"}
+                top_BN = model(**inputs).logits[:, :-1].argmax(-1)
+                tops.append([top[labels[1:] != -100] for top, labels in zip(top_BN, batch["labels"])])
+            alike.append([float((dense == small).double().mean()) for dense, small in zip(*tops)])
+            right.append(bool(torch.equal(answers(models[1], pair[1])[1], given[1])))
+
+    def at_size(model: nn.Module, side: int) -> list[Any]:
+        resize_images(model, side)
+        return batches[1]
+
+    advice = mmod.advise(models[0], batches[0], at_size=at_size, progress=False)
+    # One of 2 x 2 patches.
+    row = next(row for row in advice.rows if row.series == "smaller-image")
+    assert (row.name, row.advice, row.code) == ("smaller-image-0.25", "use images of 4 px", "")
+    assert row.config == 'model: {"image_size": 4}'
+    assert row.score.value == pytest.approx(sum(map(sum, alike[1:])) / 6)
+    assert 0 < row.score.value < 1
+    assert advice.accuracy == pytest.approx(0.5)
+    assert row.accuracy is not None
+    assert row.accuracy.value == pytest.approx(sum(right[1:]) / 6 - 0.5)
+    # Three of about ten tokens less.
+    assert row.cache is not None
+    assert advice.cache is not None
+    assert row.cache < advice.cache
+    # What is advised has no line of Python.
+    advised = dataclasses.replace(
+        advice, rows=(dataclasses.replace(row, speedup=Spread(2.0, 2.0, 2.0)),), tolerance=0.99
+    )
+    assert advised.best is not None
+    assert "```python" not in str(advised)
+    assert '```yaml\nmodel: {"image_size": 4}\n```' in str(advised)
+    # Other prompts are not compared.
+    refused = mmod.advise(models[0], batches[0], at_size=lambda *_: batches[0][::-1], progress=False).refused
+    assert refused["smaller-image-0.25"].startswith("images of another size change more of the prompts")
+
+    def failing(model: nn.Module, side: int) -> list[Any]:
+        raise IndexError("no grid of this size")
+
+    refused = mmod.advise(models[0], batches[0], at_size=failing, progress=False).refused
+    assert refused["smaller-image-0.25"] == "images of 4 px: no grid of this size"
+    with pytest.raises(ValueError, match="leave it out for images, or candidates"):
+        mmod.advise(timm.create_model("test_vit"), [torch.zeros(1, 3, 160, 160)], at_size=at_size)
+
+
 def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_prompts(tmp_path)
     command = [
@@ -341,6 +432,7 @@ def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.Capture
     main([*command, "--batch_size", "2", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
+    assert " smaller-image-0.25 " in shown
     assert "2 prompts" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()
     with pytest.raises(SystemExit, match="leave out --measure"):
