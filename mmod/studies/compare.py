@@ -161,7 +161,7 @@ def compare(
         store = Store(make_folder(kind.config.output) / STORE)
     runs = [dataclasses.replace(run, config=with_rate(run.config, (rates or {}).get(run.name, 1.0))) for run in runs]
     table = Table(weigh=weigh or {})
-    first = {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
+    first = first_runs(runs)
     measurer = Measurer(measure or measure_run, store)
     runner = Runner(progress=False) if runner is None else runner
 
@@ -220,6 +220,11 @@ def runs_of(
                 search = Search(candidate.search, root / f"{candidate.series}.plans")
             runs.append(Run(candidate.name, seed, config, work, not candidate.from_scratch, is_trained, search))
     return runs
+
+
+def first_runs(runs: Sequence[Run]) -> dict[str, Run]:
+    """Return the run of each compared model with the first seed, by name."""
+    return {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
 
 
 def _with_data(kind: Kind, data: Mapping[str, Any] | None) -> Kind:

@@ -24,6 +24,7 @@ from mmod.studies.compare import (
     best_rates,
     check_runs,
     compare,
+    first_runs,
     measure_run,
     runs_of,
 )
@@ -47,7 +48,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     rates = _find_rates(config, study, runs, compared["kind"], runner)
     facts = {} if study.describe is None else study.describe(config, compared["kind"])
     epochs = epochs_of(runs)
-    first = {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
+    first = first_runs(runs)
     is_announced = False
 
     def write(table: Table) -> StudyResult:
