@@ -75,7 +75,7 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     looks = look_at(candidates, 0, min(FIRST_LOOK, len(places)))
     more = near_front(AGREEMENT, len(places))
     fill(table, looks, evaluate, Runner(progress=False), time=lambda: {BATCH: recorded.times}, more=more)
-    rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
+    rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS, is_only=True)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 
 

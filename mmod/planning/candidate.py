@@ -17,9 +17,6 @@ from mmod.methods.resolve import resolve_methods
 from mmod.model import apply_
 from mmod.planning.options import PlanOptions
 
-# The part of a model that has no other.
-ONLY = "image"
-
 
 @dataclass(frozen=True)
 class Candidate:
@@ -96,14 +93,20 @@ class Candidate:
         for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
             apply_(model, method)
 
-    def config(self, part: str, depth: int) -> str:
-        """Return the keys of a training config that apply it, a line each."""
+    def config(self, part: str, depth: int, is_only: bool) -> str:
+        """Return the keys of a training config that apply it, a line each.
+
+        Args:
+            part: The part that is routed.
+            depth: Number of its blocks.
+            is_only: The model has no other part, so the config's `routing` does not name it.
+        """
         lines = [] if self.image_size is None else [f"model: {json.dumps({'image_size': self.image_size})}"]
         if self.methods:
             lines.append(f"methods: {json.dumps(self.methods)}")
         if self.routing is not None:
             routing = {"depth": depth, **self.routing} if "preset" in self.routing else self.routing
-            lines.append(f"routing: {json.dumps(routing if part == ONLY else {part: routing})}")
+            lines.append(f"routing: {json.dumps(routing if is_only else {part: routing})}")
         return "\n".join(lines)
 
     def code(self, part: str, depth: int) -> str:

@@ -23,7 +23,7 @@ from mmod.io.records import FolderTakenError, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
-from mmod.planning.candidate import ONLY, Candidate, copy_of
+from mmod.planning.candidate import Candidate, copy_of
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import (
@@ -116,7 +116,7 @@ def advise(
     check_value("tolerance", tolerance, float, "[0, 1)")
     check_value("faster", faster, float | None, "(1, inf)")
     _check_candidates(candidates)
-    part, stack = _part_to_change(model, part)
+    part, stack, is_only = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
     samples: Images | Prompts
@@ -171,7 +171,7 @@ def advise(
             more=near_front(figure, len(samples)),
         )
         caches = {name: samples.of(name).cache_bytes(models[name]) for name in by_name}
-        rows = tuple(rows_of(table, figure, by_name, caches, part, depth))
+        rows = tuple(rows_of(table, figure, by_name, caches, part, depth, is_only))
     advice = Advice(
         rows,
         refused,
@@ -248,8 +248,8 @@ def _prompts(
     return Prompts(model, part, prompts[searched:], is_right), candidates
 
 
-def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
-    """Return the part of a dense model that is made cheaper; refuse models that advice is not for."""
+def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack, bool]:
+    """Return the part of a dense model that is made cheaper, and whether it has no other; refuse what has no advice."""
     if methods_of(model):
         raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     stacks = find_stacks(model)
@@ -262,8 +262,10 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
         )
     if part == "vision" and len(stacks) > 1:
         raise ValueError("the time of a vision tower alone is not compared: ask for advice on the part 'language'")
-    # The only part of a model of images, as configs of training name it.
-    return ONLY if part == own_name(ONLY, stacks) else part, stack
+    if part != own_name("image", stacks):
+        return part, stack, False
+    # As configs of training name it.
+    return "image", stack, len(stacks) == 1
 
 
 def changed_models(
@@ -342,8 +344,9 @@ def rows_of(
     caches: Mapping[str, int | None],
     part: str,
     depth: int,
+    is_only: bool,
 ) -> Iterator[AdviceRow]:
-    """Yield the rows of the report, the fastest first."""
+    """Yield the rows of the report, the fastest first; `is_only` is that of `Candidate.config`."""
     ms = milliseconds(table, BATCH)
     front = front_in(table, figure)
     times = table.times[BATCH]
@@ -358,7 +361,7 @@ def rows_of(
             gap(table, figure, name, DENSE) if figure == CORRECT else None,
             evaluated(table, name),
             candidate.code(part, depth),
-            candidate.config(part, depth),
+            candidate.config(part, depth, is_only),
             candidate.advice,
             name in front,
             caches[name],

@@ -20,7 +20,7 @@ from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import STORE, Store
 from mmod.io.yaml import merged
 from mmod.opening.weights import find_weights
-from mmod.planning.candidate import ONLY, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.plan import search_for
 from mmod.training.engine.config import RunConfig
@@ -96,7 +96,7 @@ class Measurer:
         if key not in self.plans:
             self.plans[key] = search_for(run.config, options, folder).plan.to_dict()
         part = options.part or kind_of(run.config).part
-        routing = self.plans[key] if part == ONLY else {part: self.plans[key]}
+        routing = self.plans[key] if part == run.config.part else {part: self.plans[key]}
         return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
 
 

@@ -32,7 +32,7 @@ from mmod.compare.table import (
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import ONLY, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import image_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
@@ -212,7 +212,7 @@ def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts)
     """Return the lines of Python, or the keys of a training config, that apply models."""
     blocks = []
     for candidate in candidates:
-        lines = candidate.code(ONLY, facts["depth"])
+        lines = candidate.code(TrainConfig.part, facts["depth"])
         if lines and config.tune and candidate.is_trained:
             lines = f"model = mmod.load_pretrained({f'{config.output}/seed0/{candidate.name}/model'!r})"
         if lines:

@@ -375,7 +375,10 @@ def test_a_clip_model_is_evaluated_by_its_image_features(clock: Callable[..., No
     clock({})
     advice = mmod.advise(make_clip("ViT-B-32"), [make_images("ViT-B-32", 4)], progress=False)
     assert advice.measure == "cosine of features"
-    assert any("image=mmod." in row.code for row in advice.rows)
+    routed = [row for row in advice.rows if "image=mmod." in row.code]
+    assert routed
+    # Its config routes two towers by name.
+    assert all(list(yaml.safe_load(row.config)["routing"]) == ["image"] for row in routed)
 
 
 def questions(number: int, labels: bool = False) -> list[dict[str, Any]]:

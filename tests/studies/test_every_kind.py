@@ -12,8 +12,11 @@ import yaml
 
 import mmod
 from mmod.compare.table import DENSE
+from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
+from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
+from mmod.studies.compare import Measurer, Run, Search, measure_run
 from mmod.studies.study import study_kind
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step
@@ -95,6 +98,10 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
     routed = mmod.route_(kind_of(done).load(), **{training.part: searched})
     assert mmod.routed_blocks(routed)
+    # A comparison writes a searched plan into `routing` as this kind reads it.
+    run = Run("searched", 0, done, 1.0, search=Search(PlanOptions(), tmp_path))
+    ready = Measurer(measure_run, Store(), {str(run.search): searched.to_dict()}).ready(run)
+    assert list(mmod.routed_blocks(kind_of(ready.config).load())) == list(mmod.routed_blocks(routed))
     assert "divergence added by each option" in capsys.readouterr().out
 
 
