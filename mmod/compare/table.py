@@ -146,9 +146,24 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
     change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
     if not count:
         return None
-    change = change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N)
+    change = _changed(change_N)
     is_in_percent = figure in _rows(table, name).figures
     return dataclasses.replace(100 * change, seeds=1) if is_in_percent else change
+
+
+def gain(table: Table, figure: str, before: str, name: str) -> Estimate | None:
+    """Return by how much a figure of a candidate exceeds another one of the same runs, with its interval.
+
+    None where the candidate does not have both.
+    """
+    earlier = {seed: row[before] for seed, row in table.figures(name).items() if before in row}
+    if not earlier:
+        return None
+    outcomes = _outcomes(table, name)
+    if len(earlier) > 1 or figure not in outcomes or before not in outcomes:
+        return difference(by_seed(table, figure, name), earlier)
+    change = _changed(outcomes[figure] - outcomes[before])
+    return dataclasses.replace(100 * change, seeds=1)
 
 
 def paired_by_sample(table: Table, figure: str, names: Iterable[str]) -> bool:
@@ -213,6 +228,10 @@ def _outcomes(table: Table, name: str) -> Outcomes:
 
 def _samples(outcomes: Outcomes) -> int:
     return len(next(iter(outcomes.values())))
+
+
+def _changed(change_N: np.ndarray) -> Estimate:
+    return change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N)
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from mmod.analysis.timing import Reading
@@ -33,6 +34,8 @@ BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
 # Epochs that take about as long as evaluating once.
 _EVALUATION = 0.05
+BEFORE = "before"
+"""Name of the figure that a model has before it is fine-tuned."""
 Measure = Callable[["Run", Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
 Load = Callable[[RunConfig], nn.Module]
@@ -265,21 +268,36 @@ def final_config(run: Run) -> Any:
 
 
 def measure_run(
-    run: Run, callback: Callback, measurer: Measurer, *, before: str | None = None, progress: bool = False
+    run: Run,
+    callback: Callback,
+    measurer: Measurer,
+    *,
+    before: str | None = None,
+    by_sample: bool = False,
+    progress: bool = False,
 ) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
         before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
+        by_sample: Keep the outcomes of samples of trained models too, for which each is evaluated once more.
         progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
         return evaluate_start(measurer.store, run.config, measurer.load, progress)
-    further = {}
+    figures: dict[str, float] = {}
+    outcomes: dict[str, np.ndarray] = {}
     if run.is_tuned and before is not None:
-        further["before"] = evaluate_start(measurer.store, run.config).figures[before]
+        start = evaluate_start(measurer.store, run.config)
+        figures[BEFORE] = start.figures[before]
+        if by_sample and before in start.outcomes:
+            outcomes[BEFORE] = start.outcomes[before]
     rows = measured_of(fit(run.config, callback))
-    return rows._replace(figures={**rows.figures, **further})
+    if by_sample:
+        final = evaluate_start(measurer.store, final_config(run))
+        rows = rows._replace(samples=final.samples)
+        outcomes |= final.outcomes
+    return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
 def load_start(config: RunConfig) -> nn.Module:

@@ -23,7 +23,7 @@ from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.studies import image
-from mmod.studies.compare import Load, Measurer, Run, fit, identity_of, load_start
+from mmod.studies.compare import BEFORE, Load, Measurer, Run, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
 from mmod.studies.report import listed
@@ -144,13 +144,16 @@ def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, measurer:
     """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
     started = run.config
     further: dict[str, float] = {}
+    outcomes: dict[str, np.ndarray] = {}
     if run.is_trained:
         if config.before:
-            further["before"] = _probe(config, measurer.store, started).figures[config.score]
+            start = _probe(config, store, started)
+            further[BEFORE] = start.figures[config.score]
+            outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
         further["top1"] = fit(started, callback).top1
         started = started.started_from(started.output)
-    rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, run))
-    return rows._replace(figures={**rows.figures, **further})
+    rows = _probe(config, store, started, callback, _classifier_of(config, run))
+    return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
 
 def _classifier_of(config: FeaturesStudyConfig, run: Run) -> TrainConfig | None:

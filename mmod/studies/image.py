@@ -199,7 +199,7 @@ def _against_advice(config: TimmStudyConfig, candidates: Candidates) -> list[str
     """Say why `mmod advise` may say otherwise."""
     reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models may lose less, and rank differently."]
     if config.tune:
-        reasons = ["Models were fine-tuned: untrained, as `mmod advise` tries them, they lose more."]
+        reasons = ["Models were fine-tuned, and `mmod advise` trains nothing: its figures are those before tuning."]
     if any(candidate.image_size is not None for candidate in candidates.values()):
         reasons.append(
             "Smaller images are made from the files; where a model resizes prepared ones, as in `mmod advise` and by "

@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING, Any
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.style import save_picture
-from mmod.compare.table import DENSE, Table, best, close_groups, evaluated, gaps, means_over_seeds, paired_by_sample
+from mmod.compare.table import (
+    DENSE,
+    Table,
+    best,
+    close_groups,
+    evaluated,
+    gain,
+    gaps,
+    means_over_seeds,
+    paired_by_sample,
+)
 from mmod.io.files import write_atomically
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Run
+from mmod.studies.compare import BEFORE, Run
 from mmod.studies.kind import Candidates, Facts, Lines, StudyKind
 
 if TYPE_CHECKING:
@@ -132,6 +142,8 @@ def write_study(
     if kind.complete is not None:
         rows = kind.complete(config, table, rows, runs)
     told = kind.tell(config, table, candidates, rows, facts)
+    noted_text = [*harm(table, config.score, list(candidates)), told.text, *_of_one_seed(config, table, candidates)]
+    told = told._replace(text="\n\n".join(filter(None, noted_text)))
     shown = str(table_of(told.columns, [*rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, rows))
     text = "\n\n".join(filter(None, [told.text, told.code]))
@@ -212,6 +224,29 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
     further = f"; {len(groups) - _GROUPS} more groups are as close" if len(groups) > _GROUPS else ""
     differing = f"no significant difference between {text}{further}" if text else "all differences are significant"
     return f"Paired over {paired} (95 % intervals), {differing}."
+
+
+def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
+    """Return a warning if fine-tuning made the dense model, or most models, clearly worse than before; empty else."""
+    gains = {name: gain(table, score, BEFORE, name) for name in names}
+    tuned = {name: value for name, value in gains.items() if value is not None}
+    worse = [name for name, value in tuned.items() if value.high < 0]
+    if DENSE not in worse and 2 * len(worse) <= len(tuned):
+        return []
+    dense = f", and by {tuned[DENSE]} points the dense model" if DENSE in tuned else ""
+    return [
+        f"Fine-tuning did harm: it changed {len(worse)} of {len(tuned)} models for the worse beyond their 95 % "
+        f"intervals{dense}. The learning rate in `finetune` is too high, or there are too few steps: models that are "
+        "not yet trained to their end are compared here."
+    ]
+
+
+def _of_one_seed(config: Any, table: Table, candidates: Candidates) -> list[str]:
+    """Say what intervals are over where models were trained with one seed."""
+    is_trained = config.train_dense or config.tune
+    if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, candidates):
+        return []
+    return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
 
 
 def hint(candidate: Candidate, row: Mapping[str, Any]) -> str:

@@ -123,12 +123,15 @@ def _compared(config: StudyConfig) -> dict[str, Any]:
     }
 
 
-def _measure_of(config: Any, study: StudyKind, before: bool | None = None) -> Measure:
-    """Return what trains or evaluates a run of a study; `before` replaces the config's."""
-    config = config if before is None else dataclasses.replace(config, before=before)
+def _measure_of(config: Any, study: StudyKind, *, is_trial: bool = False) -> Measure:
+    """Return what trains or evaluates a run of a study; of a trial, only the trained model counts."""
+    if is_trial:
+        config = dataclasses.replace(config, before=False)
     if study.measure is not None:
         return partial(study.measure, config)
-    return partial(measure_run, before=config.score if config.before else None)
+    # Models of several seeds are paired by seed.
+    by_sample = config.seeds == 1 and not is_trial
+    return partial(measure_run, before=config.score if config.before else None, by_sample=by_sample)
 
 
 def _find_rates(config: Any, study: StudyKind, runs: Sequence[Run], kind: Any, runner: Runner) -> dict[str, float]:
@@ -138,8 +141,7 @@ def _find_rates(config: Any, study: StudyKind, runs: Sequence[Run], kind: Any, r
     check_runs(kind, runs)
     before = [run for run in runs[:1] if starts_others(run)]
     tried = [run for run in runs[len(before) :] if run.seed == 0 and run.is_trained]
-    # Only the trained models count.
-    measurer = Measurer(_measure_of(config, study, before=False), Store(Path(config.output) / STORE))
+    measurer = Measurer(_measure_of(config, study, is_trial=True), Store(Path(config.output) / STORE))
     data = {"val_split": config.rate_split}
     folder = f"{config.output}/rates"
     return best_rates(tried, config.rates, config.score, measurer, runner, folder, data=data, before=before)

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import yaml
@@ -25,7 +26,7 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
-from mmod.studies.report import verdict
+from mmod.studies.report import harm, verdict
 from mmod.studies.study import plan, run_study
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.image.config import TrainConfig
@@ -143,6 +144,38 @@ def test_table_and_pictures_come_with_the_first_pair(
     printed = capsys.readouterr()
     assert printed.out.count("table and picture, from now on") == 1
     assert "left" in printed.err
+
+
+def test_models_tuned_with_one_seed_are_paired_by_sample(study: ImageStudyConfig, tmp_path: Path) -> None:
+    routers = {"random": {"router": "random"}}
+    one = dataclasses.replace(study, output=str(tmp_path / "out"), routers=routers, seeds=1, isoflop="none", maps=0)
+    result = run_study(one, progress=False)
+    dense, routed = result.points
+    assert routed.to_dense is not None
+    assert routed.to_dense.has_interval
+    assert routed.to_dense.value == pytest.approx(routed.figures[0]["top1"] - dense.figures[0]["top1"])
+    assert "One seed: intervals are over samples, not over training runs" in result.table
+    assert "Models were fine-tuned, and `mmod advise` trains nothing" in result.table
+    assert "before tuning" in result.table
+
+
+@pytest.mark.parametrize(("tuned", "worse"), [((0.2, 0.9), 1), ((0.9, 0.2), 1), ((0.9, 0.88), 0), ((0.2, 0.2), 2)])
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, seeds: int) -> None:
+    right_N = np.arange(200) / 200
+    table = Table()
+    for name, share in zip(("dense", "a"), tuned):
+        for seed in range(seeds):
+            outcomes = {"top1": (right_N < share).astype(float), "before": (right_N < 0.9).astype(float)}
+            figures = {"top1": 100 * share + 0.1 * seed, "before": 90.0}
+            table.add(name, seed, Measured(figures, samples=200, outcomes=outcomes if seeds == 1 else {}))
+    # Half of the models are no reason without the dense one.
+    is_told = tuned[0] < 0.5
+    told = harm(table, "top1", ["dense", "a"])
+    assert len(told) == is_told
+    if is_told:
+        assert f"changed {worse} of 2 models for the worse" in told[0]
+    assert harm(Table({"dense": {0: Measured({"top1": 90.0})}}), "top1", ["dense"]) == []
 
 
 def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, tmp_path: Path) -> None:
