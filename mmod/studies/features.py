@@ -147,12 +147,12 @@ def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, measurer:
     outcomes: dict[str, np.ndarray] = {}
     if run.is_trained:
         if config.before:
-            start = _probe(config, store, started)
+            start = _probe(config, measurer.store, started)
             further[BEFORE] = start.figures[config.score]
             outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
         further["top1"] = fit(started, callback).top1
         started = started.started_from(started.output)
-    rows = _probe(config, store, started, callback, _classifier_of(config, run))
+    rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, run))
     return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
 
