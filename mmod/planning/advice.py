@@ -39,7 +39,7 @@ class AdviceRow:
             there are labels; 95 % interval. It replaces the score in every comparison.
         images: Number of images; few for candidates that were far from the front.
         code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
-            config that does.
+            config that does, empty for a class of model that configs cannot name.
         on_front: No other row is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
         series: Name that it shares with the same model at other budgets; empty for none.
@@ -179,9 +179,11 @@ class Advice:
             nearest = "" if fastest is None else f"; the fastest is {fastest.name}, {fastest.speedup.median:.2f} times"
             return f"Nothing here is {self.faster:g} times as fast{nearest}. Ask for less, or time larger batches."
         action = row.advice or f"use `{row.code}`"
+        is_open = not self.is_decided(row)
+        open_one = f" Undecided: {self._missing([row])} whether more than {100 * self.tolerance:g} % is lost."
         return (
             f"For {self.faster:g} times the speed {action}: {row.speedup.median:.2f} times as fast at "
-            f"{self._measured(row)}, which is the least lost at that speed."
+            f"{self._measured(row)}, which is the least lost at that speed.{open_one if is_open else ''}"
         )
 
     def _missing(self, rows: Sequence[AdviceRow]) -> str:
@@ -200,8 +202,13 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The lines of Python that follow the advice; empty without one."""
-        return f"import mmod\n\n{self.best.code}" if self.best is not None and self.best.code else ""
+        """The lines of Python that follow the advice; empty without any, or where the samples leave it undecided."""
+        row = self.best
+        return f"import mmod\n\n{row.code}" if row is not None and row.code and self._is_given(row) else ""
+
+    def _is_given(self, row: AdviceRow) -> bool:
+        """Whether the lines that apply a candidate are told: it is decided, or the best at a wanted speed."""
+        return self.faster is not None or self.is_decided(row)
 
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
@@ -231,9 +238,10 @@ class Advice:
 
     def __str__(self) -> str:
         lines = [str(self.table()), f"\n**{self.sentence}**\n", *[f"- {fact}" for fact in self.facts]]
-        if self.best:
+        if self.best and self._is_given(self.best):
             lines += [f"\n```python\n{self.code}\n```"] if self.code else []
-            lines.append(f"\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
+            if self.best.config:
+                lines.append(f"\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
         return "\n".join(lines)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_part, find_stacks, own_name
+from mmod.adapters import BlockStack, find_library, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios
 from mmod.compare.early import BATCH, Look, front_in, look_at, milliseconds, near_front
@@ -119,6 +120,8 @@ def advise(
     part, stack, is_only = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
+    # Configs name models of the supported libraries, and no class of the user's own.
+    is_named = find_library(model) is not None
     samples: Images | Prompts
     chosen: Sequence[Candidate]
     unfitted: Refused = {}
@@ -143,7 +146,7 @@ def advise(
                 chosen, unfitted = faster_candidates(*of_image, faster)
             elif candidates is None:
                 chosen, unfitted = image_candidates(*of_image)
-                study = _STUDY
+                study = _STUDY if is_named else ""
             else:
                 chosen = candidates
         results = Store(store)
@@ -172,6 +175,8 @@ def advise(
         )
         caches = {name: samples.of(name).cache_bytes(models[name]) for name in by_name}
         rows = tuple(rows_of(table, figure, by_name, caches, part, depth, is_only))
+        if not is_named:
+            rows = tuple(dataclasses.replace(row, config="") for row in rows)
     advice = Advice(
         rows,
         refused,
@@ -245,7 +250,13 @@ def _prompts(
     if searched == len(prompts):
         raise ValueError("one batch of prompts cannot both find plans and evaluate them: pass two or more")
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
-    return Prompts(model, part, prompts[searched:], is_right), candidates
+    evaluated = Prompts(model, part, prompts[searched:], is_right)
+    used = sum(len(batch["input_ids"]) for batch in prompts[:searched])
+    evaluated.note = (
+        f"Plans were searched on the first {used} of {used + len(evaluated)} prompts, and all candidates evaluated on "
+        f"the other {len(evaluated)}. {evaluated.note}"
+    ).rstrip()
+    return evaluated, candidates
 
 
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack, bool]:

@@ -58,9 +58,7 @@ def main(arguments: Sequence[str]) -> None:
         model = opened.model
         batches = [batch]
     else:
-        model, batches, is_right, at_size, facts = read_prompts(options)
-        note = "Plans were searched on a fifth of the prompts, and all candidates evaluated on the others."
-        note = " ".join(filter(None, [facts, note]))
+        model, batches, is_right, at_size, note = read_prompts(options)
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")
     advice = advise(

@@ -28,7 +28,7 @@ from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.planning import samples, trials
-from mmod.planning.advice import Advice, AdviceRow
+from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from tests.kit.clip_zoo import make_clip, make_images
@@ -80,7 +80,14 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
         "Undecided: 300 more images would tell whether more than 2 % is lost. Best so far: use images of 128 px, 2.00 "
         "times as fast at 100.0 [75.8, 100.0] % agreement with the dense model."
     )
-    assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=128))"
+    # Code is for what is decided.
+    assert advice.code == ""
+    assert "```" not in str(advice)
+    decided = dataclasses.replace(advice, tolerance=0.5)
+    assert decided.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=128))"
+    assert f"```python\n{decided.code}\n```\n\nIn a training config:" in str(decided)
+    wanted = dataclasses.replace(advice, faster=1.5)
+    assert wanted.sentence.endswith("Undecided: 300 more images would tell whether more than 2 % is lost.")
     assert advice.rows[0].on_front
     assert not methods_of(model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -335,10 +342,15 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
             patch.setattr(trials, "measured_once", measured_once)
             expected = mmod.advise(model, batches, **{**options, "folder": None})
         ran[:] = [""] * 2
+        # The store may be shared; a page is not replaced.
+        for name in WRITTEN:
+            (tmp_path / name).unlink()
         assert mmod.advise(model, batches, **options) == expected
         assert len(ran) == 2 + len(expected.rows)
     ran[:] = [""] * 2
     further = [*tried, Candidate("stride", routing={"router": "stride"})]
+    for name in WRITTEN:
+        (tmp_path / name).unlink()
     mmod.advise(make(), [pictures(4)], **{**options, "candidates": further})
     assert len(ran) == 2 + 1
 
