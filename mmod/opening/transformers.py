@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
+from mmod.opening.language import hidden_bars
 from mmod.opening.opened import Opened, Preprocessing, refuse_options
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import find_weights, read_weights
@@ -112,7 +113,8 @@ def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[s
 def _load(folder: str | Path, made: Any, loading: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
     """Load a model at its own image size; a new number of classes draws a new classifier, and nothing else is drawn."""
     options = {**loading, "ignore_mismatched_sizes": True, "output_loading_info": True}
-    model, report = made.from_pretrained(folder, **fields, **options)
+    with hidden_bars():
+        model, report = made.from_pretrained(folder, **fields, **options)
     mismatched = {key: f"{tuple(saved)}, the model's is {tuple(own)}" for key, saved, own in report["mismatched_keys"]}
     missing = dict.fromkeys(report["missing_keys"], "missing")
     head = image_facts(model).head if "num_labels" in fields else ()

@@ -33,6 +33,7 @@ from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from tests.kit.clip_zoo import make_clip, make_images
 from tests.kit.fitted import fit_once
+from tests.kit.own_vits import make_own, make_own_images
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 SIDE = 160
@@ -294,6 +295,14 @@ def test_the_line_for_a_training_config_applies_what_was_measured(clock: Callabl
         exec(row.code, {"mmod": mmod, "model": model})
         mmod.apply_(other, read_method(value[0]) if key == "methods" else resolve_routing(value))
         assert methods_of(model) == methods_of(other), row.name
+
+
+def test_a_class_of_ones_own_has_no_training_config_and_no_study(clock: Callable[..., None]) -> None:
+    clock({})
+    own = mmod.advise(make_own("einsum"), [make_own_images(2)], progress=False)
+    assert not any(row.config for row in own.rows)
+    assert "mmod tradeoff" not in str(own)
+    assert "In a training config" not in str(dataclasses.replace(own, tolerance=0.99))
 
 
 def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:

@@ -29,6 +29,7 @@ from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
 from mmod.io.processes import gathered
 from mmod.methods.route import is_routed
+from mmod.opening.language import hidden_bars
 from mmod.opening.runs import FINAL_MODEL
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
@@ -36,7 +37,7 @@ from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_e
 from mmod.training.chat.model import apply_methods, create_dense, create_with_processor, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
-from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end, training_arguments
+from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arguments
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows

@@ -6,8 +6,7 @@ import copy
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import seed_worker
-from transformers.utils import logging as hf_logging
 
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
@@ -30,6 +28,7 @@ from mmod.io.progress import progress_bar
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
+from mmod.opening.language import hidden_bars
 from mmod.opening.runs import CHECKPOINTS
 from mmod.opening.weights import SUMS, check_sums, newest_first
 from mmod.training.chat.config import TrainConfig
@@ -445,18 +444,6 @@ def train_to_end(
         trainer.train(last_checkpoint(folder / CHECKPOINTS))
         if callback.stopped:
             stop.leave(folder, trainer.state.global_step, loud=saves)
-
-
-@contextmanager
-def hidden_bars() -> Iterator[None]:
-    """Context without the bars of transformers, which a file or pipe shows as raw characters."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def last_checkpoint(folder: Path) -> str | None:
