@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.adapters import find_stacks
+from mmod.adapters import find_part, find_stacks
+from mmod.adapters.transformers.vision import find_tower
 from mmod.analysis.flops import flops
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import at_budgets
@@ -83,11 +84,15 @@ def _at_budgets(
 ) -> tuple[list[Candidate], Refused]:
     """Return the models of some series at their budgets, and why others are refused."""
     size: Any = {part: image} if len(find_stacks(model)) > 1 else tuple(image.shape[1:])
+    # A model of transformers that reads texts too, of which no method here changes a thing.
+    tower = None
+    if hasattr(model, "get_image_features"):
+        tower = find_tower(model, find_part(model, part)[1].names[0].rpartition(".")[0])
 
     def flops_of(candidate: Candidate) -> float:
         changed = copy_of(model)
         candidate.apply_(changed, part, depth)
-        return flops(changed, size).routed
+        return flops(changed if tower is None else changed.get_submodule(tower[0]), size).routed
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
