@@ -96,14 +96,7 @@ def count_prefill(
     if isinstance(kept, Trace):
         kept = _shares_of_free(model, kept)
     check_value("kept", kept, float | Mapping[str, float] | None, "[0, 1]")
-    counter = _Counter(model, _FORWARD, prompt, kept)
-    layers = (layer for layer in counter.stack.blocks if isinstance(layer, RoutedBlock))
-    if kept is not None and not any(_follows_data(layer.router.config) for layer in layers):
-        raise ValueError(
-            "kept is for layers whose cost follows from the data; that of this language model follows from its config, "
-            "and its vision tower is not counted for a Prompt"
-        )
-    return counter.count()
+    return _Counter(model, _FORWARD, prompt, kept).count()
 
 
 def _shares_of_free(model: nn.Module, decisions: Trace) -> dict[str, float]:
@@ -115,11 +108,6 @@ def _shares_of_free(model: nn.Module, decisions: Trace) -> dict[str, float]:
             free_BN = routing.tokens.free(routing.score_BN, block.router.prefix)
             shares[name] = float((routing.keep_BN & free_BN).sum() / free_BN.sum().clamp(min=1))
     return shares
-
-
-def _follows_data(config: RoutingConfig) -> bool:
-    """Return whether the tokens that a layer keeps are not counted by a capacity."""
-    return config.select != "topk" or config.language.inference_threshold is not None
 
 
 def training_flops(model: nn.Module, tokens: int) -> int:
@@ -230,7 +218,7 @@ class _Counter:
         config = block.router.config
         capacity = block.router.capacity
         free = self.free
-        if _follows_data(config):
+        if config.select != "topk" or config.language.inference_threshold is not None:
             share = self.kept.get(name) if isinstance(self.kept, Mapping) else self.kept
             if share is None:
                 raise ValueError(

@@ -172,5 +172,3 @@ def test_thresholds_need_the_kept_share() -> None:
 def test_a_prompt_counts_no_vision_tower_and_says_so() -> None:
     model = mmod.route_(make_joint("llava"), vision="pixelprune")
     assert "1.000 of the language model's FLOPs (2 per multiply-add; no vision tower" in str(flops(model, Prompt(9, 4)))
-    with pytest.raises(ValueError, match="follows from its config, and its vision tower is not counted for a Prompt"):
-        flops(model, Prompt(9, 4), kept=0.07)
