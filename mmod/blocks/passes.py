@@ -51,7 +51,6 @@ class StackCall:
     Attributes:
         passes: Observed passes that began in it, or came from a call around it, oldest first.
         latest: The uninterrupted pass that began last.
-        first: The host's pass that began first.
         ends_for_head: The head reads the rows that remain, so that the last block of the host's pass restores no token.
         begun: The runs of blocks that a pass of this call has entered.
         task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
@@ -70,13 +69,17 @@ class StackCall:
         self.awaits_features = awaits_features
         self.passes: list[SpanPass] = []
         self.latest: SpanPass | None = None
-        self.first: SpanPass | None = None
         self.ends_for_head = False
         self.begun: set[object] = set()
         # A thread may meet a stack for the first time inside a backward pass: the root began before it.
         self.task = -1
         if outer is not None and not torch.compiler.is_compiling():
             self.task = torch._C._current_graph_task_id()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a pass has entered the blocks; in a compiled call, where none is noted, it has."""
+        return bool(self.begun) or torch.compiler.is_compiling()
 
     def is_first(self, run: object) -> bool:
         """Note that a pass enters a run of blocks; return whether it is the host's: the first one in a call.
@@ -249,8 +252,6 @@ class Passes:
             return started
         started.is_first = call.is_first(self)
         started.ends_for_head = started.is_first and call.ends_for_head
-        if started.is_first and call.first is None:
-            call.first = started
         started.uninterrupted = started.is_first and call.uninterrupted
         if started.uninterrupted and call.read_blocks is not None:
             # Known only now: hosts decide what to collect inside their forward.

@@ -244,7 +244,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Return the pass of a block's input, which the first block begins."""
         span = self.mod_state.span
         shared = span.enter(x, self) or span.begin(x)
-        if call.first is not shared:
+        if not shared.is_first:
             raise RuntimeError(
                 "the blocks of an early-exit model got a second batch while the model ran on a first one, as from a "
                 "hook: call the model itself on the second batch, which keeps their images apart"

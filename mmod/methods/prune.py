@@ -102,7 +102,7 @@ class PrunedModel(ReducedModel):
     def forward_head(self, *args: Any, **kwargs: Any) -> Any:
         """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
         call = self.mod_owner.calls.value.running
-        if head_reads(self) == "patches" and not (call.ends_for_head and call.first is not None):
+        if head_reads(self) == "patches" and not (call.ends_for_head and call.has_begun):
             raise ValueError(
                 f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
                 "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
