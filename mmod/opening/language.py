@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.auto import modeling_auto
-from transformers.utils import logging as hf_logging
 
 from mmod.adapters.transformers.saving import KEY, forget_description, take_description
 from mmod.io.tensors import check_complete
 from mmod.opening.opened import Opened
+from mmod.opening.transformers import hidden_bars
 from mmod.pretrained import HUB, apply_again, load_pretrained
 from mmod.values import similar
 
@@ -54,18 +53,6 @@ def open_language(source: str, pretrained: bool, args: Mapping[str, Any], dense:
         else:
             model = _auto(config).from_pretrained(source, **args)
     return Opened(model, f"the model of transformers in {source}", prepare)
-
-
-@contextmanager
-def hidden_bars() -> Iterator[None]:
-    """Context without the bars of transformers, which a file or pipe shows as raw characters."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()
 
 
 def open_described(fields: Mapping[str, Any], args: Mapping[str, Any]) -> Opened:

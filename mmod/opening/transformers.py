@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
-from mmod.opening.language import hidden_bars
 from mmod.opening.opened import Opened, Preprocessing, refuse_options
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import find_weights, read_weights
@@ -108,6 +108,20 @@ def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[s
     if further:
         fields["model_args"] = {**(described.get("model_args") or {}), **further}
     return fields
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Context without the bars of transformers, which a file or pipe shows as raw characters."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _load(folder: str | Path, made: Any, loading: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.adapters import find_part, find_stacks
-from mmod.adapters.transformers.vision import find_tower
 from mmod.analysis.flops import flops
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import at_budgets
@@ -87,6 +86,9 @@ def _at_budgets(
     # A model of transformers that reads texts too, of which no method here changes a thing.
     tower = None
     if hasattr(model, "get_image_features"):
+        # Here, because importing it needs transformers.
+        from mmod.adapters.transformers.vision import find_tower
+
         tower = find_tower(model, find_part(model, part)[1].names[0].rpartition(".")[0])
 
     def flops_of(candidate: Candidate) -> float:

@@ -29,8 +29,8 @@ from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
 from mmod.io.processes import gathered
 from mmod.methods.route import is_routed
-from mmod.opening.language import hidden_bars
 from mmod.opening.runs import FINAL_MODEL
+from mmod.opening.transformers import hidden_bars
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate, outcomes_of
