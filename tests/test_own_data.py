@@ -43,6 +43,8 @@ SMALL = {
     f"{FAST}",
     "train pairs": "--model.name tiny-scenes --model.config configs/clip/tiny-scenes.json --model.pretrained null "
     f"--data.batch_size 4 {FAST}",
+    "train chat": "--data.train questions:tiny/train --data.val questions:tiny/val --trainer.max_steps 1 "
+    "--trainer.warmup_steps 0 --trainer.use_cpu true --max_new_tokens 6",
     "tradeoff my-model": STUDIED,
     # Written from the config that comes with mmod.
     "tradeoff study.yaml": STUDIED,

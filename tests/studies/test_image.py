@@ -245,8 +245,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "",
         "Images: some",
         "",
-        "Models were fine-tuned: untrained, as `mmod advise` tries them, they lose more. 1,729 test images: "
-        "differences below 2.0 points may be chance. About 7,000 would tell one point. One seed: "
+        "Models were fine-tuned, and `mmod advise` trains nothing: its figures are those before tuning. "
+        "1,729 test images: differences below 2.0 points may be chance. About 7,000 would tell one point. One seed: "
         "`--seeds 5` gives confidence intervals over runs.",
     ]
     assert told.recommended == ["b", "a"]
