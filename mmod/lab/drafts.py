@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmod.methods.route import routing_configs
-from mmod.model import route_, unroute_
+from mmod.methods.route import Route, routing_configs
+from mmod.model import apply_, unroute_
 from mmod.training.text.model import all_kept
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -52,7 +52,7 @@ def full_pass(model: Model) -> Model:
     # A deep copy takes from this mapping what it shall not copy.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     # The copy shares all weights, since its keys are those of the routed model.
-    full = route_(unroute_(copy.deepcopy(model, shared)), tokens=None, training_only=None, **configs)
+    full = apply_(unroute_(copy.deepcopy(model, shared)), Route(configs))
     # It has no predictor of the kept mask, so loading is not strict.
     full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
     return full.train(model.training)

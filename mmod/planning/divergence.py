@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import image_facts, image_output, tensor_of
 from mmod.config import RoutingConfig
-from mmod.model import route_, unroute_
+from mmod.methods.route import Route
+from mmod.model import apply_, unroute_
 from mmod.values import IGNORED, check_finite, one_of
 
 
@@ -113,7 +114,7 @@ class Divergence(NamedTuple):
 @contextmanager
 def routed(model: nn.Module, part: str, config: RoutingConfig) -> Iterator[None]:
     """Route a part of a dense model within the context."""
-    route_(model, tokens=None, training_only=None, **{part: config})
+    apply_(model, Route({part: config}))
     try:
         yield
     finally:

@@ -16,8 +16,8 @@ from mmod.analysis.modes import in_mode
 from mmod.config import RoutingConfig, Score, spelled
 from mmod.io.progress import progress_bar
 from mmod.io.store import Store, fingerprint
-from mmod.methods.route import is_routed
-from mmod.model import route_, unroute_
+from mmod.methods.route import Route, is_routed
+from mmod.model import apply_, unroute_
 from mmod.planning.divergence import (
     Divergence,
     check_batches,
@@ -126,7 +126,7 @@ def search_plan(
         configs = [option.config(range(scoring.first, len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
-            unroute_(route_(model, tokens=None, training_only=None, **{part: config}))
+            unroute_(apply_(model, Route({part: config})))
         counted: list[tuple[BlockCosts, float]] = []
 
         def count() -> None:

@@ -53,13 +53,14 @@ def _is_routable(config: RunConfig) -> bool:
     """Return whether the part of a dense run's model that plans are searched for can be routed."""
     from mmod.adapters import find_part
     from mmod.config import RoutingConfig
-    from mmod.model import route_
+    from mmod.methods.route import Route
+    from mmod.model import apply_
 
     kind = kind_of(config)
     model = kind.sketch()
     try:
         part, _ = find_part(model, kind.part)
-        route_(model, tokens=None, training_only=None, **{part: RoutingConfig(router="random")})
+        apply_(model, Route({part: RoutingConfig(router="random")}))
     except ValueError:
         return False
     return True
