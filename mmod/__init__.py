@@ -8,7 +8,8 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.adapters.tokens import Tokens
-    from mmod.analysis import Prompt, Trace, audit, flops, redundancy, to_all_tokens, trace
+    from mmod.analysis import Prompt, Trace, flops, redundancy, to_all_tokens, trace
+    from mmod.audits import audit
     from mmod.config import (
         AuditConfig,
         Gate,
@@ -46,7 +47,8 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "mmod.adapters.tokens": ["Tokens"],
-        "mmod.analysis": ["Prompt", "Trace", "audit", "flops", "redundancy", "to_all_tokens", "trace"],
+        "mmod.analysis": ["Prompt", "Trace", "flops", "redundancy", "to_all_tokens", "trace"],
+        "mmod.audits": ["audit"],
         "mmod.config": [
             "AuditConfig",
             "Gate",

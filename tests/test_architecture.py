@@ -8,6 +8,7 @@ import importlib
 import inspect
 import io
 import os
+import pkgutil
 import py_compile
 import re
 import subprocess
@@ -40,6 +41,7 @@ IMPORT_ORDER = [
     "losses",
     "analysis",
     "compare",
+    "audits",
     "planning",
     "data",
     "opening",
@@ -109,6 +111,15 @@ def test_each_folder_imports_only_from_those_above_it() -> None:
         allowed = IMPORT_ORDER[: IMPORT_ORDER.index(folder) + 1]
         below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
         assert not below, f"{path} imports {below}, which {folder} stands above"
+
+
+@pytest.mark.parametrize("name", [name for name, path in NAMES.items() if path.name == "__init__.py"])
+def test_a_name_of_a_package_is_no_module_of_it_too(name: str) -> None:
+    package = importlib.import_module(name)
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name in dir(package):
+            value = getattr(package, module.name)
+            assert inspect.ismodule(value), f"{name}.{module.name} is a module and {value!r}"
 
 
 def test_the_package_imports_no_folder_beside_it() -> None:

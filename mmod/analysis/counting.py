@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.methods.base import methods_inside
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Routing

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmod.adapters import find_stacks, used_parameters
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
-from mmod.analysis.trace import Trace
+from mmod.analysis.tracing import Trace
 from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
 from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together

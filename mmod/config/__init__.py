@@ -3,6 +3,7 @@
 # The one list of this package's names.
 # ruff: noqa: F401
 from mmod.config.audit import AuditConfig
+from mmod.config.named import Preset, preset, preset_arguments, presets, read_routing
 from mmod.config.parts import (
     CHANGE,
     GATES,
@@ -19,6 +20,5 @@ from mmod.config.parts import (
     spelled,
 )
 from mmod.config.plan import rational, rescaled
-from mmod.config.presets import Preset, preset, preset_arguments, presets, read_routing
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score, revised, score
 from mmod.config.routing import LAYOUTS, ROUTING_FIELDS, RoutingConfig

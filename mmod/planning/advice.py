@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from mmod.analysis.redundancy import RedundancyReport
+from mmod.analysis.repeats import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.compare.tolerance import exceeds, is_too_close, keeps, missing_samples

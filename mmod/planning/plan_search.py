@@ -14,8 +14,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.analysis.flop_count import flops
 from mmod.analysis.flop_report import FlopCounts
-from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Reading, relative_times
 from mmod.compare.table import DENSE

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
-from mmod.analysis.flops import flops
+from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
-from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.analysis.repeats import RedundancyReport, redundancy
 from mmod.analysis.timing import Reading
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.blocks import deciding_modules
 from mmod.compare.early import BATCH
 from mmod.compare.table import Measured

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.adapters import find_part, find_stacks
-from mmod.analysis.flops import flops
+from mmod.analysis.flop_count import flops
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, copy_of

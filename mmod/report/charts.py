@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmod.analysis.audit.plots import draw_audit, draw_gaps
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, svg_of, tidy
+from mmod.audits.plots import draw_audit, draw_gaps
 from mmod.report.sources import AuditRecord, RunRecord
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from mmod.analysis.audit.generation import Generation
-from mmod.analysis.audit.result import Audit
+from mmod.audits.generation import Generation
+from mmod.audits.result import Audit
 from mmod.io.files import open_rows, parse_json, read_text
 from mmod.values import check_value, from_plain
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from mmod.adapters import watch_grid
-from mmod.analysis.flops import flops
+from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure, save_picture
 from mmod.analysis.timing import Reading
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.compare.table import Measured, Table
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations

@@ -15,7 +15,7 @@ from torch import nn
 from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
-from mmod.analysis.redundancy import redundancy
+from mmod.analysis.repeats import redundancy
 from mmod.analysis.statistics import as_cheap, unbeaten
 from mmod.analysis.style import save_picture
 from mmod.compare.table import (

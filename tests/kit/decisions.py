@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmod.analysis.audit.tables import BatchTables, Mask, TokenKinds
+from mmod.audits.tables import BatchTables, Mask, TokenKinds
 
 
 def decided(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import SHIFTS, LabelledBatch, evaluate_classes
+from mmod.audits import SHIFTS, LabelledBatch, evaluate_classes
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import mmod
-from mmod.analysis import LabelledBatch
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.style import new_figure, svg_of
+from mmod.audits import LabelledBatch
 from mmod.studies.isoflop import draw, table, verdict
 from mmod.studies.report import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.config import RoutingConfig, Threshold
 from mmod.methods.route import routed_blocks
 from mmod.model import unroute_

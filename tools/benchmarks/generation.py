@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.flops import flops
+from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
 from mmod.lab.thresholds import between

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mmod.analysis.audit.choices import choices, default_choices
-from mmod.analysis.audit.evaluations import check_classes
-from mmod.analysis.audit.generation import Generation, evaluate_generation
-from mmod.analysis.audit.plots import draw_audit
-from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.run import audit
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
+from mmod.audits.choices import choices, default_choices
+from mmod.audits.evaluations import check_classes
+from mmod.audits.generation import Generation, evaluate_generation
+from mmod.audits.plots import draw_audit
+from mmod.audits.result import Audit
+from mmod.audits.run import audit
 from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mmod.adapters import find_stack, image_stack, patch_grid
-from mmod.analysis.audit.choices import REFERENCE_ENTROPY
-from mmod.analysis.audit.evaluations import LabelledBatch
-from mmod.analysis.audit.run import Shift
-from mmod.analysis.audit.shifts import SHIFTS, ImageShift
+from mmod.audits.choices import REFERENCE_ENTROPY
+from mmod.audits.evaluations import LabelledBatch
+from mmod.audits.run import Shift
+from mmod.audits.shifts import SHIFTS, ImageShift
 from mmod.data.config import DataConfig
 from mmod.data.readers.images import spread
 from mmod.data.readers.lengths import open_checked

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.modes import in_mode
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.records import plain_answer

@@ -20,8 +20,8 @@ from transformers import IntervalStrategy
 
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
-from mmod.analysis.audit.evaluations import evaluate_answers
 from mmod.analysis.timing import Reading
+from mmod.audits.evaluations import evaluate_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, check_conversations
 from mmod.data.readers.lengths import open_checked

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.audit.replace import free_tokens, only_free
+from mmod.audits.replace import free_tokens, only_free
 from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold
 from mmod.io.tables import write_csv

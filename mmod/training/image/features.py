@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, find_part, image_facts, image_output, load_adapter
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.modes import in_mode
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.data.loader import BatchStream
 from mmod.io.store import Store
 from mmod.methods.route import is_routed

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
-from mmod.analysis.flops import flops
+from mmod.analysis.flop_count import flops
 from mmod.analysis.timing import Reading
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation

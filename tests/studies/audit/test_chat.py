@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmod.analysis.audit.choices import default_choices
-from mmod.analysis.audit.result import Audit
+from mmod.audits.choices import default_choices
+from mmod.audits.result import Audit
 from mmod.studies.audit.command import main
 from mmod.studies.audit.config import AUDITS
 from mmod.studies.audit.sets import roles_of

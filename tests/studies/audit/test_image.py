@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mmod.analysis.audit.result import Audit
+from mmod.audits.result import Audit
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.store import STORE
 from mmod.studies.audit.command import main

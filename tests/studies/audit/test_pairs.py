@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmod.analysis.audit.result import Audit
+from mmod.audits.result import Audit
 from mmod.studies.audit.command import main
 from mmod.training.pairs.evaluate import evaluate_batch
 from tests.kit.pair_files import png, write_tar

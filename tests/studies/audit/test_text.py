@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mmod.analysis.audit.result import Audit
+from mmod.audits.result import Audit
 from mmod.report.sources import read_sources
 from mmod.studies.audit.command import main
 from mmod.studies.audit.config import AUDITS

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis.audit.replace import free_tokens
+from mmod.audits.replace import free_tokens
 from mmod.routing import DecoderRouter, Router, assign_groups
 from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, named, rows_of_logs
 from tests.kit.engine_worker import run, tiny_config

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.analysis.flops import flops
-from mmod.analysis.trace import Trace, trace
+from mmod.analysis.flop_count import flops
+from mmod.analysis.tracing import Trace, trace
 from mmod.config import RoutingConfig
 from mmod.lab import match_topk_
 from mmod.methods.route import routed_blocks

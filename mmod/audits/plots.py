@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mmod.analysis.audit.across import Across
-from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.strata import Stratum
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.style import FAINT, INK, PALETTE, PAPER, add_hint, new_figure, tidy
+from mmod.audits.across import Across
+from mmod.audits.result import Audit
+from mmod.audits.strata import Stratum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis.audit.replace import free_tokens, keep_best, replaced_decisions
+from mmod.audits.replace import free_tokens, keep_best, replaced_decisions
 from mmod.routing import DecoderRouter, Router, Routing, TokenMasks, assign_groups
 from tests.kit.zoo import make_images, make_model
 

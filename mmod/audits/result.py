@@ -9,11 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmod.analysis.audit.across import Across, across_of
-from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice
-from mmod.analysis.audit.information import Influence, influence_of, information_table
-from mmod.analysis.audit.oracle import LeaveOneOut, leave_one_out_of
-from mmod.analysis.audit.strata import (
+from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, published, resampled_means, sign_test
+from mmod.audits.across import Across, across_of
+from mmod.audits.choices import LEARNED, RANDOM, Choice
+from mmod.audits.information import Influence, influence_of, information_table
+from mmod.audits.oracle import LeaveOneOut, leave_one_out_of
+from mmod.audits.strata import (
     ALL,
     SHIFT,
     OutcomePairs,
@@ -23,8 +24,7 @@ from mmod.analysis.audit.strata import (
     say_gaps,
     strata_table,
 )
-from mmod.analysis.audit.tables import BatchTables, Outcomes, joined, outcomes_of
-from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, published, resampled_means, sign_test
+from mmod.audits.tables import BatchTables, Outcomes, joined, outcomes_of
 from mmod.config import AuditConfig
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.values import from_plain

@@ -10,7 +10,7 @@ from scipy.stats import spearmanr
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis.audit.oracle import rank_agreement
+from mmod.audits.oracle import rank_agreement
 from mmod.routing import kept_count
 from tests.kit.planted import PLANTED, TOKENS, batches_of, plant
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.analysis.statistics import Estimate, RunningMean
-from mmod.analysis.trace import trace
+from mmod.analysis.tracing import trace
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.methods.route import routed_blocks
 from mmod.routing.groups import assign_groups, select_within

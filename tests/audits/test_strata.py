@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis import SHIFTS, LabelledBatch
-from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.strata import check_labels, members_of, say_gaps
 from mmod.analysis.statistics import resampled_means, simultaneous
+from mmod.audits import SHIFTS, LabelledBatch
+from mmod.audits.result import Audit
+from mmod.audits.strata import check_labels, members_of, say_gaps
 from tests.kit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
 from tests.kit.zoo import make_images, make_model
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis.audit.information import Influence, influence_of, roll_patches, rolled_twice
-from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.tables import BatchTables, Mask, Moved
+from mmod.audits.information import Influence, influence_of, roll_patches, rolled_twice
+from mmod.audits.result import Audit
+from mmod.audits.tables import BatchTables, Mask, Moved
 from tests.kit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
 from tests.kit.zoo import make_images, make_model
 
@@ -172,7 +172,7 @@ def test_images_are_rolled_by_whole_patches_and_nothing_else_changes() -> None:
 def test_images_are_found_in_batches_of_any_form(arrange: Callable[[Tensor, Tensor], Any]) -> None:
     def evaluate(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         images, targets = (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch[0][0], batch[1])
-        return mmod.analysis.evaluate_classes(model, (images, targets))
+        return mmod.audits.evaluate_classes(model, (images, targets))
 
     batches = [arrange(*batch_parts) for batch_parts in batches_of(200, 0)]
     assert (
@@ -189,7 +189,7 @@ def test_without_a_grid_the_verdict_speaks_of_the_data_alone() -> None:
     def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         rows, targets = batch
         images = rows.reshape(-1, SIDE, SIDE, PATCH, PATCH).transpose(2, 3).reshape(-1, 1, SIDE * PATCH, SIDE * PATCH)
-        return mmod.analysis.evaluate_classes(model, (images, targets))
+        return mmod.audits.evaluate_classes(model, (images, targets))
 
     flat = [
         (images.reshape(-1, SIDE, PATCH, SIDE, PATCH).transpose(2, 3).reshape(-1, TOKENS, PATCH * PATCH), targets)

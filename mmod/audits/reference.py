@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import adapted_model, find_library, find_stack
-from mmod.analysis.audit.choices import DENSE_ATTENTION, REFERENCE_ENTROPY
+from mmod.audits.choices import DENSE_ATTENTION, REFERENCE_ENTROPY
 from mmod.ops.capture import capture_importance
 from mmod.ops.intercept import inside
 from mmod.routing import Routing

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mmod
-from mmod.analysis.audit.across import across_of
 from mmod.analysis.statistics import adjusted, resampled_means, sign_test
+from mmod.audits.across import across_of
 from tests.kit.decisions import decided
 from tests.kit.zoo import make_images, make_model
 

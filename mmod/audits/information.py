@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from mmod.analysis.audit.tables import BatchTables, TokenKinds
 from mmod.analysis.statistics import Estimate, pseudo_mean
+from mmod.audits.tables import BatchTables, TokenKinds
 from mmod.io.tables import MarkdownTable, table_of
 
 # Images are dealt out to so many groups by their number; each is left out once.

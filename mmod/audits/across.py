@@ -12,9 +12,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmod.analysis.audit.information import Information, information_of
-from mmod.analysis.audit.tables import BatchTables
 from mmod.analysis.statistics import Estimate, RunningMean
+from mmod.audits.information import Information, information_of
+from mmod.audits.tables import BatchTables
 
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5

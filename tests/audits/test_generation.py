@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.analysis.audit.generation import Generation, evaluate_generation
+from mmod.audits.generation import Generation, evaluate_generation
 from mmod.values import from_plain
 from tests.kit.vlm_zoo import make_language
 

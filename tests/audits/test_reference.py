@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import DecisionContext, evaluate_answers
-from mmod.analysis.audit.reference import token_entropy
+from mmod.audits import DecisionContext, evaluate_answers
+from mmod.audits.reference import token_entropy
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 from tests.kit.zoo import make_images, make_model
 

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from mmod.analysis.audit.choices import FreeDecision
+from mmod.audits.choices import FreeDecision
 
 AUDITED = ""
 """Name of the audited set, beside those of its shifts."""

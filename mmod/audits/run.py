@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmod.adapters import watch_grid
-from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice, DecisionContext, FreeDecision, choices
-from mmod.analysis.audit.evaluations import Evaluate, LabelledBatch, evaluate_classes
-from mmod.analysis.audit.information import POSITION, KindCounts, check_shapes, kind_counts, rolled_twice
-from mmod.analysis.audit.oracle import worth_of
-from mmod.analysis.audit.reference import Reference, consult
-from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
-from mmod.analysis.audit.result import Audit, compare
-from mmod.analysis.audit.strata import DIFFICULTY, check_labels
-from mmod.analysis.audit.tables import AUDITED, BatchTables, Mask, Moved, Outcomes, TokenKinds
 from mmod.analysis.modes import in_mode
+from mmod.audits.choices import LEARNED, RANDOM, Choice, DecisionContext, FreeDecision, choices
+from mmod.audits.evaluations import Evaluate, LabelledBatch, evaluate_classes
+from mmod.audits.information import POSITION, KindCounts, check_shapes, kind_counts, rolled_twice
+from mmod.audits.oracle import worth_of
+from mmod.audits.reference import Reference, consult
+from mmod.audits.replace import free_tokens, keep_best, only_free, replaced_decisions
+from mmod.audits.result import Audit, compare
+from mmod.audits.strata import DIFFICULTY, check_labels
+from mmod.audits.tables import AUDITED, BatchTables, Mask, Moved, Outcomes, TokenKinds
 from mmod.config import AuditConfig, Grid
 from mmod.io.progress import progress_bar
 from mmod.io.store import Store, fingerprint
@@ -78,17 +78,17 @@ def audit(
     Args:
         model: A routed model; its mode is restored at the end.
         batches: The evaluation set, shuffled: a list or a loader, because it is iterated twice. A batch may be an
-            `mmod.analysis.LabelledBatch`, with labels of its samples and tokens.
+            `mmod.audits.LabelledBatch`, with labels of its samples and tokens.
         config: Conditions, number of draws and resamples, and other settings.
         evaluate: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each.
-            The default takes images and classes; `mmod.analysis.evaluate_answers` takes batches of a language model.
+            The default takes images and classes; `mmod.audits.evaluate_answers` takes batches of a language model.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
-        custom: Further conditions by name. Each is a function from an `mmod.analysis.DecisionContext` to ranks (B, N);
+        custom: Further conditions by name. Each is a function from an `mmod.audits.DecisionContext` to ranks (B, N);
             the tokens of the highest ranks are kept.
         reference: The dense model. It adds two conditions, and its loss divides images into strata by difficulty.
         baselines: Other models by name, such as early exit at the same budget. They are compared on all images and by
             stratum.
-        shifts: Corruptions by name, on which the comparison is repeated, such as those in `mmod.analysis.SHIFTS`. Each
+        shifts: Corruptions by name, on which the comparison is repeated, such as those in `mmod.audits.SHIFTS`. Each
             is a function from a batch and the indices of its images to a changed batch.
         others: Further data sets by name, on which the comparison is repeated.
         store: File for the tables of each batch, from which an interrupted audit resumes (see `mmod.io.store.Store`).

@@ -17,7 +17,7 @@ from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
 from mmod.analysis.counting import PassCounts, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prompt, count_prefill
-from mmod.analysis.trace import Trace
+from mmod.analysis.tracing import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value

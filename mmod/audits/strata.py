@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.analysis.audit.tables import Outcomes
 from mmod.analysis.statistics import Estimate, adjusted, estimate_of, resampled_means, sign_test, simultaneous
+from mmod.audits.tables import Outcomes
 from mmod.io.tables import MarkdownTable, table_of
 
 ALL = "all images"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis import LabelledBatch
-from mmod.analysis.audit.information import KindCounts, information_of
-from mmod.analysis.audit.result import Audit
+from mmod.audits import LabelledBatch
+from mmod.audits.information import KindCounts, information_of
+from mmod.audits.result import Audit
 from tests.kit.decisions import decided
 from tests.kit.planted import FAVOURED, TOKENS, position
 from tests.kit.zoo import make_images, make_model

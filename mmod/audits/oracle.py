@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmod.analysis.audit.choices import Choice, DecisionContext, rank_first
-from mmod.analysis.audit.tables import BatchTables
 from mmod.analysis.statistics import Estimate, RunningMean
+from mmod.audits.choices import Choice, DecisionContext, rank_first
+from mmod.audits.tables import BatchTables
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.routing import Routing
 

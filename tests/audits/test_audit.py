@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
-from mmod.analysis.audit.choices import default_choices
-from mmod.analysis.audit.result import evaluate
 from mmod.analysis.statistics import Estimate
+from mmod.audits import DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
+from mmod.audits.choices import default_choices
+from mmod.audits.result import evaluate
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.clip_zoo import make_images as make_clip_images
 from tests.kit.planted import PLANTED, batches_of, content, plant
@@ -67,7 +67,7 @@ def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
     assert not torch.equal(first[0], second[0])
 
 
-def small_audit(size: int, **options: Any) -> mmod.analysis.Audit:
+def small_audit(size: int, **options: Any) -> mmod.audits.Audit:
     images, targets = make_images(SMALL, 9), torch.arange(9) % 7
     model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="linear", capacity=0.4))
     return mmod.audit(

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import mmod
-from mmod.analysis.audit import run
-from mmod.analysis.audit.tables import BatchTables, Mask, TokenKinds
+from mmod.audits import run
+from mmod.audits.tables import BatchTables, Mask, TokenKinds
 from tests.kit.interrupted_audit import options
 
 
