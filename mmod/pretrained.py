@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
-from mmod.adapters.base import FORMAT_VERSION, Changes, Saving
+from mmod.adapters.saving import FORMAT_VERSION, Changes, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically

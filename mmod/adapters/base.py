@@ -6,10 +6,9 @@ Axes: B images, N tokens, K slots per image, H heads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +45,10 @@ from mmod.blocks import (
     Shell,
     StackCalls,
     attach,
-    host_class,
     is_converted,
     map_rows,
     own_,
+    parameters_of,
 )
 from mmod.config import RoutingConfig
 from mmod.ops import KeysOfAll, Packing, keys_and_values
@@ -58,8 +57,6 @@ from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMasks
 from mmod.threads import PerThread
 
-FORMAT_VERSION = 4
-"""Version of what a saved model says of its methods."""
 # Implementations of attention that take a mask or bias of keys.
 MASKED = ("sdpa", "eager")
 
@@ -217,8 +214,8 @@ def has_tensors(value: Any) -> bool:
 
 def parameters_of_block(block: nn.Module) -> dict[str, object]:
     """Return what a block's forward takes after the tokens: each argument's default, `Parameter.empty` for none."""
-    signature = list(inspect.signature(host_class(block).forward).parameters.values())[2:]
-    return {value.name: value.default for value in signature if value.kind is value.POSITIONAL_OR_KEYWORD}
+    after_tokens = list(parameters_of(block).values())[1:]
+    return {value.name: value.default for value in after_tokens if value.kind is value.POSITIONAL_OR_KEYWORD}
 
 
 def required_arguments(block: nn.Module) -> tuple[str, ...]:
@@ -448,57 +445,3 @@ class NamedArguments(CallForm, BlockCall):
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
-
-
-class Changes(NamedTuple):
-    """How a saved model was changed, as plain values of an untrusted file.
-
-    Args:
-        methods: Its methods, in order.
-        proofs: How blocks of unknown classes are called, by the name of their list, see `Proof`.
-    """
-
-    methods: Sequence[Mapping[str, Any]]
-    proofs: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Saving:
-    """How models of a library are described in a saved folder, and rebuilt.
-
-    A description says how to build a model, never what to read or download elsewhere.
-
-    Args:
-        package: Name of the library's distribution.
-        describe: Returns the description of a model, from the architecture if the model does not know it.
-        check: Raises a ValueError if an untrusted description refers to anything outside its folder.
-        build: Returns the dense model of a description, with new weights.
-    """
-
-    package: str
-    keys: tuple[str, ...]
-    describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
-    check: Callable[[Arguments], None]
-    build: Callable[[Arguments], nn.Module]
-
-    def check_description(self, description: Any) -> None:
-        """Check a description from an untrusted file."""
-        if not isinstance(description, Mapping) or set(description) != set(self.keys):
-            keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
-            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {keys}")
-        self.check(description)
-
-
-def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
-    """Raise a ValueError unless a section of a description is a mapping with allowed keys."""
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{group} in a saved folder must be a mapping, got {values!r}")
-    unknown = sorted(set(values) - set(allowed))
-    if unknown:
-        raise ValueError(f"{group} in a saved folder may not have {', '.join(unknown)}: models have no such option")
-
-
-def parameters(model_class: type) -> set[str]:
-    """Return the names of the arguments of a class's constructor."""
-    values = inspect.signature(model_class).parameters.values()
-    return {value.name for value in values if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}

@@ -8,7 +8,6 @@ Axes: B images, N tokens, D channels, C classes.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.probe import first_that_runs, light_copy, split_inputs
-from mmod.blocks import Arguments, TupleBlock, host_class
+from mmod.blocks import Arguments, TupleBlock, host_class, parameters_of
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
 _TIMM_HEAD = ("norm", "fc_norm", "head", "head_dist")
@@ -136,7 +135,7 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
         prefix = name.rpartition(".")[0]
         present = [module for module in _TIMM_HEAD if isinstance(getattr(owner, module, None), nn.Module)]
         return Head(name, False, (), tuple(f"{prefix}.{module}".strip(".") for module in present))
-    reads_text = "input_ids" in inspect.signature(host_class(model).forward).parameters
+    reads_text = "input_ids" in parameters_of(model)
     if stack.library == "open_clip" or reads_text:
         raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():

@@ -6,15 +6,14 @@ Axes: B images.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from mmod.adapters.find import adapted_model, find_library
-from mmod.blocks import host_class
+from mmod.blocks import host_class, parameters_of
 
 Sides = tuple[int, int]
 """Height and width in pixels."""
@@ -101,7 +100,7 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
         return dataclasses.replace(inner, classes=classes, names=names, head=head)
     vision = getattr(config, "vision_config", config)
     # Embeddings without this argument interpolate their positions for any size.
-    is_strict = any("interpolate_pos_encoding" in _arguments(module) for module in model.modules())
+    is_strict = any("interpolate_pos_encoding" in parameters_of(module) for module in model.modules())
     return ImageFacts(
         classes=classes,
         names=names,
@@ -110,10 +109,6 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
         size=_sides(getattr(vision, "image_size", None)) if is_strict else None,
         patch=_sides(getattr(vision, "patch_size", None)),
     )
-
-
-def _arguments(module: nn.Module) -> Collection[str]:
-    return inspect.signature(host_class(module).forward).parameters
 
 
 def _sides(value: Any) -> Sides | None:

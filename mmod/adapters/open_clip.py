@@ -22,8 +22,9 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
 from mmod.adapters.halves import Branches
+from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import (
     Arguments,
     GridSource,

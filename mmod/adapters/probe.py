@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mmod.blocks import Arguments, Segments, boundaries_of, host_class, map_rows, read_segments, split_rows
+from mmod.blocks import (
+    Arguments,
+    Segments,
+    boundaries_of,
+    host_class,
+    map_rows,
+    parameters_of,
+    read_segments,
+    split_rows,
+)
 
 Result = TypeVar("Result")
 # What the forward of a model takes: images, all arguments in order, or arguments by name.
@@ -204,10 +213,8 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
 
 def _signature(model: nn.Module) -> str:
     """Return the arguments of a model's forward, without their types."""
-    signature = inspect.signature(host_class(model).forward)
-    _, *named = signature.parameters.values()
-    plain = [value.replace(annotation=inspect.Parameter.empty) for value in named]
-    return str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
+    return str(inspect.Signature(plain))
 
 
 def first_that_runs(
@@ -373,16 +380,16 @@ def without_hooks(module: nn.Module) -> None:
 
 def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, Any]]:
     """Return inputs of two images that a model may take, the likeliest first; "" is the first argument."""
-    names = inspect.signature(host_class(model).forward).parameters
+    names = parameters_of(model)
     pixels = next((name for name in PIXELS if name in names), "")
     if example is not None:
         if isinstance(example, (tuple, list)):
             example = {str(number): value for number, value in enumerate(example)}
         values = example if isinstance(example, Mapping) else {pixels: example}
-        yield _for_two_images(values, [*names][1:2])
+        yield _for_two_images(values, [*names][:1])
         return
     if GRIDS in names:
-        yield from _one_sequence(model, [*names][1])
+        yield from _one_sequence(model, next(iter(names)))
         return
     if {"pixel_values", "spatial_shapes"} <= names.keys():
         yield _packed_patches(model)
@@ -432,7 +439,7 @@ def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
     """Return the patches of two images, one behind the other in an argument, as Qwen's towers take them."""
     grid = torch.tensor([[1, _GRID_SIDE, _GRID_SIDE]] * 2)
     merged = {}
-    if "merge_sizes" in inspect.signature(host_class(model).forward).parameters:
+    if "merge_sizes" in parameters_of(model):
         merged["merge_sizes"] = torch.ones(2, dtype=torch.long)
     projections = [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -457,7 +464,7 @@ def _packed_patches(model: Any) -> dict[str, Any]:
     mask = torch.ones(2, side * side, dtype=torch.long)
     shapes = torch.tensor([[side, side]] * 2)
     arguments = {"pixel_values": values, "spatial_shapes": shapes}
-    names = inspect.signature(host_class(model).forward).parameters
+    names = parameters_of(model)
     name = "pixel_attention_mask" if "pixel_attention_mask" in names else "attention_mask"
     return {**arguments, name: mask}
 

@@ -28,15 +28,8 @@ from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
 from mmod.adapters import tokens
-from mmod.adapters.base import (
-    BlockStack,
-    NamedArguments,
-    Part,
-    Saving,
-    check_keys,
-    parameters,
-    parameters_of_block,
-)
+from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
+from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
 from mmod.ops.context import ProjectionName

@@ -23,7 +23,7 @@ from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches
 from mmod.adapters.probe import BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
-from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class
+from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
 from mmod.random_state import drawn_from
@@ -126,7 +126,7 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
 
 def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
     trial = random_copy(block)
-    signature = inspect.signature(host_class(block).forward).parameters
+    signature = parameters_of(block)
     inputs = dataclasses.replace(inputs, arguments=redrawn(inputs))
     base = Proof(
         blocks=blocks,

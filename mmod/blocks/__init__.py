@@ -25,6 +25,7 @@ from mmod.blocks.conversion import (
     make_dense,
     mixins_of,
     modules_of,
+    parameters_of,
     remove,
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock, SpannedDecoderBlock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -135,6 +136,12 @@ def mixins_of(module: nn.Module) -> Mixins:
 def host_class(module: nn.Module) -> type[nn.Module]:
     """Return the host library's class of a module, converted or not."""
     return host_of(type(module))
+
+
+def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """Return the parameters of the forward of a module's host, by name, without `self`."""
+    named = inspect.signature(host_class(module).forward).parameters
+    return dict(list(named.items())[1:])
 
 
 def host_of(module_class: type[nn.Module]) -> type[nn.Module]:

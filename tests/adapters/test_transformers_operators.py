@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
 from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of
-from mmod.adapters.transformers.families import parameters_of
+from mmod.blocks import parameters_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
 from tests.kit.vlm_types import SMALL

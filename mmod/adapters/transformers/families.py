@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters.transformers.cache_base import CACHE_NAMES
-from mmod.blocks import host_class
+from mmod.blocks import host_class, parameters_of
 
 # Arguments of a layer that have a row for each token, and those whose value for kept tokens is known else.
 BY_TOKEN = ("per_layer_input",)
@@ -29,12 +29,6 @@ _ENDS = (
     ("post_attention_layernorm", "post_feedforward_layernorm"),
     ("post_norm1", "post_norm2"),
 )
-
-
-def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a module's forward, without `self`."""
-    named = inspect.signature(host_class(module).forward).parameters
-    return dict(list(named.items())[1:])
 
 
 def is_decoder_layer(layer: nn.Module) -> bool:

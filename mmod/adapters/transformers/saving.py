@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mmod.adapters.base import FORMAT_VERSION, Changes
+from mmod.adapters.saving import FORMAT_VERSION, Changes
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook

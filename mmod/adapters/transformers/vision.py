@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Collection
 
 import torch
@@ -16,7 +15,7 @@ from mmod.adapters.base import BlockStack, Part
 from mmod.adapters.probe import GRIDS
 from mmod.adapters.tokens import find_blocks
 from mmod.adapters.transformers.families import is_decoder_layer
-from mmod.blocks import RowSource, host_class
+from mmod.blocks import RowSource, parameters_of
 
 # Arguments of models that read images or videos, and of those that read text too.
 _PIXELS = ("pixel_values", "pixel_values_videos", GRIDS)
@@ -29,7 +28,7 @@ def find_tower(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
-        arguments = inspect.signature(host_class(module).forward).parameters
+        arguments = parameters_of(module)
         if any(argument in arguments for argument in _TEXT):
             return None
         if any(argument in arguments for argument in _PIXELS):
@@ -52,7 +51,7 @@ def vision_part(model: nn.Module) -> Part | None:
 
 def takes_rows(module: nn.Module) -> bool:
     """Return whether a module is a tower that gets each patch of its images as a row, with their grid beside them."""
-    parameters = inspect.signature(host_class(module).forward).parameters
+    parameters = parameters_of(module)
     return GRIDS in parameters and not any(name in parameters for name in _TEXT)
 
 
@@ -64,7 +63,7 @@ def row_source(tower: nn.Module) -> RowSource:
     """
     side: int | None = getattr(tower, "spatial_merge_size", None)
     cuts = [module for module in tower.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
-    if not cuts or (side is None and "merge_sizes" not in inspect.signature(host_class(tower).forward).parameters):
+    if not cuts or (side is None and "merge_sizes" not in parameters_of(tower)):
         raise ValueError(
             f"router='duplicate' needs rows of pixels in a known order: the tower {type(tower).__name__} joins no "
             "patches itself, by a spatial_merge_size of its own, that a convolution has embedded"

@@ -1,0 +1,70 @@
+"""How a changed model is described in a saved folder, by plain values of an untrusted file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from mmod.blocks import Arguments
+
+FORMAT_VERSION = 4
+"""Version of what a saved model says of its methods."""
+
+
+class Changes(NamedTuple):
+    """How a saved model was changed, as plain values of an untrusted file.
+
+    Args:
+        methods: Its methods, in order.
+        proofs: How blocks of unknown classes are called, by the name of their list, see `Proof`.
+    """
+
+    methods: Sequence[Mapping[str, Any]]
+    proofs: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How models of a library are described in a saved folder, and rebuilt.
+
+    A description says how to build a model, never what to read or download elsewhere.
+
+    Args:
+        package: Name of the library's distribution.
+        describe: Returns the description of a model, from the architecture if the model does not know it.
+        check: Raises a ValueError if an untrusted description refers to anything outside its folder.
+        build: Returns the dense model of a description, with new weights.
+    """
+
+    package: str
+    keys: tuple[str, ...]
+    describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
+    check: Callable[[Arguments], None]
+    build: Callable[[Arguments], nn.Module]
+
+    def check_description(self, description: Any) -> None:
+        """Check a description from an untrusted file."""
+        if not isinstance(description, Mapping) or set(description) != set(self.keys):
+            keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
+            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {keys}")
+        self.check(description)
+
+
+def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
+    """Raise a ValueError unless a section of a description is a mapping with allowed keys."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{group} in a saved folder must be a mapping, got {values!r}")
+    unknown = sorted(set(values) - set(allowed))
+    if unknown:
+        raise ValueError(f"{group} in a saved folder may not have {', '.join(unknown)}: models have no such option")
+
+
+def parameters(model_class: type) -> set[str]:
+    """Return the names of the arguments of a class's constructor."""
+    values = inspect.signature(model_class).parameters.values()
+    return {value.name for value in values if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}
