@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.blocks import Arguments
-from mmod.threads import PerThread
 
 
 def refuse_training_mode(method: str) -> NoReturn:
@@ -103,44 +102,24 @@ class GeneratedFrom:
         return part._replace(image_BN=part.cut(self.image_BN, tokens, 0))
 
 
-class Generations:
-    """The prompts that a model generates from, one in each thread."""
+@dataclass
+class Running:
+    """What runs in a thread.
 
-    def __init__(self) -> None:
-        self._running: PerThread[GeneratedFrom | None] = PerThread(type(None))
+    Attributes:
+        prompt: The prompt of a call of `generate`; None outside of one.
+        labels_BN: The labels (B, N) passed to the running pass; None without labels, or outside of a pass.
+    """
 
-    def part(self, arguments: Arguments, past: int) -> PromptPart | None:
-        """Return what a pass reads of the prompt of this thread's call of `generate`, see `GeneratedFrom.part`."""
-        prompt = self._running.value
-        return None if prompt is None else prompt.part(arguments, past)
+    prompt: GeneratedFrom | None = None
+    labels_BN: Tensor | None = None
 
     @contextmanager
-    def of(self, prompt: GeneratedFrom) -> Iterator[None]:
+    def generating(self, prompt: GeneratedFrom) -> Iterator[None]:
         """Context of a call of `generate`; that of a draft runs inside another."""
-        outer = self._running.value
-        self._running.value = prompt
+        outer = self.prompt
+        self.prompt = prompt
         try:
             yield
         finally:
-            self._running.value = outer
-
-
-@dataclass
-class _Pass:
-    labels_BN: Tensor | None = None
-
-
-class PassLabels:
-    """The labels of a model's running pass, one in each thread."""
-
-    def __init__(self) -> None:
-        self._running = PerThread(_Pass)
-
-    @property
-    def running_BN(self) -> Tensor | None:
-        """The labels (B, N) passed to this thread's forward pass; None without labels or outside of a pass."""
-        return self._running.value.labels_BN
-
-    @running_BN.setter
-    def running_BN(self, labels_BN: Tensor | None) -> None:
-        self._running.value.labels_BN = labels_BN
+            self.prompt = outer

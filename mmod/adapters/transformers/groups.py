@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, chosen_samples
-from mmod.adapters.transformers.families import gets_keys, number_of, parameters_of
-from mmod.adapters.transformers.generation import Generations, PassLabels, PromptPart, refuse_training_mode
+from mmod.adapters.transformers.families import gets_keys, number_of
+from mmod.adapters.transformers.generation import PromptPart, Running, refuse_training_mode
 from mmod.adapters.transformers.images import (
     IMAGE,
     IMAGES,
@@ -37,9 +37,10 @@ from mmod.adapters.transformers.structure import (
     uses_cache,
 )
 from mmod.adapters.transformers.tower import TowerImportance, TowerReader
-from mmod.blocks import Arguments, ModelHook
+from mmod.blocks import Arguments, ModelHook, parameters_of
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import TokenGroups, assign_groups, decoded_groups
+from mmod.threads import PerThread
 
 PROTECTED = "protected_mask"
 
@@ -67,25 +68,25 @@ class LabelHook(ModelHook):
 
     Args:
         head: The hooked module, which takes labels.
-        labels: Where to keep them.
+        running: Where to keep them.
         outermost: No module around it takes labels; modules inside may get others, or none.
     """
 
-    def __init__(self, head: nn.Module, labels: PassLabels, outermost: bool) -> None:
+    def __init__(self, head: nn.Module, running: PerThread[Running], outermost: bool) -> None:
         self.names = tuple(parameters_of(head))
-        self.labels = labels
+        self.running = running
         self.outermost = outermost
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the labels."""
         labels = {**dict(zip(self.names, args)), **kwargs}.get("labels")
         if self.outermost or labels is not None:
-            self.labels.running_BN = labels
+            self.running.value.labels_BN = labels
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Forget the labels."""
         if self.outermost:
-            self.labels.running_BN = None
+            self.running.value.labels_BN = None
 
 
 class Inputs(NamedTuple):
@@ -99,6 +100,8 @@ class Inputs(NamedTuple):
         begun: Tokens before these are cached.
         structure: Padding and packed samples.
         part: What it reads of the prompt of `generate`; None outside.
+        layout: The arguments that describe frames.
+        copies: How many samples in a row are copies of one that these describe.
     """
 
     module: nn.Module
@@ -108,36 +111,8 @@ class Inputs(NamedTuple):
     begun: bool
     structure: Structure
     part: PromptPart | None
-
-
-class TokenModalities(NamedTuple):
-    """The tokens of a forward pass among which some may be skipped.
-
-    Args:
-        kind_BN: Modality of every such token, 0 of others (B, N).
-        layout: The arguments that describe frames.
-        copies: How many samples in a row are copies of one that these describe.
-        frames: Boundaries of frames, if tokens are chosen frame by frame.
-    """
-
-    kind_BN: Tensor
     layout: Arguments
     copies: int
-    frames: Frames | None
-
-
-class SkippableTokens(NamedTuple):
-    """The tokens of a forward pass that may be skipped.
-
-    Args:
-        free_BN: True at these tokens (B, N).
-        gated_BN: See `TokenGroups`; so are `earlier_BN` and `prompt_BN`.
-    """
-
-    free_BN: Tensor
-    gated_BN: Tensor
-    earlier_BN: Tensor | None
-    prompt_BN: Tensor | None
 
 
 class GroupHook(ModelHook):
@@ -155,8 +130,7 @@ class GroupHook(ModelHook):
         self.layers = layers
         self.config = config
         self.images = ImageTokens(entry.config)
-        self.generations = Generations()
-        self.labels = PassLabels()
+        self.running = PerThread(Running)
         self.language = config.language
         # p-MoD's skipped tokens are image tokens.
         images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
@@ -227,9 +201,17 @@ class GroupHook(ModelHook):
         if inputs.decodes and inputs.cache.is_compileable and torch.compiler.is_compiling():
             # Shapes of a captured step must not follow from what it reads.
             return decoded_groups(inputs.structure.valid_BN)
-        kinds = self._find(inputs, image_BN)
-        skippable = self._select(inputs, kinds, protected_BN)
-        return self._assign(inputs, kinds, skippable)
+        kind_BN = self._kinds(inputs, image_BN)
+        frames = self._frames(inputs, kind_BN)
+        groups = self._assign(inputs, kind_BN, frames, protected_BN)
+        if inputs.begun and self._decides_together:
+            if inputs.part is not None and not inputs.part.prompt.drafts:
+                self._check_complete(inputs.cache)
+            if groups.skips:
+                self._check_apart(groups, frames, inputs.cache)
+        if not self.text.training and not groups.skips and sum(groups.always) == groups.group_BN.numel():
+            return None
+        return groups
 
     def _read(self, module: nn.Module, arguments: Arguments, image_BN: Tensor | None) -> Inputs | None:
         """Step 1: read what is cached, padded and packed; None if no token may be skipped."""
@@ -248,80 +230,72 @@ class GroupHook(ModelHook):
         if self.tokens == "all" and begun:
             self._check_causal(decodes)
         structure = read_structure(arguments, source, past, self.text.config)
-        part = None if decodes else self.generations.part(arguments, int(past))
-        return Inputs(module, arguments, cache, decodes, begun, structure, part)
-
-    def _find(self, inputs: Inputs, image_BN: Tensor | None) -> TokenModalities:
-        """Step 2: find the tokens that may be skipped, by modality and frame."""
-        structure = inputs.structure
-        part = inputs.part
-        if self.tokens == "all":
-            kind_BN = structure.valid_BN.long()
-        else:
-            image_BN = part.image_BN if image_BN is None and part is not None else image_BN
-            kind_BN = self.images.kinds(inputs.module, inputs.arguments, image_BN)
-        layout = inputs.arguments
+        if structure.segment_BN is not None and self.config.importance == "last_token":
+            raise ValueError(
+                "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
+                ": pass one sample per row, or choose importance='per_viewer'"
+            )
+        prompt = self.running.value.prompt
+        part = None if decodes or prompt is None else prompt.part(arguments, int(past))
+        layout = arguments
         copies = 1
         # `generate` may keep the description of frames from the layers, if it computes the features of images before.
-        if part is not None and not inputs.begun and all(layout.get(name) is None for name in LAYOUT):
+        if part is not None and not begun and all(layout.get(name) is None for name in LAYOUT):
             layout = {**layout, **part.prompt.layout}
             copies = part.copies
-        frames = None
-        if self.tokens == "image" and self.language.frames is not None and self._decides_together:
-            frames = self.images.frames(layout, kind_BN, structure.valid_BN, structure.segment_BN, copies)
-        return TokenModalities(kind_BN, layout, copies, frames)
+        return Inputs(module, arguments, cache, decodes, begun, structure, part, layout, copies)
 
-    def _select(self, inputs: Inputs, kinds: TokenModalities, protected_BN: Tensor | None) -> SkippableTokens:
-        """Step 3: leave out tokens outside frames, those that the user protects, and those without a frame before."""
+    def _kinds(self, inputs: Inputs, image_BN: Tensor | None) -> Tensor:
+        """Step 2: find the tokens that may be skipped, by modality (B, N); 0 are others."""
+        if self.tokens == "all":
+            return inputs.structure.valid_BN.long()
+        if image_BN is None and inputs.part is not None:
+            image_BN = inputs.part.image_BN
+        return self.images.kinds(inputs.module, inputs.arguments, image_BN)
+
+    def _frames(self, inputs: Inputs, kind_BN: Tensor) -> Frames | None:
+        """Step 3: find the boundaries of frames; None where tokens are not chosen frame by frame."""
+        if self.tokens == "all" or self.language.frames is None or not self._decides_together:
+            return None
         structure = inputs.structure
-        gated_BN = kinds.kind_BN > 0
-        if kinds.frames is not None:
-            gated_BN = gated_BN & ~kinds.frames.apart_BN
+        return self.images.frames(inputs.layout, kind_BN, structure.valid_BN, structure.segment_BN, inputs.copies)
+
+    def _assign(
+        self, inputs: Inputs, kind_BN: Tensor, frames: Frames | None, protected_BN: Tensor | None
+    ) -> TokenGroups:
+        """Step 4: assign tokens to the groups within which layers choose.
+
+        Tokens outside frames always run, as do those that the user protects and those without a frame before.
+        """
+        structure = inputs.structure
+        gated_BN = kind_BN > 0
+        if frames is not None:
+            gated_BN = gated_BN & ~frames.apart_BN
         free_BN = gated_BN
         if protected_BN is not None:
             shape = (gated_BN.shape[0], gated_BN.shape[1])
             free_BN = gated_BN & ~checked_mask(PROTECTED, protected_BN, shape).bool()
         earlier_BN = None
         if self.config.router.reads_frames:
-            earlier_BN = self._earlier(inputs, kinds)
+            earlier_BN = self._earlier(inputs, kind_BN)
             free_BN = free_BN & (earlier_BN >= 0)
-        if structure.segment_BN is not None and self.config.importance == "last_token":
-            raise ValueError(
-                "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
-                ": pass one sample per row, or choose importance='per_viewer'"
-            )
-        prompt_BN = self._prompt(kinds.kind_BN > 0, structure)
-        return SkippableTokens(free_BN, gated_BN, earlier_BN, prompt_BN)
-
-    def _assign(self, inputs: Inputs, kinds: TokenModalities, skippable: SkippableTokens) -> TokenGroups | None:
-        """Step 4: assign tokens to the groups within which layers choose; None when all tokens run."""
-        structure = inputs.structure
-        frames = kinds.frames
         groups = assign_groups(
-            skippable.free_BN,
-            skippable.gated_BN,
+            free_BN,
+            gated_BN,
             structure.valid_BN,
             frames=None if frames is None else self.language.frames,
             strict=self.tokens == "image",
             segment_BN=structure.segment_BN,
             first_BN=None if frames is None else frames.first_BN,
-            prompt_BN=skippable.prompt_BN,
+            prompt_BN=self._prompt(kind_BN > 0, structure),
         )
         importance = None
         if self.tower is not None:
-            importance = functools.cache(functools.partial(self._values, inputs, kinds.kind_BN, self.tower))
+            importance = functools.cache(functools.partial(self._values, inputs, kind_BN, self.tower))
             if inputs.part is not None and _has_pixels(inputs.part.prompt.layout):
                 # The first part of a prompt may have no image tokens, and the notes of the tower end with the pass.
                 importance()
-        groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=skippable.earlier_BN)
-        if inputs.begun and self._decides_together:
-            if inputs.part is not None and not inputs.part.prompt.drafts:
-                self._check_complete(inputs.cache)
-            if groups.skips:
-                self._check_apart(groups, frames, inputs.cache)
-        if not self.text.training and not groups.skips and sum(groups.always) == groups.group_BN.numel():
-            return None
-        return groups
+        return groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
 
     def _values(self, inputs: Inputs, kind_BN: Tensor, tower: TowerReader | RowPixels) -> Tensor:
         """Return what image tokens get from the tower or from pixels (B, N).
@@ -350,7 +324,7 @@ class GroupHook(ModelHook):
 
         Image tokens are then chosen as in generation, which knows no word of the answer.
         """
-        labels_BN = self.labels.running_BN if self.config.reads_attention(self.text.training) else None
+        labels_BN = self.running.value.labels_BN if self.config.reads_attention(self.text.training) else None
         # Other heads take one class, or the values of several, for a sample.
         if labels_BN is None or labels_BN.ndim != 2 or labels_BN.is_floating_point():
             return None
@@ -375,16 +349,15 @@ class GroupHook(ModelHook):
                 "to compare successive images of a prompt"
             )
 
-    def _earlier(self, inputs: Inputs, kinds: TokenModalities) -> Tensor:
+    def _earlier(self, inputs: Inputs, kind_BN: Tensor) -> Tensor:
         """Return the index of the token at the same position one frame earlier, -1 for none (B, N)."""
         images = self.config.router.images
-        if inputs.begun and images and bool((kinds.kind_BN == IMAGE).any()):
+        if inputs.begun and images and bool((kind_BN == IMAGE).any()):
             raise ValueError(
                 "an image follows cached tokens, which may hold the frame before it: pass the full prompt at once, "
                 "without past_key_values or prefill_chunk_size"
             )
-        segment_BN = inputs.structure.segment_BN
-        return self.images.earlier(kinds.layout, kinds.kind_BN, images, segment_BN, kinds.copies)
+        return self.images.earlier(inputs.layout, kind_BN, images, inputs.structure.segment_BN, inputs.copies)
 
     def _check_complete(self, cache: Any) -> None:
         """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""

@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from torch import nn
 
-from mmod.adapters.base import BlockStack
+from mmod.adapters.base import BlockStack, parameters_of_block
 from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.families import (
     BY_TOKEN,
@@ -19,7 +19,6 @@ from mmod.adapters.transformers.families import (
     has_projections,
     is_recurrent,
     labelled_modules,
-    parameters_of,
     passes_keywords,
     reads_positions,
     reason_against,
@@ -79,7 +78,7 @@ def _hooks(
 ) -> list[tuple[nn.Module, ModelHook]]:
     hooks: list[tuple[nn.Module, ModelHook]] = []
     if groups.tokens == "image" and groups.config.reads_attention(training=True):
-        hooks += [(module, LabelHook(module, groups.labels, module is labelled[0])) for module in labelled]
+        hooks += [(module, LabelHook(module, groups.running, module is labelled[0])) for module in labelled]
     hooks.append((entry, groups))
     if entry is not text:
         hooks.append((text, MaskHook(text)))
@@ -100,7 +99,7 @@ def _call_of(
     reason = None if isinstance(layer, Mixin) else reason_against(layer)
     if reason is not None:
         raise ValueError(f"cannot route a {kind}: {reason}")
-    names = tuple(n for n, p in parameters_of(layer).items() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+    names = tuple(parameters_of_block(layer))
     if CACHE not in names:
         raise NotImplementedError(
             f"{kind} of transformers {transformers.__version__} takes no {CACHE!r}, only {names}: install a version "

@@ -151,7 +151,7 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
         image_BN = hook.images.kinds(model, {"input_ids": given["input_ids"]}, None)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
-    with hook.generations.of(GeneratedFrom(given, image_BN, layout, drafts)):
+    with hook.running.value.generating(GeneratedFrom(given, image_BN, layout, drafts)):
         return host_generate(inputs, *args, **options)
 
 
