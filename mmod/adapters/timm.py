@@ -49,11 +49,7 @@ PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
 ROUTING_ARGUMENTS = {"preset", *ROUTING_FIELDS}
 # Fields that tell timm where to find published weights.
 _SOURCES = {"url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source"}
-ARGUMENTS = ("attn_mask", "is_causal", "rope", "shared_rel_pos_bias")
-SUPPORTED = (
-    "timm families vit, deit (distilled too), deit3, dinov2, dinov3, siglip, aimv2, vit with registers, eva, eva02, "
-    "pe, rope-vit, naflexvit, and beit with a bias shared by its blocks"
-)
+ARGUMENTS = {"attn_mask", "is_causal", "rope", "shared_rel_pos_bias"}
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
@@ -63,17 +59,14 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
 def find_blocks(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a timm model: by what is known of their classes, or else after a trial."""
-    known = [name for name, module in model.named_modules() if _is_known(module)]
+    known = [name for name, module in model.named_modules() if _has_known_blocks(module)]
     owner = model.get_submodule(known[0].rpartition(".")[0]) if known else model
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
     if tokens.is_declared(model) or len(known) != 1 or prefix is None or dim is None:
         return tokens.find_blocks(model, "timm", "timm")
-    title = type(model).__name__
     block_list: Any = model.get_submodule(known[0])
     blocks = tuple(block_list)
-    for block in blocks:
-        _check_block(block, title)
     return BlockStack(
         library="timm",
         names=tuple(f"{known[0]}.{index}" for index in range(len(blocks))),
@@ -81,16 +74,22 @@ def find_blocks(model: nn.Module) -> BlockStack:
         prefix=int(prefix),
         dim=int(dim),
         class_token=any(key.rpartition(".")[2] == "cls_token" for key, _ in owner.named_parameters()),
-        call_of=lambda block, config: _call_of(block, int(prefix), title),
+        call_of=lambda block, config: _call_of(block, int(prefix)),
         host="timm",
         grid=_grid_source(owner),
     )
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks of known classes."""
+def _has_known_blocks(module: nn.Module) -> bool:
+    """Return whether a module is a list of blocks of which all is known."""
     is_list = isinstance(module, (nn.Sequential, nn.ModuleList)) and len(module) > 0
-    return is_list and all(isinstance(block, BLOCKS) for block in module.children())
+    return is_list and all(map(_is_known, module.children()))
+
+
+def _is_known(block: nn.Module) -> bool:
+    # BEiT's blocks may each make a bias for all pairs of tokens, of which a trial says why it is refused.
+    makes_bias = getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None
+    return isinstance(block, BLOCKS) and not makes_bias and parameters_of_block(block).keys() <= ARGUMENTS
 
 
 def _grid_source(owner: nn.Module) -> GridSource | None:
@@ -105,26 +104,9 @@ def _grid_source(owner: nn.Module) -> GridSource | None:
     return GridSource(projection, grid_of_map, None if std is None else tuple(std))
 
 
-def _check_block(block: nn.Module, title: str) -> None:
-    if getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None:
-        raise ValueError(
-            f"cannot route {title}: every block builds a relative position bias for all pairs of tokens inside its "
-            f"attention, which does not know the kept tokens. Supported: {SUPPORTED}"
-        )
-
-
-def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
+def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     parameters = parameters_of_block(block)
-    unknown = sorted(parameters.keys() - set(ARGUMENTS))
-    if unknown:
-        raise ValueError(f"cannot route {title}: mmod cannot narrow the block arguments {unknown} to kept tokens")
     rows = tuple({"rope"} & parameters.keys())
-    rope_prefix = int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix)) if rows else 0
-    if rope_prefix > prefix:
-        raise ValueError(
-            f"cannot route {title}: its attention has {rope_prefix} tokens without rotary positions, but the model "
-            f"only {prefix} prefix tokens"
-        )
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     projections: list[ProjectionName] = []
     for name, module in attentions.items():
@@ -135,7 +117,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         parameters=parameters,
         mask="shared_rel_pos_bias" if "shared_rel_pos_bias" in parameters else "attn_mask",
         rows=rows,
-        rope_prefix=rope_prefix,
+        rope_prefix=int(getattr(getattr(block, "attn", None), "num_prefix_tokens", prefix)) if rows else 0,
         fused=bool(attentions) and all(module.fused_attn for module in attentions.values()),
         # Differential attention subtracts two maps, from two calls.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),

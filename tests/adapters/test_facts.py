@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import timm
 from open_clip import transformer
 
 from mmod.adapters import find_stack, tokens
@@ -56,6 +57,11 @@ def differing(known: BlockStack, tried: BlockStack) -> set[str]:
 def test_facts_of_timm_are_what_a_trial_finds(name: str) -> None:
     model = make_model(name)
     assert differing(find_stack(model), tokens.find_blocks(model, "timm", "timm")) == UNSEEN.get(name, set())
+
+
+def test_blocks_that_make_a_bias_are_left_to_a_trial_which_refuses_them() -> None:
+    with pytest.raises(ValueError, match="adds a bias for each pair of positions, which does not know the kept tokens"):
+        find_stack(timm.create_model("beit_base_patch16_224", depth=2, img_size=32))
 
 
 def test_a_bias_that_an_adapter_narrows_is_refused_by_a_trial() -> None:
