@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from mmod.adapters.transformers.cache_base import RoutedCacheLayer, check_cropping
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, check_cropping, marked
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
@@ -30,18 +30,16 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
     If all tokens of a step run, as in decoding, positions are implicit and are only materialised when needed.
 
     Attributes:
-        position_BL: Positions of the slots' tokens (B, L); None before the first.
-        valid_BL: False where a slot is empty (B, L); None before the first.
+        position_BL: Positions of the slots' tokens, -1 in an empty slot (B, L); None before the first.
         implicit: Number of trailing slots with implicit, consecutive positions, see `_materialise`.
         slot_T: Slots of announced tokens that arrive packed as one sequence; else None.
     """
 
     length: int
     position_BL: Tensor | None
-    valid_BL: Tensor | None
     implicit: int
     slot_T: Tensor | None
-    _by_sample = ("keys", "values", "position_BL", "valid_BL", "kept_B1", "chosen_B1")
+    _by_sample = ("keys", "values", "position_BL", "kept_B1", "chosen_B1")
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
@@ -64,7 +62,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         """Announce the tokens of the next `update`; see `RoutedCacheLayer`. `slot_T`: slots of a packed prompt."""
         # The rows of a packed prompt stand in one sequence, and the cache stores them by sample.
         self.slot_T = slot_T
-        self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
+        self.position_BL = self.joined(marked(position_BK, valid_BK))
         self.implicit = 0
         self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
         self.ragged = self.ragged or valid_BK is not None
@@ -79,13 +77,10 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         self.implicit += tokens
         self.length += tokens
 
-    def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of cached slots, then new ones, see `RoutedCacheLayer`."""
-        valid_BK = torch.ones_like(position_BK, dtype=torch.bool) if valid_BK is None else valid_BK
+    def joined(self, position_BK: Tensor) -> Tensor:
+        """Return the positions of cached slots, then new ones, see `RoutedCacheLayer`."""
         self._materialise(position_BK)
-        if self.position_BL is None or self.valid_BL is None:
-            return position_BK, valid_BK
-        return torch.cat([self.position_BL, position_BK], dim=1), torch.cat([self.valid_BL, valid_BK], dim=1)
+        return position_BK if self.position_BL is None else torch.cat([self.position_BL, position_BK], dim=1)
 
     def _materialise(self, like: Tensor) -> None:
         """Make implicit positions explicit, for the samples and on the device of `like`."""
@@ -94,7 +89,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         new_L = torch.arange(self.length - self.implicit, self.length, device=like.device)
         new_BL = new_L.expand(like.shape[0], -1)
         self.implicit = 0
-        self.position_BL, self.valid_BL = self.joined(new_BL, None)
+        self.position_BL = self.joined(new_BL)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values (B, H, K, E) of the announced tokens and return all of them (B, H, L, E).
@@ -127,17 +122,14 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
     def _forget(self) -> None:
         """Drop leading slots outside the sliding window of all samples."""
         assert self.position_BL is not None
-        assert self.valid_BL is not None
         assert self.sliding_window is not None
-        needed_BL = self.valid_BL & (self.position_BL > self.length - self.sliding_window)
-        needed_L = needed_BL.any(0)
+        needed_L = (self.position_BL > self.length - self.sliding_window).any(0)
         first = int(needed_L.int().argmax()) if bool(needed_L.any()) else needed_L.numel()
         self._select_slots(slice(first, None))
 
     def _select_slots(self, slots: slice) -> None:
-        if self.position_BL is not None and self.valid_BL is not None:
+        if self.position_BL is not None:
             self.position_BL = self.position_BL[:, slots]
-            self.valid_BL = self.valid_BL[:, slots]
         if self.keys is not None and self.values is not None:
             self.keys = self.keys[:, :, slots]
             self.values = self.values[:, :, slots]
@@ -166,17 +158,15 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         if self.keys is not None:
             self._materialise(self.keys)
         self.length += tokens_to_remove
-        if self.position_BL is None or self.valid_BL is None:
+        if self.position_BL is None:
             return
-        removed_BL = self.valid_BL & (self.position_BL >= self.length)
+        removed_BL = self.position_BL >= self.length
         self.kept_B1 = self.kept_B1 - removed_BL.sum(1, keepdim=True)
-        self.valid_BL = self.valid_BL & ~removed_BL
-        # The next mask has no columns for removed tokens.
-        self.position_BL = self.position_BL.clamp(max=max(self.length - 1, 0))
-        remaining_L = self.valid_BL.any(0).int()
+        self.position_BL = self.position_BL.masked_fill(removed_BL, EMPTY)
+        remaining_L = (self.position_BL != EMPTY).any(0).int()
         slots = int(remaining_L.numel() - remaining_L.flip(0).argmax()) if bool(remaining_L.any()) else 0
         # Slots of removed tokens stay, masked, before kept tokens of other samples.
-        self.ragged = self.ragged or bool((~self.valid_BL[:, :slots]).any())
+        self.ragged = self.ragged or bool((self.position_BL[:, :slots] == EMPTY).any())
         self._select_slots(slice(0, slots))
         if self.sliding_window is not None and slots >= self.sliding_window:
             self._forget()
@@ -185,7 +175,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         """Clear the cache."""
         super().reset()
         self.length = self.implicit = self.kept_B1 = 0
-        self.position_BL = self.valid_BL = self.slot_T = self.chosen_B1 = None
+        self.position_BL = self.slot_T = self.chosen_B1 = None
         self.ragged = False
 
 

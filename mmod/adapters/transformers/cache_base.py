@@ -18,6 +18,8 @@ from mmod.routing import TokenGroups, TokenMasks
 # transformers 5.24 renamed the cache of models and layers, and takes the old keyword until 5.40.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
 CACHE_NAMES = (CACHE, "past_key_values")
+# The position of an empty slot.
+EMPTY = -1
 
 
 def cache_of(arguments: Arguments) -> Any:
@@ -54,8 +56,8 @@ class RoutedCacheLayer:
         """Announce that the next `update` receives all tokens of this step."""
         raise NotImplementedError
 
-    def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity (B, L) of the keys that `update` will return."""
+    def joined(self, position_BK: Tensor) -> Tensor:
+        """Return the positions (B, L) of the keys that `update` will return, -1 in empty slots."""
         raise NotImplementedError
 
     def remember(self, tokens: TokenMasks | TokenGroups) -> None:
@@ -83,6 +85,11 @@ class RoutedCacheLayer:
             tensor: Any = getattr(self, name)
             if isinstance(tensor, Tensor):
                 setattr(self, name, select(tensor))
+
+
+def marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
+    """Return positions of slots, -1 where a slot is empty."""
+    return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
 
 
 def check_cropping(tokens_to_remove: int) -> None:

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from mmod.adapters.transformers.cache_base import RoutedCacheLayer, check_cropping
-
-# The position of an empty slot.
-EMPTY = -1
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, check_cropping, marked
 
 
 class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
@@ -44,7 +41,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
         self.position_BS: Tensor | None = None
         self.kept_B1 = 0
         self._written = torch.tensor(0)
-        self._announced: tuple[Tensor, Tensor | None, int] | None = None
+        self._announced: tuple[Tensor, bool, int] | None = None
 
     @property
     def length(self) -> Tensor | int:  # type: ignore[override]
@@ -58,7 +55,8 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Announce the tokens of the next `update`, see `RoutedCacheLayer`."""
-        self._announced = position_BK, valid_BK, tokens
+        position_BK = marked(position_BK, valid_BK)
+        self._announced = position_BK, valid_BK is not None, tokens
         # A layer that keeps no token calls no attention, so no `update` would count the step.
         if not position_BK.shape[1]:
             self._count(position_BK, tokens)
@@ -69,15 +67,14 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
         position_BN = self.length + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
         self.begin_update(position_BN, None, tokens)
 
-    def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of the keys that `update` will return, see `RoutedCacheLayer`."""
-        position_BL = _marked(position_BK, valid_BK)
+    def joined(self, position_BK: Tensor) -> Tensor:
+        """Return the positions of the keys that `update` will return, see `RoutedCacheLayer`."""
         slots = position_BK.shape[1]
-        if self.position_BS is not None and self._displaces(slots):
-            position_BL = torch.cat([self.position_BS, position_BL], dim=1)
-        elif self.position_BS is not None:
-            position_BL = self.position_BS.index_copy(1, self._next_slots(slots), position_BL)
-        return position_BL, position_BL != EMPTY
+        if self.position_BS is None:
+            return position_BK
+        if self._displaces(slots):
+            return torch.cat([self.position_BS, position_BK], dim=1)
+        return self.position_BS.index_copy(1, self._next_slots(slots), position_BK)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, K, E) of the announced tokens and return the visible ones (B, H, L, E).
@@ -86,18 +83,17 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
         """
         if self._announced is None:
             raise RuntimeError("a routed layer's cache got tokens that were not announced")
-        position_BK, valid_BK, tokens = self._announced
+        position_BK, may_be_empty, tokens = self._announced
         self._announced = None
         attended = None
         if self.position_BS is None:
             attended = key_states, value_states
         elif self._displaces(key_states.shape[2]):
             attended = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-        position_BK = _marked(position_BK, valid_BK)
         self._count(position_BK, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        order_BK = self._newest(position_BK, valid_BK)
+        order_BK = self._newest(position_BK, may_be_empty)
         if order_BK is not None:
             position_BK = position_BK.gather(1, order_BK)
             key_states = _ordered(key_states, order_BK)
@@ -148,7 +144,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
         """Whether new slots overwrite slots that the first new tokens still attend to."""
         return False
 
-    def _newest(self, position_BK: Tensor, valid_BK: Tensor | None) -> Tensor | None:
+    def _newest(self, position_BK: Tensor, may_be_empty: bool) -> Tensor | None:
         """Return which new slots are written, in order; None for all."""
         return None
 
@@ -238,8 +234,8 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
     def _displaces(self, slots: int) -> bool:
         return slots > 1
 
-    def _newest(self, position_BK: Tensor, valid_BK: Tensor | None) -> Tensor | None:
-        if valid_BK is None and position_BK.shape[1] <= self.max_cache_len:
+    def _newest(self, position_BK: Tensor, may_be_empty: bool) -> Tensor | None:
+        if not may_be_empty and position_BK.shape[1] <= self.max_cache_len:
             return None
         # Empty slots come first, so that they do not overwrite visible tokens.
         order_BK = torch.sort((position_BK != EMPTY).to(torch.uint8), dim=1, stable=True).indices
@@ -247,10 +243,6 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
 
     def _next_slots(self, slots: int) -> Tensor:
         return super()._next_slots(slots) % self.max_cache_len
-
-
-def _marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
-    return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
 
 
 def _ordered(states: Tensor, order_BK: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.adapters.masks import key_columns, query_rows, show_all_keys
 from mmod.adapters.transformers.cache import RoutedLayer
-from mmod.adapters.transformers.cache_base import RoutedCacheLayer
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, marked
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
 
@@ -50,19 +50,15 @@ def mask_of_kept(
     all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[0], -1)
     index_BK = all_BN if routing is None else routing.kept.index_BK
     query_BK = past + index_BK
-    new_BL, new_valid_BL = (past + all_BN, None) if all_keys else (query_BK, valid_BK)
-    if cache is None:
-        key_BL = new_BL
-        valid_BL = torch.ones_like(new_BL, dtype=torch.bool) if new_valid_BL is None else new_valid_BL
-    else:
-        key_BL, valid_BL = cache.joined(new_BL, new_valid_BL)
+    new_BL = past + all_BN if all_keys else marked(query_BK, valid_BK)
+    key_BL = new_BL if cache is None else cache.joined(new_BL)
     if flash:
-        return valid_BL
+        return key_BL != EMPTY
     if mask is None:
-        pairs = (key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)).unsqueeze(1)
+        earlier_BKL = key_BL.unsqueeze(1) <= query_BK.unsqueeze(2)
+        pairs = (earlier_BKL & (key_BL != EMPTY).unsqueeze(1)).unsqueeze(1)
     else:
         pairs = _narrow(mask, index_BK, key_BL, past + x_BND.shape[1])
-    pairs = _hide(pairs, ~valid_BL[:, None, None, :])
     # A row that sees no key would be NaN; nobody reads what an empty slot computes.
     return pairs if valid_BK is None else show_all_keys(pairs, valid_BK)
 
@@ -107,9 +103,9 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
     tokens = x_BND.shape[1]
     recent = cache.implicit + tokens
     length = cache.length + tokens
-    if cache.position_BL is None or cache.valid_BL is None or (mask is not None and mask.shape[-1] != length):
+    if cache.position_BL is None or (mask is not None and mask.shape[-1] != length):
         return None
-    written = cache.valid_BL[:, None, None, :]
+    written = (cache.position_BL != EMPTY)[:, None, None, :]
     if mask is None and tokens == 1:
         return F.pad(written, (0, recent), value=True)
     if mask is None:
@@ -117,7 +113,7 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
         columns = written.expand(-1, -1, tokens, -1), query_N.expand(x_BND.shape[0], 1, -1, -1)
         return torch.cat(columns, dim=-1)
     mask = mask.expand(x_BND.shape[0], -1, -1, -1)
-    pairs = key_columns(mask, cache.position_BL)
+    pairs = key_columns(mask, cache.position_BL.clamp(min=0))
     return torch.cat([_hide(pairs, ~written), mask[..., length - recent :]], dim=-1)
 
 
