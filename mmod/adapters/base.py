@@ -6,7 +6,7 @@ Axes: B images, N tokens, K slots per image, H heads.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -218,6 +218,13 @@ def parameters_of_block(block: nn.Module) -> dict[str, object]:
     return {value.name: value.default for value in after_tokens if value.kind is value.POSITIONAL_OR_KEYWORD}
 
 
+def by_name(names: Collection[str], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+    """Return a block's arguments after the tokens by name."""
+    if len(args) > len(names):
+        raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {', '.join(names)}")
+    return {**dict(zip(names, args)), **kwargs} if args else kwargs
+
+
 def required_arguments(block: nn.Module) -> tuple[str, ...]:
     """Return a block's arguments after the tokens that have no default."""
     parameters = parameters_of_block(block)
@@ -281,11 +288,7 @@ class NamedArguments(CallForm, BlockCall):
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return arguments by name, without those that have their defaults."""
-        named = kwargs
-        if args:
-            if len(args) > len(self.parameters):
-                raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
-            named = {**dict(zip(self.parameters, args)), **kwargs}
+        named = by_name(self.parameters, args, kwargs)
         arguments = {name: value for name, value in named.items() if value is not self.parameters.get(name)}
         if arguments:
             self._check(arguments)
@@ -434,14 +437,14 @@ class NamedArguments(CallForm, BlockCall):
         """Return the arguments for kept queries and all keys."""
         index_BK = routing.kept.index_BK
         narrowed = self.narrow_rows(arguments, index_BK)
-        for name in ("attn_mask", "shared_rel_pos_bias"):
-            if name in narrowed:
-                narrowed[name] = narrow_queries(narrowed[name], index_BK, tokens)
-        if "attn_mask" in narrowed and routing.kept.valid_BK is not None:
-            # An empty slot may point at padding, whose row may be masked completely: that gives NaN gradients.
-            narrowed["attn_mask"] = show_all_keys(narrowed["attn_mask"], routing.kept.valid_BK)
+        mask = narrowed.pop(self.mask, None)
         if narrowed.pop("is_causal", False):
             # As in the hosts, causal attention takes no further mask.
-            position = torch.arange(tokens, device=index_BK.device)
-            narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
-        return narrowed
+            position_N = torch.arange(tokens, device=index_BK.device)
+            mask = (position_N <= index_BK.unsqueeze(-1)).unsqueeze(1)
+        elif mask is not None:
+            mask = narrow_queries(mask, index_BK, tokens)
+            if routing.kept.valid_BK is not None:
+                # An empty slot may point at padding, whose row may be masked completely: that gives NaN gradients.
+                mask = show_all_keys(mask, routing.kept.valid_BK)
+        return narrowed if mask is None else {**narrowed, self.mask: mask}

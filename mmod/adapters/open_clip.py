@@ -22,8 +22,9 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, Part, by_name, parameters_of_block
 from mmod.adapters.halves import Branches
+from mmod.adapters.projections import projections_of
 from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import (
     Arguments,
@@ -34,7 +35,6 @@ from mmod.blocks import (
     grid_of_map,
     host_class,
 )
-from mmod.ops.context import ProjectionName
 from mmod.routing import Routing, TokenMasks
 from mmod.threads import PerThread
 
@@ -126,7 +126,6 @@ def _stack(tower: Any, name: str, prefix: int, captions: Passes | None = None, c
 def _call_of(block: nn.Module, dim: int, captions: Passes | None, number: int, causal: bool) -> ClipBlock:
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
-    features = int(attention.in_proj_weight.shape[0])
     multihead = isinstance(attention, nn.MultiheadAttention)
     # The bias of a norm after attention makes a zero output nonzero.
     plain = isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
@@ -145,7 +144,7 @@ def _call_of(block: nn.Module, dim: int, captions: Passes | None, number: int, c
         mask="attn_mask",
         parameters=parameters_of_block(block),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
-        projections=(ProjectionName("attn.in_proj_weight", features // 3, features),),
+        projections=projections_of("attn", attention),
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,
@@ -177,7 +176,7 @@ class ClipBlock(NamedArguments):
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return arguments by name, without those that are None."""
-        named = {**dict(zip(self.parameters, args)), **kwargs}
+        named = by_name(self.parameters, args, kwargs)
         if named.get("k_x") is not None or named.get("v_x") is not None:
             raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
         return super().bind(args, kwargs)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import tokens
 from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
+from mmod.adapters.projections import projections_of
 from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
@@ -110,7 +111,7 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     projections: list[ProjectionName] = []
     for name, module in attentions.items():
-        projections += _projections(name, module)
+        projections += projections_of(name, module)
     first_norm = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
     norm = getattr(block, first_norm, None)
     return NamedArguments(
@@ -128,29 +129,6 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
         packs_prefix=True,
         fused_norm=first_norm if norm is not None and host_class(norm) in PLAIN_NORMS else "",
     )
-
-
-def _projections(name: str, attention: nn.Module) -> list[ProjectionName]:
-    """Return the layers before an attention that can be computed in part."""
-    projections = []
-    for child, module in attention.named_children():
-        weight = ".".join(filter(None, (name, child, "weight")))
-        # By size and not by class, because a LoRA layer around it has another class.
-        features = getattr(module, "out_features", None)
-        if child in ("q_proj", "gate"):
-            projections.append(ProjectionName(weight, None))
-        elif child in ("k_proj", "v_proj"):
-            projections.append(ProjectionName(weight, 0))
-        elif not isinstance(features, int):
-            # Two factors instead of one layer compute all features.
-            continue
-        elif child == "qkv":
-            projections.append(ProjectionName(weight, features // 3, features))
-        elif child == "in_proj":
-            # Fused MLP, query, key and value; keys and values are as wide as the tokens.
-            others = features - 2 * int(module.in_features)  # type: ignore[arg-type]
-            projections.append(ProjectionName(weight, others, features))
-    return projections
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Axes: B samples, H heads, N tokens, K slots per sample, L keys, E channels of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,6 @@ from torch import Tensor, nn
 from mmod.adapters.transformers.cache_base import cache_of, with_cache
 from mmod.blocks import Arguments
 from mmod.ops import PartialProjections, Projection
-from mmod.ops.context import ProjectionName, known_projections
-
-# Keys and values may be projected alone; a projection of queries may hold a gate too.
-_APART = (ProjectionName("q_proj.weight", None), ProjectionName("k_proj.weight", 0), ProjectionName("v_proj.weight", 0))
 
 
 class _Captured(Exception):
@@ -60,30 +56,28 @@ class OtherLayer:
         return self.cache.update(keys, values, self.index, *args, **kwargs)
 
 
-def attend_to_all(
+def keys_of_all(
     layer: nn.Module,
+    projections: Sequence[Projection],
     forward: Callable[..., Any],
     arguments: Arguments,
-    narrowed: Arguments,
+    mask: Tensor | None,
     x_BND: Tensor,
-    z_BKD: Tensor,
-) -> Any:
-    """Return the host forward's output for kept tokens that attend to all tokens.
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values (B, H, L, E) of all tokens, without what the host's forward computes behind them.
 
     Args:
-        z_BKD: The kept tokens; without any, only keys and values are computed.
+        mask: It is not read, but without one hosts use another layout of keys.
 
     Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
     """
     capture = _KeepingCache(cache_of(arguments), ends=True)
-    # The mask is not used, but without one hosts use another layout of keys.
-    all_arguments = with_cache({**arguments, "attention_mask": narrowed["attention_mask"]}, capture)
     try:
-        with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=False):
-            forward(x_BND, **all_arguments)
+        with PartialProjections(projections, queries=False):
+            forward(x_BND, **with_cache({**arguments, "attention_mask": mask}, capture))
     except _Captured:
         pass
-    return attend_to_captured(layer, forward, narrowed, z_BKD, _checked(capture.kept, layer))
+    return _checked(capture.kept, layer)
 
 
 def attend_and_keep(
@@ -97,7 +91,7 @@ def attend_and_keep(
 
 
 def attend_to_captured(
-    layer: nn.Module,
+    projections: Sequence[Projection],
     forward: Callable[..., Any],
     narrowed: Arguments,
     z_BKD: Tensor,
@@ -106,7 +100,7 @@ def attend_to_captured(
     """Return the host forward's output for tokens that attend to captured keys only."""
     if not z_BKD.shape[1]:
         return z_BKD
-    with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=True):
+    with PartialProjections(projections, queries=True):
         return forward(z_BKD, **with_cache(narrowed, _KeepingCache(kept=captured)))
 
 
@@ -117,13 +111,3 @@ def _checked(captured: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[
             "gradient checkpointing of single layers, which removes the cache"
         )
     return captured
-
-
-def _projections(attention: Any) -> list[Projection]:
-    """Return the projections before attention; in a fused one, keys and values come last."""
-    fused = getattr(attention, "qkv_proj", None)
-    if fused is not None:
-        features = int(attention.config.num_attention_heads) * int(attention.head_dim)
-        pairs = 2 * int(attention.config.num_key_value_heads) * int(attention.head_dim)
-        return known_projections(attention, [ProjectionName("qkv_proj.weight", features, features + pairs)])
-    return known_projections(attention, _APART)

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
+from mmod.adapters.projections import projections_of
 from mmod.adapters.transformers.cache_base import CACHE_NAMES
 from mmod.blocks import host_class, parameters_of
+from mmod.ops.context import ProjectionName
 
 # Arguments of a layer that have a row for each token, and those whose value for kept tokens is known else.
 BY_TOKEN = ("per_layer_input",)
@@ -93,11 +95,13 @@ def _treats_tokens_alone(module: nn.Module) -> bool:
     return linear or all(weight.ndim <= 1 for weight in module.parameters())
 
 
-def has_projections(layer: nn.Module) -> bool:
-    """Return whether queries, keys and values are linear layers of the tokens, apart or in one."""
-    modules = layer.get_submodule("self_attn")._modules
-    apart = all(modules.get(name) is not None for name in ("q_proj", "k_proj", "v_proj"))
-    return apart or modules.get("qkv_proj") is not None
+def layer_projections(layer: nn.Module) -> tuple[ProjectionName, ...] | None:
+    """Return the linear layers of the tokens that make queries, keys and values, apart or in one; None if others do."""
+    attention = layer.get_submodule("self_attn")
+    modules = {name for name, module in attention.named_children()}
+    if "qkv_proj" not in modules and not {"q_proj", "k_proj", "v_proj"} <= modules:
+        return None
+    return projections_of("self_attn", attention)
 
 
 def reads_positions(layer: nn.Module) -> bool:

@@ -16,9 +16,9 @@ from mmod.adapters.transformers.families import (
     branch_ends,
     entry_of,
     has_plain_positions,
-    has_projections,
     is_recurrent,
     labelled_modules,
+    layer_projections,
     passes_keywords,
     reads_positions,
     reason_against,
@@ -135,6 +135,6 @@ def _call_of(
         compact,
         window,
         reads_positions=reads_positions(layer),
-        projected=has_projections(layer),
+        projections=layer_projections(layer),
         by_token=tuple(name for name in BY_TOKEN if whole and name in names),
     )

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
+from mmod.adapters.base import by_name
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
-from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
+from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_captured, keys_of_all
 from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.structure import read_structure, sees_both_ways
+from mmod.blocks import map_rows
 from mmod.blocks.call import Arguments, DecoderCall
 from mmod.ops import Packing, gather_rows
+from mmod.ops.context import ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
 # Names of the residual branches of a decoder layer, and of a vision tower's.
@@ -44,7 +47,7 @@ class DecoderLayerCall(DecoderCall):
         compact: Rotary embeddings of compact positions; None for the original positions.
         window: Size of the sliding window, or None.
         reads_positions: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
-        projected: Queries, keys and values are projections of tokens, whose parts can be computed alone.
+        projections: See `NamedArguments`.
         by_token: Names of arguments with a row for each token, if the whole layer runs on the kept tokens.
         behind: How much higher the number of its cache layer is in this run, if the layer runs several times.
     """
@@ -54,7 +57,7 @@ class DecoderLayerCall(DecoderCall):
     compact: CompactRotary | None = None
     window: int | None = None
     reads_positions: bool = False
-    projected: bool = True
+    projections: tuple[ProjectionName, ...] | None = None
     by_token: tuple[str, ...] = ()
     behind: int = 0
 
@@ -75,13 +78,11 @@ class DecoderLayerCall(DecoderCall):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
-        return ("kept",) if self._is_flash or not self.projected else ("kept", "all")
+        return ("kept",) if self._is_flash or self.projections is None else ("kept", "all")
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
-        if len(args) > len(self.names):
-            raise TypeError(f"a routed layer got {len(args)} arguments after the tokens, it takes {self.names}")
-        return {**dict(zip(self.names, args)), **kwargs} if args else dict(kwargs)
+        return dict(by_name(self.names, args, kwargs))
 
     def groups(self, arguments: Arguments) -> TokenGroups | None:
         """Return the groups of the tokens, or None when all of them run."""
@@ -111,23 +112,15 @@ class DecoderLayerCall(DecoderCall):
 
     def pack(self, arguments: Arguments, x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for kept tokens of all samples in one sequence."""
-        embeddings = arguments.get("position_embeddings")
-        position_T = packing.row_T
-        slots = x_BND.shape[1]
+        packed = {**arguments, "attention_mask": None, "position_ids": self._positions(arguments)}
+        for name in self._rows:
+            if packed.get(name) is not None:
+                packed[name] = map_rows(_packed, packed[name], packing.row_T, x_BND.shape[1])
         if self.compact is not None:
-            position_T = packing.slot_T
-            slots = packing.max_seqlen
             # Compact positions count kept tokens, so all samples share one table.
-            embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
-        if embeddings is not None:
-            embeddings = tuple(_packed(rows, position_T, slots) for rows in embeddings)
-        position_BN = self._positions(arguments)
-        position_1T = None if position_BN is None else _packed(position_BN, packing.row_T, x_BND.shape[1])
-        packed = {"position_ids": position_1T, "position_embeddings": embeddings}
-        for name in self.by_token:
-            if arguments.get(name) is not None:
-                packed[name] = _packed(arguments[name], packing.row_T, x_BND.shape[1])
-        return {**arguments, "attention_mask": None, **packed}
+            embeddings = self._compact_positions(x_BND[:1], packing.max_seqlen, None)["position_embeddings"]
+            packed["position_embeddings"] = map_rows(_packed, embeddings, packing.slot_T, packing.max_seqlen)
+        return packed
 
     def attend_to_all(
         self,
@@ -147,18 +140,20 @@ class DecoderLayerCall(DecoderCall):
             raise ValueError(
                 "attention to tokens that do not run needs a mask: load the model with attn_implementation='sdpa'"
             )
+        projections = known_projections(block, self.projections or ())
         if cached:
             narrowed = self._rows_of(arguments, routing)
             keys = cached[0][0].shape[2]
             mask = mask_of_queries(self._mask(arguments, x_BND), x_BND, routing, keys)
-            return attend_to_captured(block, forward, {**narrowed, "attention_mask": mask}, z_BKD, cached[0])
+            return attend_to_captured(projections, forward, {**narrowed, "attention_mask": mask}, z_BKD, cached[0])
         if cached is not None:
             y, kept = attend_and_keep(block, forward, arguments, x_BND)
             cached.append(kept)
             return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
         self.begin_update(arguments, x_BND, routing, all_tokens=True)
-        return attend_to_all(block, forward, arguments, narrowed, x_BND, z_BKD)
+        kept = keys_of_all(block, projections, forward, arguments, narrowed["attention_mask"], x_BND)
+        return attend_to_captured(projections, forward, narrowed, z_BKD, kept)
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
@@ -302,20 +297,19 @@ class DecoderLayerCall(DecoderCall):
 
     def _rows_of(self, arguments: Arguments, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
-        position_BN = self._positions(arguments)
-        narrowed = {**arguments, "position_ids": position_BN}
+        narrowed = {**arguments, "position_ids": self._positions(arguments)}
         if routing is None:
             return narrowed
-        index_BK = routing.kept.index_BK
-        if position_BN is not None:
-            narrowed["position_ids"] = position_BN.expand(index_BK.shape[0], -1).gather(1, index_BK)
-        for name in self.by_token:
-            if arguments.get(name) is not None:
-                narrowed[name] = _rows(arguments[name], index_BK)
-        embeddings = arguments.get("position_embeddings")
-        if embeddings is not None and self.compact is None:
-            narrowed["position_embeddings"] = tuple(_rows(embedding, index_BK) for embedding in embeddings)
+        for name in self._rows:
+            if narrowed.get(name) is not None:
+                narrowed[name] = map_rows(_narrow_rows, narrowed[name], routing.kept.index_BK)
         return narrowed
+
+    @property
+    def _rows(self) -> tuple[str, ...]:
+        """Arguments with a row for each token; rotary embeddings of compact positions are those of slots instead."""
+        rotary = ("position_embeddings",) if self.compact is None else ()
+        return ("position_ids", *rotary, *self.by_token)
 
     def _positions(self, arguments: Arguments) -> Tensor | None:
         """Return the positions of all tokens (1 or B, N), if attention reads them for more than to separate samples."""
@@ -359,23 +353,12 @@ class RecurrentLayerCall(DecoderLayerCall):
     caches = False
     contexts = ("kept",)
 
-    def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
-        """Return False: all tokens run through the layer."""
-        return False
-
     def hides_nothing(self, arguments: Arguments) -> bool:
         """Return whether all tokens run."""
         return arguments.get(GROUPS, _UNKNOWN) is None
 
-    def has_static_cache(self, arguments: Arguments) -> bool:
-        """Return False: a state has no slots."""
-        return False
-
     def open_cache(self, arguments: Arguments) -> None:
         """Leave the state to the host."""
-
-    def begin_update(self, arguments: Arguments, x_BND: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the next update receives all tokens."""
 
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
         """Return the arguments, which are those of all tokens."""
@@ -388,11 +371,11 @@ def _packed(rows: Tensor, position_T: Tensor, slots: int) -> Tensor:
     return rows.flatten(0, 1).index_select(0, position_T).unsqueeze(0)
 
 
-def _rows(embedding: Tensor, index_BK: Tensor) -> Tensor:
-    """Return the rows (B, K, E) of embeddings (1 or B, N, E) of kept tokens."""
-    if len(embedding) > 1:
-        return gather_rows(embedding, index_BK)
-    return embedding[0].index_select(0, index_BK.flatten()).unflatten(0, index_BK.shape)
+def _narrow_rows(rows: Tensor, index_BK: Tensor) -> Tensor:
+    """Return the rows (B, K, ...) of kept tokens, of rows (1 or B, N) or (1 or B, N, E)."""
+    if len(rows) == 1:
+        return rows[0].index_select(0, index_BK.flatten()).unflatten(0, index_BK.shape)
+    return gather_rows(rows, index_BK) if rows.ndim > 2 else rows.gather(1, index_BK)
 
 
 # Frequencies of other rope types change with the length of the sequence.
