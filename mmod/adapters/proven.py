@@ -6,9 +6,6 @@ Axes: B images, N tokens, K slots per image.
 from __future__ import annotations
 
 import dataclasses
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,28 +59,9 @@ class Proof(CallForm, Branches):
         return {part.name: getattr(self, part.name) for part in dataclasses.fields(CallForm)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, from which `read_proof` makes the proof again."""
+        """Return plain values, from which `from_plain` makes the proof again."""
         values = dataclasses.asdict(self)
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def read_proof(values: Any) -> Proof:
-    """Return the proof of plain values from an untrusted file.
-
-    Raises:
-        ValueError: A field is missing, unknown, or of another type.
-    """
-    fields = typing.get_type_hints(Proof)
-    if not isinstance(values, Mapping) or set(values) != set(fields):
-        got = sorted(map(str, values)) if isinstance(values, Mapping) else repr(values)
-        raise ValueError(f"the proof of a saved model must have the fields {', '.join(fields)}, got {got}")
-    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    for name, value in plain.items():
-        wanted = tuple if isinstance(fields[name], types.GenericAlias) else fields[name]
-        items = typing.get_args(fields[name])[:1]
-        if type(value) is not wanted or (wanted is tuple and not all(type(item) in items for item in value)):
-            raise ValueError(f"{name} in the proof of a saved model must be a {wanted.__name__}, got {value!r}")
-    return Proof(**plain)
 
 
 def call_of(proof: Proof, block: nn.Module) -> NamedArguments:

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.probe import Example, read_inputs
-from mmod.adapters.proven import Proof, read_proof, stack_of
+from mmod.adapters.proven import Proof, stack_of
 from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
 from mmod.random_state import kept_random_state
-from mmod.values import brief, check_value
+from mmod.values import brief, check_value, from_plain
 
 # Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
 _PROOF = "mod_proof"
@@ -178,11 +178,12 @@ def restore_proofs(model: nn.Module, proofs: Any) -> None:
 
     Raises:
         ValueError: The values are no proofs.
+        TypeError: The only mistake is a value of another type.
     """
     if not isinstance(proofs, Mapping):
         raise ValueError(f"the proofs of a saved model must be a mapping by list of blocks, got {proofs!r}")
     lists = dict(model.named_modules())
     for name, values in proofs.items():
-        proof = read_proof(values)
+        proof = from_plain(Proof, values, f"proofs.{name}")
         if isinstance(lists.get(name), (nn.ModuleList, nn.Sequential)):
             setattr(lists[name], _PROOF, proof)

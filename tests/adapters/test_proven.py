@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters.proven import read_proof
+from mmod.adapters.proven import Proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
+from mmod.values import from_plain
 from tests.kit import proven_worker as worker
 from tests.kit.clip_zoo import make_clip
 from tests.kit.counting import flop_counter
@@ -254,11 +255,11 @@ def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
 def test_a_proof_of_a_file_is_checked(field: str, value: object) -> None:
     model = mmod.route_(make("vit"), mmod.RoutingConfig(blocks=(1,)))
     (proof,) = proofs_of(model).values()
-    assert read_proof(json.loads(json.dumps(proof))).to_dict() == proof
-    with pytest.raises(ValueError, match=f"{field} in the proof"):
-        read_proof({**proof, field: value})
-    with pytest.raises(ValueError, match="must have the fields"):
-        read_proof({key: item for key, item in proof.items() if key != field})
+    assert from_plain(Proof, json.loads(json.dumps(proof))).to_dict() == proof
+    with pytest.raises(TypeError, match=field):
+        from_plain(Proof, {**proof, field: value})
+    with pytest.raises(ValueError, match="required: dim"):
+        from_plain(Proof, {key: item for key, item in proof.items() if key != "dim"})
 
 
 @pytest.mark.parametrize("name", REFUSED)
