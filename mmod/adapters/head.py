@@ -8,6 +8,7 @@ Axes: B images, N tokens, D channels, C classes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Head:
                     replaced[name.rpartition(".")[2]] = copied
             inner = _with_modules(module, replaced)
             if depth == len(path) - 1 and hasattr(inner, "forward_head"):
-                vars(inner)["forward"] = _TimmHead(inner, x_BND)
+                vars(inner)["forward"] = functools.partial(_head_of_timm, inner, x_BND)
         return inner.forward(*args, **kwargs)
 
 
@@ -89,15 +90,9 @@ class _HandsOn(nn.Module):
         return vars(self)["output"]
 
 
-@dataclass(frozen=True)
-class _TimmHead:
-    """Runs the head of a timm model instead of its forward: its embedding adds tokens of its own."""
-
-    model: Any
-    x_BND: Tensor
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.model.forward_head(self.model.norm(self.x_BND))
+def _head_of_timm(model: Any, x_BND: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return what a timm model's head makes of tokens; it runs instead of a forward that adds tokens of its own."""
+    return model.forward_head(model.norm(x_BND))
 
 
 def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
