@@ -63,7 +63,7 @@ def test_a_later_question_is_refused_where_it_chooses_image_tokens(method: str, 
         cache.batch_repeat_interleave(3)
         ids = torch.cat([torch.cat([batch["input_ids"], question], 1) for question in QUESTIONS])
     with pytest.raises(
-        ValueError, match=r"chosen by the attention of the cached part.*pass the full prompt at once, without"
+        ValueError, match=r"attention of all queries of the prompt: pass the full prompt at once, without"
     ):
         generate(model, {"input_ids": ids}, **{CACHE: cache})
     second_turn = {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)}

@@ -205,10 +205,7 @@ class GroupHook(ModelHook):
         frames = self._frames(inputs, kind_BN)
         groups = self._assign(inputs, kind_BN, frames, protected_BN)
         if inputs.begun and self._decides_together:
-            if inputs.part is not None and not inputs.part.prompt.drafts:
-                self._check_complete(inputs.cache)
-            if groups.skips:
-                self._check_apart(groups, frames, inputs.cache)
+            self._check_cached(inputs, groups, frames)
         if not self.text.training and not groups.skips and sum(groups.always) == groups.group_BN.numel():
             return None
         return groups
@@ -359,33 +356,26 @@ class GroupHook(ModelHook):
             )
         return self.images.earlier(inputs.layout, kind_BN, images, inputs.structure.segment_BN, inputs.copies)
 
-    def _check_complete(self, cache: Any) -> None:
-        """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
-        chosen_B = chosen_samples(cache) if self.config.reads_attention(self.text.training) else None
-        if chosen_B is not None and bool(chosen_B.any()):
-            raise ValueError(
-                "the prompt goes on behind cached image tokens, which were chosen by the attention of the cached part "
-                "alone, so the answer would differ from that to the full prompt: pass the full prompt at once, without "
-                "past_key_values or prefill_chunk_size, or route by a score that reads each token alone, such as "
-                "router='linear'"
-            )
-
-    def _check_apart(self, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
-        """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
+    def _check_cached(self, inputs: Inputs, groups: TokenGroups, frames: Frames | None) -> None:
+        """Refuse a prompt whose image tokens must be chosen together, if some are cached or follow a cache."""
         advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
+        cached_B = chosen_samples(inputs.cache)
+        problem = ""
         if self.config.reads_attention(self.text.training):
-            problem = "importance needs the attention of all queries of the prompt"
-        elif frames is not None:
+            # The prompt of a draft grows from call to call.
+            goes_on = inputs.part is not None and not inputs.part.prompt.drafts
+            if groups.skips or (goes_on and cached_B is not None and bool(cached_B.any())):
+                problem = "importance needs the attention of all queries of the prompt"
+        elif groups.skips and frames is not None:
             problem = "" if frames.complete else "the first one may belong to a partly cached frame"
-        else:
-            cached_B = chosen_samples(cache)
-            both = cached_B is not None and any(old and any(new) for old, new in zip(cached_B.tolist(), groups.sizes))
+        elif groups.skips and cached_B is not None:
+            both = any(old and any(new) for old, new in zip(cached_B.tolist(), groups.sizes))
             problem = "top-k over the image tokens of a sample cannot be split over calls" if both else ""
             advice = f"{advice}, or frame by frame with tokens='span'"
         if problem:
             raise ValueError(
-                f"image tokens follow cached tokens, and {problem}: pass the full prompt at once, without "
-                f"past_key_values or prefill_chunk_size, or {advice}"
+                f"image tokens are cached or follow cached tokens, and {problem}: pass the full prompt at once, "
+                f"without past_key_values or prefill_chunk_size, or {advice}"
             )
 
     def _check_numbers(self, arguments: Arguments, cache: Any) -> None:
