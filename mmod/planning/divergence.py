@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,31 +84,6 @@ def image_token(model: nn.Module) -> int | None:
     """Return the id of the image tokens of a model that reads them in its text; None for others."""
     token = getattr(getattr(model, "config", None), "image_token_id", None)
     return None if token is None else int(token)
-
-
-class Divergence(NamedTuple):
-    """Compares the outputs of a dense model with those that it has when it is routed."""
-
-    model: nn.Module
-    part: str
-    compare: Callable[[Tensor, Tensor], Tensor]
-
-    def added(self, config: RoutingConfig, batch: Any, dense_RF: Tensor) -> float:
-        """Return the divergence on a batch by routing, summed over rows."""
-        with routed(self.model, self.part, config):
-            changed_RF = outputs(self.model, batch, self.part)
-        return float(self.compare(dense_RF, changed_RF).double().sum())
-
-    def mean(self, batches: Iterable[Any], config: RoutingConfig) -> float:
-        """Return the mean divergence over the rows of batches."""
-        total = 0.0
-        rows = 0
-        for batch in batches:
-            dense_RF = outputs(self.model, batch, self.part)
-            total += self.added(config, batch, dense_RF)
-            rows += len(dense_RF)
-        check_rows(rows)
-        return total / rows
 
 
 @contextmanager

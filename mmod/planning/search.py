@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part, find_parts, own_name
 from mmod.analysis.modes import in_mode
-from mmod.config import RoutingConfig, Score, spelled
-from mmod.io.progress import progress_bar
+from mmod.compare.fill import fill, measured_once
+from mmod.compare.table import Measured, Table, evaluated
+from mmod.config import RoutingConfig, Score
+from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store, fingerprint
 from mmod.methods.route import Route, is_routed
 from mmod.model import apply_, unroute_
 from mmod.planning.divergence import (
-    Divergence,
+    check_batch,
     check_batches,
     check_rows,
     divergence_of,
     image_token,
     outputs,
     real_tokens,
+    routed,
 )
 from mmod.planning.plan_search import (
     COSTS,
@@ -41,6 +46,11 @@ from mmod.planning.plan_search import (
     stopwatch,
 )
 from mmod.values import check_value, one_of
+
+# Name of the plan whose blocks are changed one by one; the dense model in the first round.
+_BASE = "plan"
+# The outcome of a batch: the divergences of its rows together.
+_SUM = "sum of divergences"
 
 
 def search_plan(
@@ -58,9 +68,9 @@ def search_plan(
 ) -> PlanSearch:
     """Search for the plan with the lowest divergence from the dense model's output under a budget.
 
-    Every option is tried in every block alone, on every batch. Its score is the mean divergence of the model's output
-    from the dense output. The plan is the set of options with the lowest sum of scores under the budget. Nothing is
-    trained. Memory holds the dense output of one batch at a time.
+    Every option is a candidate in every block alone, compared with the dense model on every batch. Its score is the
+    mean divergence of the model's output from the dense output. The plan is the set of options with the lowest sum of
+    scores under the budget. Nothing is trained. Memory holds the dense output of one batch at a time.
 
     Divergences do not add up exactly. Each of `rounds` scores every option again with the other blocks as in the
     current plan, and plans again. The plan with the lowest measured divergence of all rounds wins.
@@ -120,62 +130,43 @@ def search_plan(
     score = RoutingConfig(router=router).router
     chosen = default_options(stack, score) if options is None else tuple(options)
     _check_options(chosen, stack, score)
-    compared = Divergence(model, part, divergence_of(divergence, model))
-    scoring = _Scoring(compared, stack.names, chosen, score, Store(store))
+    measure = partial(mean_divergences, model, part, divergence_of(divergence, model), Store(store))
+    calibration = _Calibration(model, batches)
     with in_mode(False, model), torch.no_grad():
-        configs = [option.config(range(scoring.first, len(stack.blocks)), score) for option in chosen]
+        configs = [option.config(range(first_block(score), len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
             unroute_(apply_(model, Route({part: config})))
         counted: list[tuple[BlockCosts, float]] = []
 
         def count() -> None:
-            costs = block_costs(model, part, stack, configs, cost, scoring.lengths, scoring.example)
+            costs = block_costs(model, part, stack, configs, cost, calibration.lengths, calibration.example)
             if cost == "milliseconds":
-                costs = costs.timed(*stopwatch(model, part, scoring.example)(configs))
+                costs = costs.timed(*stopwatch(model, part, calibration.example)(configs))
             share = budget / costs.total if cost == "milliseconds" else budget
             costs.check(share)
             counted.append((costs, share))
 
-        scores, _ = scoring.run(batches, (None,) * len(stack.blocks), count)
+        # Costs are counted for the first batch, and refuse a budget before anything is scored.
+        scores, means = _scores(measure, calibration.read(begin=count), (None,) * len(stack.blocks), chosen, score)
         if stack.language and cost != "milliseconds":
             # Prompts of later batches may be longer.
             count()
         costs, share = counted[-1]
         plan = best_plan(scores, costs, chosen, share, score)
-        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, score, plan)
-        search = _refine(search, scoring, batches, rounds)
-        return in_time(search, stopwatch(model, part, scoring.example)) if cost == "milliseconds" else search
+        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, means.rows, score, plan)
+        search = _refine(search, measure, batches, rounds)
+        return in_time(search, stopwatch(model, part, calibration.example)) if cost == "milliseconds" else search
 
 
-class _Scoring:
-    """Scores every option in every block, alone or combined with a base plan."""
+class _Calibration:
+    """Batches of samples: the first of them, and how long prompts are on average."""
 
-    def __init__(
-        self,
-        divergence: Divergence,
-        names: Sequence[str],
-        options: Sequence[Option],
-        router: Score,
-        store: Store,
-    ) -> None:
-        self.divergence = divergence
-        self.options = options
-        self.router = router
-        self.first = first_block(router)
-        self.depth = len(names)
-        self.samples = self.tokens = self.images = self.rows = 0
+    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
+        self.image_token = image_token(model)
+        self.batches = batches
+        self.samples = self.tokens = self.images = 0
         self.example: Any = None
-        # The dense outputs of a batch stand for the model and the batch.
-        self.identity: dict[str, Any] = {
-            "work": "search",
-            "blocks": list(names),
-            "options": [list(option) for option in options],
-            "part": divergence.part,
-            "router": str(spelled(router)),
-            "divergence": divergence.compare.__name__,
-        }
-        self.store = store
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -183,67 +174,117 @@ class _Scoring:
         images = round(self.images / max(self.samples, 1))
         return round(self.tokens / max(self.samples, 1)) - images, images
 
-    def _count_tokens(self, batch: Any) -> None:
-        """Count the prompts of a batch, and their tokens."""
-        if not isinstance(batch, Mapping) or "input_ids" not in batch:
-            return
-        self.samples += len(batch["input_ids"])
-        self.tokens += int(real_tokens(batch).sum())
-        token = image_token(self.divergence.model)
-        if token is not None:
-            self.images += int((batch["input_ids"] == token).sum())
+    def read(self, begin: Callable[[], None]) -> Iterator[Any]:
+        """Yield the batches, and call a function once the first of them is known."""
+        for batch in self.batches:
+            check_batch(batch)
+            if isinstance(batch, Mapping) and "input_ids" in batch:
+                self.samples += len(batch["input_ids"])
+                self.tokens += int(real_tokens(batch).sum())
+                if self.image_token is not None:
+                    self.images += int((batch["input_ids"] == self.image_token).sum())
+            if self.example is None:
+                self.example = batch
+                begin()
+            yield batch
 
-    def run(
-        self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
-    ) -> tuple[tuple[tuple[float, ...], ...], float]:
-        """Return the scores of the options by block, and the divergence of the base plan.
 
-        A score is the divergence with the option in its block minus that with the block dense, others as in the plan.
-        """
-        dense = (None,) * self.depth
-        blocks = range(self.first, self.depth)
-        trials: list[Choices] = []
-        for block in blocks:
-            # The base plan without one of its blocks is the reference of that block's scores.
-            trials += [_changed(base, block, option) for option in (None, *self.options)]
-        distinct = [trial for trial in dict.fromkeys([*trials, base]) if trial != dense]
-        configs = [plan_of(trial, self.router) for trial in distinct]
-        plain_base = [option and list(option) for option in base]
-        total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
-        totals = [0.0] * len(distinct)
-        rows = 0
-        with progress_bar(desc="search plan", total=total, leave=False) as bar:
-            for place, batch in enumerate(batches):
-                self.example = batch if self.example is None else self.example
-                if base == dense:
-                    # Further rounds read the same batches again.
-                    self._count_tokens(batch)
-                dense_RF = outputs(self.divergence.model, batch, self.divergence.part)
-                identity = {**self.identity, "base": plain_base, "outputs": fingerprint(dense_RF)}
-                if place == 0:
-                    # Costs are counted for the first batch, and refuse a budget before anything is scored.
-                    begin()
-                divergences = self.store.get(identity)
-                if divergences is None:
-                    divergences = []
-                    for config in configs:
-                        divergences.append(self.divergence.added(config, batch, dense_RF))
-                        bar.update()
-                    self.store.put(identity, divergences)
-                else:
-                    bar.update(len(distinct))
-                totals = [total + divergence for total, divergence in zip(totals, divergences, strict=True)]
-                rows += len(dense_RF)
-        check_rows(rows)
-        self.rows = rows
-        means: dict[Choices, float] = {dense: 0.0}
-        means |= {trial: total / rows for trial, total in zip(distinct, totals)}
-        # Blocks before the first one that can be routed must stay dense.
-        scores: list[tuple[float, ...]] = [(math.inf,) * len(self.options)] * self.first
-        for block in blocks:
-            reference = means[_changed(base, block, None)]
-            scores.append(tuple(means[_changed(base, block, option)] - reference for option in self.options))
-        return tuple(scores), means[base]
+class Means(NamedTuple):
+    """Mean divergences by name of the plan, and the number of rows of outputs that they are means of."""
+
+    by_name: dict[str, float]
+    rows: int
+
+
+Measure = Callable[[Iterable[Any], Mapping[str, RoutingConfig]], Means]
+"""Measures the divergences of plans by name on batches, see `mean_divergences`."""
+
+
+def mean_divergences(
+    model: nn.Module,
+    part: str,
+    compare: Callable[[Tensor, Tensor], Tensor],
+    store: Store,
+    batches: Iterable[Any],
+    plans: Mapping[str, RoutingConfig],
+    *,
+    shown: bool = True,
+) -> Means:
+    """Compare plans with the dense model, batch by batch; a batch that a store knows is not measured again.
+
+    Memory holds the dense output of one batch.
+
+    Args:
+        compare: From the outputs of the dense and of the routed model to a divergence of each row.
+        shown: Show a bar over the plans for each batch.
+    """
+    reading = enumerate(batches, 1)
+    runner = Runner(progress=shown, leave=False)
+    jobs = [Job(name, 0, None) for name in plans]
+    batch: Any = None
+    dense_RF = torch.empty(0)
+    # The dense outputs of a batch stand for the model and the batch.
+    outputs_known = ""
+
+    def next_batch(table: Table) -> list[Job[None]]:
+        nonlocal batch, dense_RF, outputs_known
+        number, batch = next(reading, (0, None))
+        if not number:
+            return []
+        runner.title = f"search plan, batch {number}"
+        dense_RF = outputs(model, batch, part)
+        outputs_known = fingerprint(dense_RF)
+        return jobs
+
+    def added(plan: RoutingConfig) -> Measured:
+        with routed(model, part, plan):
+            changed_RF = outputs(model, batch, part)
+        total = float(compare(dense_RF, changed_RF).double().sum())
+        return Measured({}, samples=len(dense_RF), outcomes={_SUM: np.array([total])})
+
+    def measure(job: Job[None], callback: Callback) -> Measured:
+        plan = plans[job.name]
+        identity = {
+            "work": "divergence of a plan",
+            "plan": plan.to_dict(),
+            "part": part,
+            "divergence": compare.__name__,
+            "outputs": outputs_known,
+        }
+        return measured_once(store, identity, lambda: added(plan))
+
+    table = Table()
+    fill(table, next_batch(table), measure, runner, more=next_batch)
+    rows = max((evaluated(table, name) for name in plans), default=0)
+    check_rows(rows)
+    sums = {name: table.runs[name][0].outcomes[_SUM] for name in plans}
+    return Means({name: float(sum_B.sum()) / rows for name, sum_B in sums.items()}, rows)
+
+
+def _scores(
+    measure: Measure, batches: Iterable[Any], base: Choices, options: Sequence[Option], router: Score
+) -> tuple[tuple[tuple[float, ...], ...], Means]:
+    """Return the scores of the options by block, and the divergences that they follow from, with that of the base plan.
+
+    A score is the divergence with the option in its block minus that with the block dense, others as in the plan.
+    """
+    first = first_block(router)
+    blocks = range(first, len(base))
+    names: dict[Choices, str] = {base: _BASE}
+    for block in blocks:
+        # The base plan without one of its blocks is the reference of that block's scores.
+        for option in (None, *options):
+            names.setdefault(_changed(base, block, option), f"block {block}: {option or 'dense'}")
+    plans = {name: plan_of(choices, router) for choices, name in names.items() if any(choices)}
+    means = measure(batches, plans)
+    # The dense model itself has none.
+    divergence = {choices: means.by_name.get(name, 0.0) for choices, name in names.items()}
+    # Blocks before the first one that can be routed must stay dense.
+    scores: list[tuple[float, ...]] = [(math.inf,) * len(options)] * first
+    for block in blocks:
+        reference = divergence[_changed(base, block, None)]
+        scores.append(tuple(divergence[_changed(base, block, option)] - reference for option in options))
+    return tuple(scores), means
 
 
 def _changed(choices: Choices, block: int, option: Option | None) -> Choices:
@@ -251,25 +292,26 @@ def _changed(choices: Choices, block: int, option: Option | None) -> Choices:
     return (*choices[:block], option, *choices[block + 1 :])
 
 
-def first_block(router: Score) -> int:
-    """Return the index of the first block that can be routed: importance is read in the dense block before it."""
-    return int(RoutingConfig(router=router).reads_importance(training=False))
-
-
-def _refine(search: PlanSearch, scoring: _Scoring, batches: Iterable[Any], rounds: int) -> PlanSearch:
+def _refine(search: PlanSearch, measure: Measure, batches: Iterable[Any], rounds: int) -> PlanSearch:
     """Score the options on top of the current plan and plan again; return the round with the lowest divergence."""
     tried: list[PlanSearch] = []
     for _ in range(rounds):
-        scores, divergence = scoring.run(batches, choices_of(search.plan))
-        tried.append(dataclasses.replace(search, divergence=divergence))
+        scores, means = _scores(measure, batches, choices_of(search.plan), search.options, search.router)
+        tried.append(dataclasses.replace(search, divergence=means.by_name[_BASE]))
         plan = best_plan(scores, search.costs, search.options, search.budget, search.router)
         if plan in [earlier.plan for earlier in tried]:
             break
         search = dataclasses.replace(search, scores=scores, plan=plan)
     else:
         if rounds:
-            tried.append(dataclasses.replace(search, divergence=scoring.divergence.mean(batches, search.plan)))
+            divergence = measure(batches, {_BASE: search.plan}).by_name[_BASE]
+            tried.append(dataclasses.replace(search, divergence=divergence))
     return min(tried, key=lambda result: result.divergence or 0.0, default=search)
+
+
+def first_block(router: Score) -> int:
+    """Return the index of the first block that can be routed: importance is read in the dense block before it."""
+    return int(RoutingConfig(router=router).reads_importance(training=False))
 
 
 def plan_divergence(
@@ -290,8 +332,9 @@ def plan_divergence(
     """
     check_batches(batches)
     part, _ = dense_part(model, part)
+    compare = divergence_of(divergence, model)
     with in_mode(False, model), torch.no_grad():
-        return Divergence(model, part, divergence_of(divergence, model)).mean(batches, config)
+        return mean_divergences(model, part, compare, Store(), batches, {_BASE: config}, shown=False).by_name[_BASE]
 
 
 def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:

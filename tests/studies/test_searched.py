@@ -87,7 +87,7 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("scored again")
 
-    monkeypatch.setattr("mmod.planning.divergence.Divergence.added", refuse)
+    monkeypatch.setattr("mmod.planning.search.routed", refuse)
     again = run_study(config, progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert json.loads((Path(config.output) / "tradeoff.json").read_text())["points"]
