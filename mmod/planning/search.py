@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,9 +68,9 @@ def search_plan(
 ) -> PlanSearch:
     """Search for the plan with the lowest divergence from the dense model's output under a budget.
 
-    Every option is a candidate in every block alone, compared with the dense model on every batch. Its score is the
-    mean divergence of the model's output from the dense output. The plan is the set of options with the lowest sum of
-    scores under the budget. Nothing is trained. Memory holds the dense output of one batch at a time.
+    Every option is tried in every block alone, on every batch. Its score is the mean divergence of the model's output
+    from the dense output. The plan is the set of options with the lowest sum of scores under the budget. Nothing is
+    trained. Memory holds the dense output of one batch at a time.
 
     Divergences do not add up exactly. Each of `rounds` scores every option again with the other blocks as in the
     current plan, and plans again. The plan with the lowest measured divergence of all rounds wins.
@@ -130,7 +130,7 @@ def search_plan(
     score = RoutingConfig(router=router).router
     chosen = default_options(stack, score) if options is None else tuple(options)
     _check_options(chosen, stack, score)
-    measure = partial(mean_divergences, model, part, divergence_of(divergence, model), Store(store))
+    measure = partial(divergences, model, part, divergence_of(divergence, model), Store(store))
     calibration = _Calibration(model, batches)
     with in_mode(False, model), torch.no_grad():
         configs = [option.config(range(first_block(score), len(stack.blocks)), score) for option in chosen]
@@ -148,13 +148,14 @@ def search_plan(
             counted.append((costs, share))
 
         # Costs are counted for the first batch, and refuse a budget before anything is scored.
-        scores, means = _scores(measure, calibration.read(begin=count), (None,) * len(stack.blocks), chosen, score)
+        scores, table = _scores(measure, calibration.read(begin=count), (None,) * len(stack.blocks), chosen, score)
         if stack.language and cost != "milliseconds":
             # Prompts of later batches may be longer.
             count()
         costs, share = counted[-1]
         plan = best_plan(scores, costs, chosen, share, score)
-        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, means.rows, score, plan)
+        rows = evaluated(table, next(iter(table.runs)))
+        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, rows, score, plan)
         search = _refine(search, measure, batches, rounds)
         return in_time(search, stopwatch(model, part, calibration.example)) if cost == "milliseconds" else search
 
@@ -189,18 +190,11 @@ class _Calibration:
             yield batch
 
 
-class Means(NamedTuple):
-    """Mean divergences by name of the plan, and the number of rows of outputs that they are means of."""
-
-    by_name: dict[str, float]
-    rows: int
+Measure = Callable[[Iterable[Any], Mapping[str, RoutingConfig]], Table]
+"""Compares plans by name on batches, see `divergences`."""
 
 
-Measure = Callable[[Iterable[Any], Mapping[str, RoutingConfig]], Means]
-"""Measures the divergences of plans by name on batches, see `mean_divergences`."""
-
-
-def mean_divergences(
+def divergences(
     model: nn.Module,
     part: str,
     compare: Callable[[Tensor, Tensor], Tensor],
@@ -209,10 +203,10 @@ def mean_divergences(
     plans: Mapping[str, RoutingConfig],
     *,
     shown: bool = True,
-) -> Means:
+) -> Table:
     """Compare plans with the dense model, batch by batch; a batch that a store knows is not measured again.
 
-    Memory holds the dense output of one batch.
+    Memory holds the dense output of one batch. The table's samples are rows of outputs.
 
     Args:
         compare: From the outputs of the dense and of the routed model to a divergence of each row.
@@ -255,16 +249,22 @@ def mean_divergences(
 
     table = Table()
     fill(table, next_batch(table), measure, runner, more=next_batch)
-    rows = max((evaluated(table, name) for name in plans), default=0)
-    check_rows(rows)
-    sums = {name: table.runs[name][0].outcomes[_SUM] for name in plans}
-    return Means({name: float(sum_B.sum()) / rows for name, sum_B in sums.items()}, rows)
+    check_rows(max((evaluated(table, name) for name in plans), default=0))
+    return table
+
+
+def _mean(table: Table, name: str) -> float:
+    """Return the mean divergence of a plan over all rows; that of the dense model, which is not measured, is 0."""
+    if name not in table.runs:
+        return 0.0
+    rows = table.runs[name][0]
+    return float(rows.outcomes[_SUM].sum()) / rows.samples
 
 
 def _scores(
     measure: Measure, batches: Iterable[Any], base: Choices, options: Sequence[Option], router: Score
-) -> tuple[tuple[tuple[float, ...], ...], Means]:
-    """Return the scores of the options by block, and the divergences that they follow from, with that of the base plan.
+) -> tuple[tuple[tuple[float, ...], ...], Table]:
+    """Return the scores of the options by block, and the table that they follow from, with the base plan.
 
     A score is the divergence with the option in its block minus that with the block dense, others as in the plan.
     """
@@ -276,15 +276,14 @@ def _scores(
         for option in (None, *options):
             names.setdefault(_changed(base, block, option), f"block {block}: {option or 'dense'}")
     plans = {name: plan_of(choices, router) for choices, name in names.items() if any(choices)}
-    means = measure(batches, plans)
-    # The dense model itself has none.
-    divergence = {choices: means.by_name.get(name, 0.0) for choices, name in names.items()}
+    table = measure(batches, plans)
+    divergence = {choices: _mean(table, name) for choices, name in names.items()}
     # Blocks before the first one that can be routed must stay dense.
     scores: list[tuple[float, ...]] = [(math.inf,) * len(options)] * first
     for block in blocks:
         reference = divergence[_changed(base, block, None)]
         scores.append(tuple(divergence[_changed(base, block, option)] - reference for option in options))
-    return tuple(scores), means
+    return tuple(scores), table
 
 
 def _changed(choices: Choices, block: int, option: Option | None) -> Choices:
@@ -296,15 +295,15 @@ def _refine(search: PlanSearch, measure: Measure, batches: Iterable[Any], rounds
     """Score the options on top of the current plan and plan again; return the round with the lowest divergence."""
     tried: list[PlanSearch] = []
     for _ in range(rounds):
-        scores, means = _scores(measure, batches, choices_of(search.plan), search.options, search.router)
-        tried.append(dataclasses.replace(search, divergence=means.by_name[_BASE]))
+        scores, table = _scores(measure, batches, choices_of(search.plan), search.options, search.router)
+        tried.append(dataclasses.replace(search, divergence=_mean(table, _BASE)))
         plan = best_plan(scores, search.costs, search.options, search.budget, search.router)
         if plan in [earlier.plan for earlier in tried]:
             break
         search = dataclasses.replace(search, scores=scores, plan=plan)
     else:
         if rounds:
-            divergence = measure(batches, {_BASE: search.plan}).by_name[_BASE]
+            divergence = _mean(measure(batches, {_BASE: search.plan}), _BASE)
             tried.append(dataclasses.replace(search, divergence=divergence))
     return min(tried, key=lambda result: result.divergence or 0.0, default=search)
 
@@ -334,7 +333,7 @@ def plan_divergence(
     part, _ = dense_part(model, part)
     compare = divergence_of(divergence, model)
     with in_mode(False, model), torch.no_grad():
-        return mean_divergences(model, part, compare, Store(), batches, {_BASE: config}, shown=False).by_name[_BASE]
+        return _mean(divergences(model, part, compare, Store(), batches, {_BASE: config}, shown=False), _BASE)
 
 
 def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:

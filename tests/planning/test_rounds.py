@@ -141,10 +141,10 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     assert actual.share(actual.plan) <= 0.7
     # What one round scores: the whole divergence with a choice, less that with the block dense.
     base = choices_of(first.plan)
-    measure = partial(search.mean_divergences, model, "language", search.divergence_of(None, model), Store())
+    measure = partial(search.divergences, model, "language", search.divergence_of(None, model), Store())
     with torch.no_grad():
-        scores, means = search._scores(measure, batches, base, options, STRIDE)
-    assert means.by_name[search._BASE] == pytest.approx(score_of_plan(first.plan))
+        scores, table = search._scores(measure, batches, base, options, STRIDE)
+    assert search._mean(table, search._BASE) == pytest.approx(score_of_plan(first.plan))
     for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
         with_option, without = (
             tuple(choice if place == block else option for place, option in enumerate(base))
