@@ -179,14 +179,13 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
         samples = Images(model, part, stack.prefix, pixels, None, BATCH_SIZE)
         print(f"dense: {100 * float((samples.dense_NRF[:, 0].argmax(-1).numpy() == labels).mean()):.1f} % right")
         candidates, unfitted = image_candidates(model, part, BLOCKS, samples.pixels[:1], samples.patches)
-        models, refused = changed_models(model, samples, BLOCKS, candidates)
+        entrants, refused = changed_models(model, samples, BLOCKS, candidates)
         refused |= unfitted
         assert not refused, refused
-        by_name = {DENSE: Candidate(DENSE), **{candidate.name: candidate for candidate in candidates}}
         scores = {}
-        for look in look_at(models, 0, len(samples)):
-            scores[look.name] = evaluate_once(store, samples, by_name, models, look).outcomes[AGREEMENT]
-        readings = {name: samples.readings(changed) for name, changed in models.items()}
+        for look in look_at(entrants, 0, len(samples)):
+            scores[look.name] = evaluate_once(store, entrants, look).outcomes[AGREEMENT]
+        readings = {name: samples.readings(one.model) for name, one in entrants.items()}
         times = sample_times(readings, rounds=ROUNDS, device=torch.device("cpu"))[BATCH]
     store.put(identity, [scores, times], timed_on="cpu")
     return Recorded(scores, times)

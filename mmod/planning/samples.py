@@ -96,10 +96,6 @@ class Images:
         sides = set(self.patches or ())
         return redundancy(self.pixels, *sides) if len(sides) == 1 else None
 
-    def of(self, candidate: str) -> Images:
-        """Return what a candidate reads: the same images."""
-        return self
-
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a sample: none."""
         return None
@@ -173,8 +169,6 @@ class Prompts:
                 "Speed-ups are those of prompts of equal length, and decide. Those of the mix are of prompts as they "
                 "come, padded to one length; computing padding slows down the dense model most."
             )
-        # Of candidates that read images of another size, by name.
-        self.resized: dict[str, Prompts] = {}
         tops = [self._top(model, batch) for batch in batches]
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {
@@ -185,12 +179,8 @@ class Prompts:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def of(self, candidate: str) -> Prompts:
-        """Return what a candidate reads: the same prompts, with fewer image tokens where its images are smaller."""
-        return self.resized.get(candidate, self)
-
-    def resize(self, candidate: str, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
-        """Let a candidate read the prompts with images of another size; it is compared with the same dense answers.
+    def resized(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Prompts:
+        """Return the prompts with images of another size; answers are compared with the same dense ones.
 
         Args:
             model: The candidate, which reads images of that size.
@@ -211,7 +201,7 @@ class Prompts:
             if equal is None:
                 raise ValueError("prompts of equal length cannot be made of those with images of another size")
             resized.timed = {BATCH: equal, MIX: batches[0]}
-        self.resized[candidate] = resized
+        return resized
 
     def _text(self, batch: Mapping[str, Any]) -> Tensor:
         """Return the tokens of a batch that are neither padding nor of images."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,8 +39,8 @@ from mmod.values import check_value
 ROUNDS = 5
 # Under which a store keeps what the advice beside it is on.
 _QUESTION = {"work": "question of advice"}
-Resize = Callable[[Candidate, nn.Module], None]
-"""Lets a candidate, as a changed model, read images of its size."""
+Resize = Callable[[Candidate, nn.Module], Prompts]
+"""Lets a candidate, as a changed model, read images of its size, and returns the prompts with them."""
 # Why a study may say otherwise.
 _STUDY = (
     "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, fine-tuned with `--tune true`; its "
@@ -159,21 +159,21 @@ def advise(
         }
         if folder is not None:
             _check_question(Path(folder), results, question)
-        models, refused = changed_models(model, samples, depth, chosen, resize)
+        entrants, refused = changed_models(model, samples, depth, chosen, resize)
         refused |= unfitted
-        by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
+        by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         figure = CORRECT if samples.has_labels else AGREEMENT
         table = Table()
         table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
         fill(
             table,
             look_at(by_name, 0, samples.first),
-            partial(evaluate_once, results, samples, by_name, models),
+            partial(evaluate_once, results, entrants),
             Runner(progress=progress, title="advise", leave=False),
-            time=partial(_times, results, samples, by_name, models),
+            time=partial(_times, results, entrants),
             more=near_front(figure, len(samples)),
         )
-        caches = {name: samples.of(name).cache_bytes(models[name]) for name in by_name}
+        caches = {name: one.samples.cache_bytes(one.model) for name, one in entrants.items()}
         rows = tuple(rows_of(table, figure, by_name, caches, part, depth, is_only))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
@@ -188,7 +188,7 @@ def advise(
         tolerance,
         samples.redundancy,
         " ".join(filter(None, [note, samples.note, study])),
-        samples.cache_bytes(model),
+        caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
     )
@@ -279,72 +279,76 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
     return "image", stack, len(stacks) == 1
 
 
+class Entrant(NamedTuple):
+    """A candidate, the model that it changed, and the samples as that model reads them."""
+
+    candidate: Candidate
+    model: nn.Module
+    samples: Images | Prompts
+
+
 def changed_models(
     model: nn.Module,
     samples: Images | Prompts,
     depth: int,
     candidates: Sequence[Candidate],
     resize: Resize | None = None,
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
+) -> tuple[dict[str, Entrant], dict[str, str]]:
     """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused.
 
     Args:
-        resize: Lets the candidates that say an `image_size` read images of it.
+        resize: For candidates that say an `image_size`.
     """
-    models = {DENSE: model}
+    entrants = {DENSE: Entrant(Candidate(DENSE), model, samples)}
     refused: dict[str, str] = {}
     for candidate in candidates:
         changed = copy_of(model)
+        as_read = samples
         try:
             candidate.apply_(changed, samples.part, depth)
             if resize is None or candidate.image_size is None:
                 samples.check(changed)
             else:
-                resize(candidate, changed)
+                as_read = resize(candidate, changed)
         except ValueError as refusal:
             refused[candidate.name] = str(refusal)
             continue
-        models[candidate.name] = changed.eval()
-    return models, refused
+        entrants[candidate.name] = Entrant(candidate, changed.eval(), as_read)
+    return entrants, refused
 
 
-def _resize(samples: Prompts, at_size: AtSize, count: int, candidate: Candidate, model: nn.Module) -> None:
+def _resize(samples: Prompts, at_size: AtSize, count: int, candidate: Candidate, model: nn.Module) -> Prompts:
     """Let a candidate read smaller images, and run it on them; raises a ValueError where it cannot be run."""
     assert isinstance(candidate.image_size, int)
     try:
         batches = first_prompts(at_size(model, candidate.image_size), count, next(model.parameters()).device)
         # The first ones are for plans.
-        samples.resize(candidate.name, model, batches[-len(samples.batches) :])
-        samples.of(candidate.name).check(model)
+        resized = samples.resized(model, batches[-len(samples.batches) :])
+        resized.check(model)
     except (RuntimeError, LookupError, TypeError) as error:
         # Hosts and processors that split images, or fix their tokens, fail in many ways at another size.
         raise ValueError(f"images of {candidate.image_size} px: {error}") from error
+    return resized
 
 
 def evaluate_once(
-    store: Store,
-    samples: Images | Prompts,
-    candidates: Mapping[str, Candidate],
-    models: Mapping[str, nn.Module],
-    look: Look,
-    callback: Callback = lambda share: None,
+    store: Store, entrants: Mapping[str, Entrant], look: Look, callback: Callback = lambda share: None
 ) -> Measured:
     """Evaluate a candidate on some of the samples, once."""
+    candidate, model, samples = entrants[look.name]
     start, stop = look.config.start, look.config.stop
-    candidate = candidates[look.name]
-    code = candidate.code(samples.part, 0)
-    named = {"candidate": look.name, "code": code, "image_size": candidate.image_size}
+    named = {"candidate": look.name, "code": candidate.code(samples.part, 0), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return measured_once(store, identity, lambda: samples.of(look.name).evaluate(models[look.name], start, stop))
+    return measured_once(store, identity, lambda: samples.evaluate(model, start, stop))
 
 
-def _times(
-    store: Store, samples: Images | Prompts, candidates: Mapping[str, Candidate], models: Mapping[str, nn.Module]
-) -> Times[str]:
-    codes = {name: [candidate.code(samples.part, 0), candidate.image_size] for name, candidate in candidates.items()}
+def _times(store: Store, entrants: Mapping[str, Entrant]) -> Times[str]:
+    _, model, samples = entrants[DENSE]
+    changed = {name: one.candidate for name, one in entrants.items() if name != DENSE}
+    codes = {name: [candidate.code(samples.part, 0), candidate.image_size] for name, candidate in changed.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
-    readings = {name: samples.of(name).readings(model) for name, model in models.items()}
-    device = next(models[DENSE].parameters()).device
+    readings = {name: one.samples.readings(one.model) for name, one in entrants.items()}
+    device = next(model.parameters()).device
     return times_once(store, identity, lambda: readings, device, rounds=ROUNDS, warmup=1)
 
 
