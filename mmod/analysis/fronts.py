@@ -212,11 +212,11 @@ def draw_tradeoff(
     note = f"bars: standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     lost = lost_marks(next(iter(marks.values())))
     figure.suptitle(f"{note}; below the axis: {lost}" if lost else note, fontsize=9, color=FAINT, x=0.99, ha="right")
-    finish(figure, axes, list(marks.values()), styles)
+    name_panels(figure, axes, list(marks.values()), styles)
     return figure
 
 
-def finish(
+def name_panels(
     figure: Figure,
     axes: Sequence[Axes],
     marks: Sequence[Sequence[Mark]],

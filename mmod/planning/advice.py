@@ -294,7 +294,7 @@ class Advice:
     @name_missing_extra()
     def plot(self, path: str | Path, overwrite: bool = False) -> None:
         """Draw the `metric` over speed-up; a line joins the candidates on the front, which alone are named."""
-        from mmod.analysis.fronts import Mark, draw_marks, finish, lost_marks
+        from mmod.analysis.fronts import Mark, draw_marks, lost_marks, name_panels
         from mmod.analysis.style import FAINT, looks, new_figure, save_figure, tidy
 
         is_share = self.accuracy is not None or self.measure == AGREEMENT
@@ -319,5 +319,5 @@ class Advice:
         lost = lost_marks(marks, faster=True)
         note = f"dotted: tolerance of {100 * self.tolerance:g} %{f'; below the axis: {lost}' if lost else ''}"
         figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
-        finish(figure, [axis], [marks], styles, faster=True)
+        name_panels(figure, [axis], [marks], styles, faster=True)
         save_figure(figure, path, overwrite, dpi=150)

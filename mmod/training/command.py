@@ -59,7 +59,7 @@ def _is_routable(config: RunConfig) -> bool:
     kind = kind_of(config)
     model = kind.sketch()
     try:
-        part, _ = find_part(model, kind.part)
+        part, _ = find_part(model, kind.planned_part)
         apply_(model, Route({part: RoutingConfig(router="random")}))
     except ValueError:
         return False

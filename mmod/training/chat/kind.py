@@ -71,7 +71,7 @@ class ChatKind:
 
     config: TrainConfig
     result = EvalResult
-    part = "language"
+    planned_part = "language"
     load = load
 
     def create(self) -> nn.Module:

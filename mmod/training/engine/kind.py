@@ -61,8 +61,8 @@ class Kind(Protocol):
         """The dataclass that evaluations return, a `RoutedResult`."""
 
     @property
-    def part(self) -> str:
-        """The part of the model whose plan is searched."""
+    def planned_part(self) -> str:
+        """The part of the model whose plan is searched, where a search names no other."""
 
     def create(self) -> nn.Module:
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
@@ -120,8 +120,8 @@ class LoopKind(Kind, Protocol):
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher that a config names, by default from a checkpoint of the model's architecture."""
 
-    def finish(self, model: nn.Module) -> None:
-        """Change a model, methods applied, for training alone, such as to freeze some of its weights."""
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze the weights that do not train, of a model whose methods are applied."""
 
     def check_data(self) -> None:
         """Raise a ValueError if files of the training or evaluation data are missing."""

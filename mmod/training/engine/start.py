@@ -63,7 +63,7 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
         load_weights(model, {**model.state_dict(), **added}, checkpoint)
     if config.grad_checkpointing:
         _checkpoint_gradients(model)
-    kind.finish(model)
+    kind.freeze(model)
     return model, teacher
 
 

@@ -49,7 +49,7 @@ class ImageKind:
 
     config: TrainConfig
     result = EvalResult
-    part = "image"
+    planned_part = "image"
     # What all kinds of the loop share.
     create = start.create
     create_models = start.create_models
@@ -68,7 +68,7 @@ class ImageKind:
             check_input(model, self.config.data, config.pretrained)
         return model
 
-    def finish(self, model: nn.Module) -> None:
+    def freeze(self, model: nn.Module) -> None:
         """Freeze dense weights, if the config says so."""
         if self.config.trained is not None:
             freeze_dense_(model)

@@ -44,7 +44,7 @@ class PairsKind:
 
     config: TrainConfig
     result = EvalResult
-    part = "image"
+    planned_part = "image"
     # What all kinds of the loop share.
     create = start.create
     create_models = start.create_models
@@ -93,8 +93,8 @@ class PairsKind:
         load_clip(model, checkpoint, known)
         return {}
 
-    def finish(self, model: nn.Module) -> None:
-        """Change nothing: all weights train, but those of a locked tower."""
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze nothing: all weights train, but those of a locked tower."""
 
     def check_data(self) -> None:
         """Raise if shards are missing; see `LoopKind.check_data`."""

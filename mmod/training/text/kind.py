@@ -33,7 +33,7 @@ class TextKind:
 
     config: TrainConfig
     result = EvalResult
-    part = "language"
+    planned_part = "language"
     # What all kinds of the loop share.
     create = start.create
     create_models = start.create_models
@@ -60,8 +60,8 @@ class TextKind:
 
         return start.load_dense(model, read_weights(checkpoint), checkpoint, methods, adapt)
 
-    def finish(self, model: nn.Module) -> None:
-        """Change nothing: all weights train."""
+    def freeze(self, model: nn.Module) -> None:
+        """Freeze nothing: all weights train."""
 
     def check_data(self) -> None:
         """Raise if text is missing; see `LoopKind.check_data`."""
