@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from mmod import cli
 from mmod.compare import times
-from mmod.studies.study import plan
+from mmod.studies.study import candidates_and_runs
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
@@ -252,7 +252,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
     known = set()
 
     def make(study: Any, **_: Any) -> Any:
-        candidates, jobs = plan(study)
+        candidates, jobs = candidates_and_runs(study)
         assert len(candidates) > 2
         dense: Any = jobs[0].config
         for job in jobs:

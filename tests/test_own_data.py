@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmod import cli
 from mmod.compare import times
-from mmod.studies.study import plan
+from mmod.studies.study import candidates_and_runs
 from tests.kit.folders import save_image_model
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
 from tests.kit.prompts import make_prompts
@@ -108,7 +108,7 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
     planned: list[list[str]] = []
 
     def plan_only(config: Any, **_: Any) -> Any:
-        planned.append([run.name for run in plan(config)[1]])
+        planned.append([run.name for run in candidates_and_runs(config)[1]])
         return config
 
     save_image_model("vit", folder / "vit")

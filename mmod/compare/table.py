@@ -28,10 +28,9 @@ from mmod.analysis.statistics import (
 DENSE = "dense"
 """Name of the candidate that all others are compared with."""
 _DRAWS = 2000
-Outcomes = Mapping[str, np.ndarray]
-"""Values of the samples by column, (N, ...) each."""
-Weigh = Callable[[Outcomes, np.ndarray], np.ndarray]
-"""From outcomes and weightings of the samples (S, N), each with sum 1, to a figure under each of them (S,)."""
+Weigh = Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray]
+"""From outcomes of samples by column, (N, ...) each, and weightings of the samples (S, N), each with sum 1, to a figure
+under each of them (S,)."""
 Partners = Mapping[str, str | None]
 """The candidate that each candidate is compared with, by name."""
 
@@ -67,13 +66,15 @@ class Table:
     Attributes:
         runs: Rows by candidate and seed.
         times: Milliseconds of a sample by pass, candidate and round, measured in turns.
-        costs: FLOPs, memory and times of a sample, by candidate.
+        costs: FLOPs and memory of a sample, by candidate.
+        rates: The best factor of the learning rate by candidate, where several were tried.
         weigh: Figures that are no means of a column, and how they follow from the outcomes of weighted samples.
     """
 
     runs: dict[str, dict[int, Measured]] = field(default_factory=dict)
     times: dict[Any, dict[str, list[float]]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
 
     def add(self, name: str, seed: int, rows: Measured) -> None:
@@ -139,7 +140,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
     other_outcomes = _outcomes(table, other)
     if figure not in one_outcomes:
         weigh = table.weigh[figure]
-        resampling = _resampling(_samples(one_outcomes), _DRAWS)
+        resampling = _resampling(len(next(iter(one_outcomes.values()))), _DRAWS)
         return resampling.of(lambda weight_SN: weigh(one_outcomes, weight_SN) - weigh(other_outcomes, weight_SN))
     # Candidates may be evaluated on the first samples alone.
     count = min(len(one_outcomes[figure]), len(other_outcomes[figure]))
@@ -222,12 +223,8 @@ def _rows(table: Table, name: str) -> Measured:
     return next(iter(table.runs[name].values()))
 
 
-def _outcomes(table: Table, name: str) -> Outcomes:
+def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
     return _rows(table, name).outcomes
-
-
-def _samples(outcomes: Outcomes) -> int:
-    return len(next(iter(outcomes.values())))
 
 
 def _changed(change_N: np.ndarray) -> Estimate:

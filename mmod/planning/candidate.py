@@ -70,9 +70,7 @@ class Candidate:
             tuned: The config of fine-tuning the dense model.
         """
         if self.from_scratch:
-            # A model of the same name and arguments, without checkpoint or published weights.
-            model = type(dense.model)(name=dense.model.name, args=dense.model.args)
-            config = dataclasses.replace(dense, model=model)
+            config = without_weights(dense)
         elif self.methods or not self.is_baseline:
             config = dataclasses.replace(tuned, routing=self.routing)
         else:
@@ -128,6 +126,12 @@ class Candidate:
                 config = f"mmod.preset({preset!r}, {_arguments({'depth': depth, **fields})})"
             lines.append(f"mmod.route_(model, {part}={config})")
         return "\n".join(lines)
+
+
+def without_weights(config: Any) -> Any:
+    """Return the training config of a model of the same name and arguments that starts from random weights."""
+    model = type(config.model)(name=config.model.name, args=config.model.args)
+    return dataclasses.replace(config, model=model)
 
 
 def copy_of(model: nn.Module) -> nn.Module:

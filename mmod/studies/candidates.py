@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,21 +13,18 @@ from mmod.compare.table import DENSE
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
 from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import Candidate, without_weights
 from mmod.planning.options import FIT
-from mmod.studies.config import RUN_FIELDS, ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.studies.config import ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
 from mmod.training.engine.kind import by_data
 from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
-
-# The control of series for which a study names no other.
-_CONTROL = "random"
 
 
 def routed_candidates(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
     """Return the dense model and the routed ones of a study, see `StudyKind.candidates`."""
     dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
-    return [dense_candidate, *_routed(config)]
+    return [dense_candidate, *(Candidate(**fields) for fields in config.routed_models())]
 
 
 def image_candidates(config: TimmStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
@@ -37,9 +33,20 @@ def image_candidates(config: TimmStudyConfig, dense: Any, tuned: Any) -> list[Ca
     epochs = dense.epochs + (tuned.epochs if config.tune else 0)
     if config.isoflop == "scratch":
         candidates += _shallow(candidates, dense, epochs)
-    baselines = {series: _run_budgets(config, budgets) for series, budgets in config.baselines.items()}
+    baselines: dict[str, dict[float, Any]] = {}
+    for series, budgets in config.baselines.items():
+        baselines[series] = {budget: fields for budget, fields in budgets.items() if config.is_run(budget)}
     candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
-    return _fitted(candidates, dense) if config.names_budgets else candidates
+    return _fitted(candidates, dense) if _names_budgets(config) else candidates
+
+
+def _names_budgets(config: TimmStudyConfig) -> bool:
+    """Return whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
+    fields: list[Mapping[str, Any]] = []
+    for budgets in config.baselines.values():
+        fields += budgets.values()
+    is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
+    return is_fitted or any("budgets" in series for series in config.routers.values())
 
 
 def chat_candidates(config: ChatStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
@@ -50,7 +57,7 @@ def chat_candidates(config: ChatStudyConfig, dense: Any, tuned: Any) -> list[Can
 
 def _fitted(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
     """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
-    plain = _without_weights(dense)
+    plain = without_weights(dense)
     model = kind_of(plain).sketch()
     height, width = patch_grid(model, (dense.data.image_size,) * 2)
     patch = (image_facts(model).patch or (1, 1))[0]
@@ -71,52 +78,9 @@ def _fitted(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
     return at_budgets(candidates, flops_of, sides, height * width)
 
 
-def _without_weights(dense: Any) -> Any:
-    """Return the config of the same model, whose costs need no weights."""
-    return dataclasses.replace(dense, model=type(dense.model)(name=dense.model.name, args=dense.model.args))
-
-
-def _run_budgets(config: StudyConfig, budgets: Mapping[float, Any]) -> dict[float, Any]:
-    return {budget: fields for budget, fields in budgets.items() if config.is_run(budget)}
-
-
-def _routed(config: StudyConfig) -> list[Candidate]:
-    """Return the models of the series in `routers`."""
-
-    def name_of(series: str, budget: float | None) -> str:
-        return series if budget is None or config.is_one(series) else f"{series}-{budget:g}"
-
-    candidates = []
-    for series, budget, fields in config.routed_models():
-        name = name_of(series, budget)
-        changes = fields.get("changes", {})
-        refuse_set_by_study(f"{name}: changes", changes)
-        control = config.controls.get(series, _CONTROL)
-        search = config.search_of(series, budget)
-        routing = None
-        if search is None:
-            routing_fields = {key: value for key, value in fields.items() if key not in RUN_FIELDS}
-            # A series that names its budgets says what each of them sets.
-            routing = config.routing_at(routing_fields, None if "budgets" in fields else budget)
-        candidates.append(
-            Candidate(
-                name,
-                series=series,
-                budget=budget,
-                control=None if control is None else name_of(control, budget),
-                search=search,
-                routing=routing,
-                image_size=fields.get("image_size"),
-                changes=changes,
-                is_trained=config.tune and fields.get("tune", True),
-            )
-        )
-    return candidates
-
-
 def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
-    plain = _without_weights(dense)
+    plain = without_weights(dense)
     kind = kind_of(plain)
     model = kind.sketch()
     report: Any = kind.report(model)

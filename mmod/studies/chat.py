@@ -16,7 +16,7 @@ from torch import nn
 from mmod.adapters import watch_grid
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
-from mmod.analysis.style import FAINT, INK, new_figure, save_picture
+from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
 from mmod.compare.table import Measured, Table
@@ -28,12 +28,11 @@ from mmod.methods.route import is_routed
 from mmod.studies.candidates import chat_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
-from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +63,7 @@ _COLUMNS = (
 )
 
 
-def _tell(config: ChatStudyConfig, table: Table, candidates: Candidates, rows: Lines, facts: Facts) -> Told:
+def _tell(config: ChatStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
     """Say which models are significantly better, and draw right answers by type of question."""
     prior = facts["prior"]
     shares = {_RIGHT + kind: share for kind, share in prior.items()}
@@ -73,19 +72,16 @@ def _tell(config: ChatStudyConfig, table: Table, candidates: Candidates, rows: L
         right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
     return Told(
         columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
-        text=verdict(table, config.score, list(candidates)),
+        axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {config.latency_batch}"},
+        text=verdict(table, config.score, list(runs)),
         last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
         pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
     )
 
 
-def _axes(config: ChatStudyConfig) -> dict[str, str]:
-    return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {config.latency_batch}"}
-
-
-def _describe(config: ChatStudyConfig, kind: Kind) -> Facts:
+def _describe(dense: TrainConfig, tuned: TrainConfig) -> Facts:
     """Return percent right for the answer that is most frequent in training, by type of question."""
-    data = TrainConfig.from_dict(config.tuned_fields).data
+    data = tuned.data
     train = open_conversations(str(data.train), data)
     val = open_conversations(str(data.val), data)
     prior = prior_of(train.turns(), val.turns(last=True))
@@ -93,7 +89,7 @@ def _describe(config: ChatStudyConfig, kind: Kind) -> Facts:
 
 
 def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-    """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
+    """Count FLOPs and cache of reading a prompt of mean length."""
     kind = ChatKind(run.config)
     prompts, text, image = kind.prompts(config.latency_batch)
     # Shares refer to the dense model's prompts; a baseline's images may be smaller.
@@ -105,10 +101,6 @@ def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) 
     with torch.inference_mode():
         cache = fill_cache(model, prompts)
     cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-    if config.maps and is_routed(model):
-        figure = draw_kept(model, kind.collator, kind.talks(config.maps))
-        if figure is not None:
-            save_picture(config.output, f"maps-{run.name}", figure)
     return {
         "gflops": routed / 1e9,
         "flops_share": routed / dense,
@@ -117,12 +109,21 @@ def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) 
     }
 
 
-def _baselines(config: ChatStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
+def _draw(config: ChatStudyConfig, run: Run, model: nn.Module) -> dict[str, Figure]:
+    """Draw which image tokens are kept."""
+    if not config.maps or not is_routed(model):
+        return {}
+    kind = ChatKind(run.config)
+    figure = draw_kept(model, kind.collator, kind.talks(config.maps))
+    return {} if figure is None else {f"maps-{run.name}": figure}
+
+
+def _baselines(table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
     """Return the models of other series that are about as cheap as each."""
-    share = {name: table.costs[name]["flops_share"] for name in candidates}
+    share = {name: table.costs[name]["flops_share"] for name in runs}
 
     def is_baseline(other: str, name: str) -> bool:
-        is_other = candidates[other].series != candidates[name].series
+        is_other = runs[other].candidate.series != runs[name].candidate.series
         return is_other and share[other] <= _AS_CHEAP * share[name]
 
     return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
@@ -136,23 +137,22 @@ def _readings(kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[s
     return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
 
 
-def _derive(costs: Mapping[str, dict[str, float]]) -> None:
+def _derive(times: Mapping[str, dict[str, float]]) -> None:
     """Add the rate of decoding within a batch."""
-    for columns in costs.values():
+    for columns in times.values():
         # The first token comes from the prefill, which noise may make longer than the whole.
         ms = max(columns["answer_ms"] - columns["prefill_ms"], 1e-6)
         columns["decode_per_s"] = (_TIMED_TOKENS - 1) / (ms / 1e3)
 
 
 STUDY = StudyKind(
-    run_config=TrainConfig,
     candidates=chat_candidates,
     measures={RIGHT: "right answers"},
     weigh={RIGHT: right_answers},
-    axes=_axes,
     times={"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")},
     describe=_describe,
     count=_count,
+    draw=_draw,
     readings=_readings,
     derive=_derive,
     baselines=_baselines,

@@ -14,7 +14,7 @@ from torch import nn
 
 from mmod.analysis.timing import Reading
 from mmod.compare.fill import fill, measured_once
-from mmod.compare.table import DENSE, Measured, Table, Weigh, mean_of
+from mmod.compare.table import DENSE, Measured, Table, Weigh, by_seed
 from mmod.compare.times import Readings, Times, times_once
 from mmod.io.files import make_folder, sha256
 from mmod.io.jobs import Callback, Job, Runner
@@ -44,20 +44,14 @@ Count = Callable[["Run", nn.Module, Measured], dict[str, float]]
 """From a run, its final model and its rows to the costs of a sample, by column."""
 
 
-class Search(NamedTuple):
-    """How the routing of a run is searched before it starts, and the folder of the search."""
-
-    options: PlanOptions
-    folder: Path
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Run(Job[Any]):
-    """The training or evaluation of a model."""
+    """The training or evaluation of a candidate with one seed."""
 
-    is_tuned: bool = False  # It starts from the dense model's weights.
+    candidate: Candidate
     is_trained: bool = True
-    search: Search | None = None
+    # The searches of its series, one for each budget, if the candidate's own plan is still to be found.
+    searches: tuple[PlanOptions, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Measurer:
 
     measure: Measure
     store: Store  # Keeps evaluations without training.
-    plans: dict[str, dict[str, Any]] = field(default_factory=dict)  # Searched so far, by `Search`.
+    plans: dict[Path, dict[float, dict[str, Any]]] = field(default_factory=dict)  # By folder of the search and budget.
     models: dict[str, nn.Module] = field(default_factory=dict)  # The last one that was loaded, by its config.
 
     def __call__(self, run: Run, callback: Callback) -> Measured:
@@ -91,16 +85,23 @@ class Measurer:
         return self.models[key]
 
     def ready(self, run: Run) -> Run:
-        """Return a run whose plan is searched."""
-        if run.search is None:
+        """Return a run whose plan is searched, with those of its series, for which the dense model is loaded once."""
+        options = run.candidate.search
+        if options is None or not run.searches:
             return run
-        options, folder = run.search
-        key = str(run.search)
-        if key not in self.plans:
-            self.plans[key] = search_for(run.config, options, folder).plan.to_dict()
-        part = options.part or kind_of(run.config).part
-        routing = self.plans[key] if part == run.config.part else {part: self.plans[key]}
-        return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
+        folder = Path(run.config.output).with_name(f"{run.candidate.series}.plans")
+        if folder not in self.plans:
+            found = search_for(run.config, run.searches, folder)
+            self.plans[folder] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
+        plan = self.plans[folder][options.budget]
+        part = options.part or kind_of(run.config).planned_part
+        routing = plan if part == run.config.part else {part: plan}
+        return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), searches=())
+
+
+def readings_of(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+    """Return the passes of a kind, see `Kind.readings`."""
+    return kind.readings(model, size, batches)
 
 
 class Timing(NamedTuple):
@@ -114,7 +115,25 @@ class Timing(NamedTuple):
 
     sizes: Sequence[int]
     rounds: int
-    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]]
+    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
+
+
+class Rates(NamedTuple):
+    """Factors of the learning rate, of which every trained candidate uses the best, the first of equal ones.
+
+    Attributes:
+        factors: Those that are tried; one at which the loss is no longer finite is not chosen.
+        figure: The figure that decides; the highest is best.
+        measure: Does a trial, like `compare`.
+        data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
+        seed: The seed of trials.
+    """
+
+    factors: Sequence[float]
+    figure: str
+    measure: Measure
+    data: Mapping[str, Any] = {}
+    seed: int = 0
 
 
 def compare(
@@ -127,7 +146,7 @@ def compare(
     *,
     train_dense: bool = False,
     bases: str | None = None,
-    rates: Mapping[str, float] | None = None,
+    rates: Rates | None = None,
     measure: Measure | None = None,
     weigh: Mapping[str, Weigh] | None = None,
     count: Count | None = None,
@@ -148,12 +167,12 @@ def compare(
         store: Keeps evaluations without training, and times; None keeps them in the folder of all runs.
         train_dense: Train the dense model first; otherwise it is loaded as its config says.
         bases: Folder of another comparison with the same dense models, which are taken from there.
-        rates: Factors of the learning rate by candidate, see `best_rates`.
+        rates: The learning rates that are tried first; None trains as configs say.
         measure: Does a run; None is `measure_run`.
         weigh: See `Table.weigh`.
         count: Counts the costs of a candidate's first seed; None counts nothing.
         timing: The passes that are timed at the end, when nothing else runs, by input and size; None times nothing.
-        each: Called after each run, once its rows and costs are in the table.
+        each: Called after each run, with its searched plan, once its rows and costs are in the table.
     """
     kind = _with_data(kind, data)
     train = train if train is None else _with_data(kind_of(train), data).config
@@ -162,15 +181,18 @@ def compare(
     if store is None:
         # A folder that cannot be written is no news for the end of a run.
         store = Store(make_folder(kind.config.output) / STORE)
-    runs = [dataclasses.replace(run, config=with_rate(run.config, (rates or {}).get(run.name, 1.0))) for run in runs]
     table = Table(weigh=weigh or {})
-    first = first_runs(runs)
-    measurer = Measurer(measure or measure_run, store)
     runner = Runner(progress=False) if runner is None else runner
+    if rates is not None:
+        table.rates = _best_rates(runs, rates, store, runner, Path(kind.config.output) / "rates")
+        runs = [dataclasses.replace(run, config=with_rate(run.config, table.rates.get(run.name, 1.0))) for run in runs]
+    measurer = Measurer(measure or measure_run, store)
+    first: dict[str, Run] = {}
 
     def after(run: Run) -> None:
-        if run.seed == 0 and run.name in first and count is not None:
+        if run.seed == 0 and run.name != BASE:
             run = first[run.name] = measurer.ready(run)
+        if run.name in first and run.seed == 0 and count is not None:
             model = measurer.load(final_config(run))
             # The same whether the model has drawn since it was loaded, in its evaluation, or not.
             seed_draws(run.seed, 0, 0)
@@ -178,10 +200,7 @@ def compare(
         each(table, run)
 
     def time() -> Times[Any]:
-        if timing is None:
-            return {}
-        finished = {name: measurer.ready(run) for name, run in first.items()}
-        return _times(finished, timing, measurer, shown=runner.progress)
+        return {} if timing is None else _times(first, timing, measurer, shown=runner.progress)
 
     fill(table, runs, measurer, runner, after=after, time=time)
     return table
@@ -210,7 +229,10 @@ def runs_of(
         seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
         if train_dense or (has_dense and not is_dense_tuned):
             work = _work(seeded) if train_dense else _EVALUATION
-            runs.append(Run(base, seed, seeded, work, is_trained=train_dense))
+            candidate = next((one for one in candidates if one.name == base), Candidate(base))
+            # It starts from what its config says, like a model from scratch.
+            candidate = dataclasses.replace(candidate, from_scratch=True)
+            runs.append(Run(base, seed, seeded, work, candidate=candidate, is_trained=train_dense))
         start: Any = dense if train is None else train
         start = start.started_from(str(folder)) if train_dense else start
         for candidate in others:
@@ -218,16 +240,12 @@ def runs_of(
             config = dataclasses.replace(config, output=str(root / candidate.name))
             is_trained = candidate.name in trained
             work = _work(config) if is_trained else _EVALUATION
-            search = None
-            if candidate.search is not None:
-                search = Search(candidate.search, root / f"{candidate.series}.plans")
-            runs.append(Run(candidate.name, seed, config, work, not candidate.from_scratch, is_trained, search))
+            series = [other.search for other in others if other.series == candidate.series]
+            searches = tuple(filter(None, series)) if candidate.search else ()
+            runs.append(
+                Run(candidate.name, seed, config, work, candidate=candidate, is_trained=is_trained, searches=searches)
+            )
     return runs
-
-
-def first_runs(runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the run of each compared model with the first seed, by name."""
-    return {run.name: run for run in runs if run.seed == 0 and run.name != BASE}
 
 
 def _with_data(kind: Kind, data: Mapping[str, Any] | None) -> Kind:
@@ -256,7 +274,7 @@ def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
         try:
             if run.is_trained:
                 checked.check_schedule()
-            if run.seed == 0 and run.search is None and (started.routing or started.methods):
+            if run.seed == 0 and not run.searches and (started.routing or started.methods):
                 checked.sketch()
         except ValueError as error:
             raise ValueError(f"model {run.name!r} of the study: {error}") from error
@@ -287,7 +305,7 @@ def measure_run(
         return evaluate_start(measurer.store, run.config, measurer.load, progress)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
-    if run.is_tuned and before is not None:
+    if before is not None and not run.candidate.from_scratch:
         start = evaluate_start(measurer.store, run.config)
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
@@ -384,50 +402,39 @@ def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown
     return times_once(measurer.store, identity, readings, device, rounds=timing.rounds, shown=shown)
 
 
-def best_rates(
-    runs: Sequence[Run],
-    rates: Sequence[float],
-    figure: str,
-    measurer: Measurer,
-    runner: Runner,
-    folder: str | Path,
-    *,
-    data: Mapping[str, Any] | None = None,
-    before: Sequence[Run] = (),
-) -> dict[str, float]:
-    """Return the best factor of the learning rate of each run, the first of equal ones.
+def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
+    """Return the best factor of the learning rate of each trained candidate; one alone is not tried.
 
     Args:
-        runs: One of each candidate.
-        rates: The factors to try. One at which the loss is no longer finite is not chosen.
-        figure: The figure that decides.
-        measurer: Does a trial.
+        runs: Those of a comparison, of which the first may train the dense model that trials start from.
         folder: Trials go there, by candidate and factor.
-        data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
-        before: Runs that the trials start from.
 
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
-    trials: dict[str, dict[str, Run]] = {}
-    for run in runs:
-        for rate in rates:
-            name = f"{run.name}-{rate:g}"
-            config = _with_data(kind_of(with_rate(run.config, rate)), data).config
-            config = dataclasses.replace(config, output=str(Path(folder) / name))
-            trials.setdefault(run.name, {})[name] = dataclasses.replace(run, name=name, config=config)
-    jobs = list(before)
-    for by_name in trials.values():
-        jobs += by_name.values()
+    if len(rates.factors) == 1:
+        return dict.fromkeys((run.name for run in runs), rates.factors[0])
+    jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
+    trials: dict[str, dict[str, float]] = {}
+    for run in runs[len(jobs) :]:
+        if run.seed or not run.is_trained:
+            continue
+        trials[run.name] = {}
+        for factor in rates.factors:
+            name = f"{run.name}-{factor:g}"
+            config = _with_data(kind_of(with_rate(run.config, factor)), rates.data).config
+            config = dataclasses.replace(config, output=str(folder / name), seed=rates.seed)
+            jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
+            trials[run.name][name] = factor
     table = Table()
-    fill(table, jobs, functools.partial(_try, measurer, figure), runner)
+    fill(table, jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure), runner)
     best = {}
-    for name, by_name in trials.items():
-        score = functools.partial(mean_of, table, figure)
-        chosen = max(by_name, key=score)
-        if score(chosen) == -float("inf"):
-            raise FloatingPointError(f"{name} is trained by none of the rates {list(rates)}: give smaller ones")
-        best[name] = rates[list(by_name).index(chosen)]
+    for name, factors in trials.items():
+        score = {trial: by_seed(table, rates.figure, trial)[rates.seed] for trial in factors}
+        chosen = max(factors, key=score.__getitem__)
+        if score[chosen] == -float("inf"):
+            raise FloatingPointError(f"{name} is trained by none of the rates {list(rates.factors)}: give smaller ones")
+        best[name] = factors[chosen]
     return best
 
 

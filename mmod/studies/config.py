@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.options import FIT, PlanOptions
+from mmod.training.kinds import config_class
 from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
+# The control of series for which a study names no other.
+_CONTROL = "random"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +92,11 @@ class StudyConfig(Checked):
             raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
         for name in self.routers:
-            self.search_of(name, None)
-        for series, budget, fields in self.routed_models():
-            if series in PRESETS and self.search_of(series, budget) is None and "plan" not in fields:
-                self.check_named(series, fields)
+            self._search_of(name, None)
+        for model in self.routed_models():
+            routing = model["routing"]
+            if model["series"] in PRESETS and routing is not None:
+                self.check_named(model["series"], routing)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
         if self.then is not None and not self.then.get("output"):
@@ -129,30 +133,39 @@ class StudyConfig(Checked):
         return merged(self.dense_fields, self.finetune)
 
     @property
-    def batch_sizes(self) -> list[int]:
-        """The batch sizes whose latency is measured."""
-        return sorted({*self.latency_batches, self.latency_batch})
+    def size_suffixes(self) -> dict[int, str]:
+        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
+        sizes = sorted({*self.latency_batches, self.latency_batch})
+        return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
-    def time_columns(self, columns: tuple[str, str], size: int) -> tuple[str, str]:
-        """Return the names of the columns for one batch size, made from those of `latency_batch`."""
-        ms, speedup = columns
-        further = "" if size == self.latency_batch else f"_b{size}"
-        return f"{ms}{further}", f"{speedup}{further}"
+    def run_configs(self) -> tuple[Any, Any]:
+        """Return the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit."""
+        run_config = config_class(self.trains)
+        dense = run_config.from_dict(self.dense_fields)
+        tuned = run_config.from_dict(self.tuned_fields)
+        self.check(dense, tuned)
+        return dense, tuned
+
+    @property
+    def trains(self) -> str:
+        """The kind of its runs."""
+        return self.kind
 
     def check(self, dense: Any, tuned: Any) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
 
-    def check_named(self, series: str, fields: Mapping[str, Any]) -> None:
-        """Raise a ValueError if a series is named after a preset and decides in another way.
+    def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a series is named after a preset and its routing decides in another way.
 
         Blocks, capacities, gates, losses and options for language models may differ.
         """
+        if "plan" in routing:
+            return
         named = preset(series)
-        left_out = (*RUN_FIELDS, "depth")
-        routing = read_routing({key: value for key, value in fields.items() if key not in left_out and value != FIT})
+        known = read_routing({key: value for key, value in routing.items() if key != "depth" and value != FIT})
         for option in ("router", "select", "skipped", "operator", "context"):
             expected = spelled(getattr(named, option))
-            actual = spelled(getattr(routing, option))
+            actual = spelled(getattr(known, option))
             if actual != expected:
                 raise ValueError(
                     f"routers.{series} is named after a preset with {option}={expected!r}, and has "
@@ -163,35 +176,52 @@ class StudyConfig(Checked):
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
         return dict(fields) if capacity is None else {**fields, "capacity": capacity}
 
-    def routed_models(self) -> Iterator[tuple[str, float | None, dict[str, Any]]]:
-        """Yield series, capacity or budget, and fields of every routed model."""
+    def routed_models(self) -> Iterator[dict[str, Any]]:
+        """Yield the fields of a `Candidate` for every routed model."""
         for series, fields in self.routers.items():
-            for budget, differing in fields.get("budgets", {}).items():
-                if self.is_run(budget):
-                    yield series, budget, {**fields, **differing}
-            if "budgets" not in fields:
-                for capacity in [None] if self.is_one(series) else self.capacities:
-                    yield series, capacity, fields
-
-    @property
-    def names_budgets(self) -> bool:
-        """Whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
-        fields: list[Mapping[str, Any]] = []
-        for budgets in getattr(self, "baselines", {}).values():
-            fields += budgets.values()
-        is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
-        return is_fitted or any("budgets" in series for series in self.routers.values())
+            budgets: list[tuple[float | None, Mapping[str, Any]]] = []
+            if "budgets" in fields:
+                budgets += [(budget, more) for budget, more in fields["budgets"].items() if self.is_run(budget)]
+            else:
+                capacities = [None] if self._is_one(series) else self.capacities
+                budgets += [(capacity, {}) for capacity in capacities]
+            control = self.controls.get(series, _CONTROL)
+            for budget, differing in budgets:
+                name = self._name_at(series, budget)
+                settings = {**fields, **differing}
+                changes = settings.get("changes", {})
+                refuse_set_by_study(f"{name}: changes", changes)
+                search = self._search_of(series, budget)
+                routing = None
+                if search is None:
+                    routing = {key: value for key, value in settings.items() if key not in RUN_FIELDS}
+                    # A series that names its budgets says what each of them sets.
+                    routing = self.routing_at(routing, None if "budgets" in fields else budget)
+                yield {
+                    "name": name,
+                    "series": series,
+                    "budget": budget,
+                    "control": None if control is None else self._name_at(control, budget),
+                    "search": search,
+                    "routing": routing,
+                    "image_size": settings.get("image_size"),
+                    "changes": changes,
+                    "is_trained": self.tune and settings.get("tune", True),
+                }
 
     def is_run(self, budget: float) -> bool:
         """Whether models of a budget that a series names are run."""
         return self.budgets is None or budget in self.budgets
 
-    def is_one(self, series: str) -> bool:
-        """Whether a series in `routers` sets its capacity or budget itself, so that it is run once."""
+    def _is_one(self, series: str) -> bool:
+        """Whether a series sets its capacity or budget itself, so that it is run once."""
         fields = self.routers.get(series, {})
         return "capacity" in fields or "budget" in fields.get("search", {})
 
-    def search_of(self, series: str, capacity: float | None) -> PlanOptions | None:
+    def _name_at(self, series: str, budget: float | None) -> str:
+        return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
+
+    def _search_of(self, series: str, capacity: float | None) -> PlanOptions | None:
         """Return how the plan of a series in `routers` is searched at a budget; None where its routing is fixed."""
         fields = self.routers.get(series, {})
         if "search" not in fields:
@@ -317,6 +347,11 @@ class FeaturesStudyConfig(TimmStudyConfig):
                 "classifier='dense' needs tune=False and processes=1: the dense model's features come first"
             )
 
+    @property
+    def trains(self) -> str:
+        """Features are those of image models."""
+        return "image"
+
     def check(self, dense: Any, tuned: Any) -> None:
         """Refuse patches without classes, and a training split that is missing."""
         self.check_splits(tuned.data)
@@ -358,10 +393,10 @@ class PairsStudyConfig(StudyConfig):
         for name, towers in self.routers.items():
             refuse_unknown(f"tower in routers.{name}", towers, ("image", "text"))
 
-    def check_named(self, series: str, fields: Mapping[str, Any]) -> None:
+    def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
         """Check the routing of each tower; see `StudyConfig.check_named`."""
-        for routing in fields.values():
-            super().check_named(series, routing)
+        for tower in routing.values():
+            super().check_named(series, tower)
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of both towers at a capacity."""
@@ -400,6 +435,10 @@ class ChatStudyConfig(StudyConfig):
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
 
+    def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
+        """Check the routing of the part; see `StudyConfig.check_named`."""
+        super().check_named(series, routing[self.part])
+
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of the part that is routed."""
         return {self.part: super().routing_at(fields, capacity)}
@@ -425,8 +464,6 @@ class IsoflopConfig(Checked):
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         seeds: Number of seeds.
         processes: Parallel runs, in processes of one thread.
-        score: What the curves show: "loss", with the decisions of training, or "causal_loss", with tokens decided one
-            by one.
 
     Source: Hoffmann et al., arXiv 2203.15556, approach 2; Raposo et al., arXiv 2404.02258, section 4.
     """
@@ -440,7 +477,6 @@ class IsoflopConfig(Checked):
     changes: dict[str, Any] = field(default_factory=dict)
     seeds: Annotated[int, "[1, inf)"] = 3
     processes: Annotated[int, "[1, inf)"] = 1
-    score: Literal["loss", "causal_loss"] = "loss"
 
     def __post_init__(self) -> None:
         super().__post_init__()

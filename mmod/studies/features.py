@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.compare.fill import measured_once
-from mmod.compare.table import DENSE, Measured, Outcomes, Table, Weigh, gap, gaps
+from mmod.compare.table import DENSE, Measured, Table, Weigh, gap, gaps
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback
@@ -25,7 +25,7 @@ from mmod.opening.timm import check_published
 from mmod.studies import image
 from mmod.studies.compare import BEFORE, Load, Measurer, Run, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import listed
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
@@ -127,7 +127,7 @@ _MEASURES = {
 }
 
 
-def figures_of(outcomes: Outcomes, images: int) -> dict[str, float]:
+def figures_of(outcomes: Mapping[str, np.ndarray], images: int) -> dict[str, float]:
     """Return the figures of outcomes of equal weight."""
     if CONFUSION not in outcomes:
         return {name: 100 * float(np.mean(right_N)) for name, right_N in outcomes.items()}
@@ -246,7 +246,7 @@ def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split:
     return {**known, "config": settings, "work": "features", "feature": study.feature, "data": data}
 
 
-def complete(config: FeaturesStudyConfig, table: Table, rows: Lines, runs: Mapping[str, Run]) -> Lines:
+def _completed(config: FeaturesStudyConfig, table: Table, runs: Runs, rows: Lines) -> Lines:
     """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
     dense_ND = _tested_features(config, runs[DENSE])
     completed = []
@@ -270,7 +270,7 @@ def _tested_features(config: FeaturesStudyConfig, run: Run) -> Tensor:
     return read_features(features_store(config), identity_of_features(config, started, _TESTED)).x_ND.float()
 
 
-def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, rows: Lines, facts: Facts) -> Told:
+def _tell(config: FeaturesStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
     dense = table.runs[DENSE][0]
     skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
     note = f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."
@@ -286,20 +286,19 @@ def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, row
         return " ".join(sentences)
 
     columns = _COLUMNS_OF_PATCHES if config.feature == "patches" else _COLUMNS
-    return image.tell(config, table, candidates, rows, facts, columns, note, verdict)
+    told = image.tell(config, table, runs, rows, facts, columns, note, verdict)
+    return told._replace(rows=_completed(config, table, runs, rows))
 
 
 STUDY = StudyKind(
-    run_config=TrainConfig,
     candidates=image.STUDY.candidates,
     measures=_MEASURES,
     measure=measure,
     weigh=WEIGH,
-    complete=complete,
     tell=_tell,
-    axes=image.axes,
     times=image.TIMES,
     count=image.count,
+    draw=image.draw,
     describe=image.describe,
     baselines=image.baselines,
 )

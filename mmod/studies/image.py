@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,11 +18,10 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.repeats import redundancy
 from mmod.analysis.statistics import as_cheap, unbeaten
-from mmod.analysis.style import save_picture
+from mmod.analysis.timing import relative_times
 from mmod.compare.table import (
     DENSE,
     Measured,
-    Outcomes,
     Table,
     best,
     gap,
@@ -36,13 +36,15 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import image_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, listed, verdict
 from mmod.training.engine.distributed import choose_device
-from mmod.training.engine.kind import Kind
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # Speeds for which a model is named, as multiples of the dense model's.
 _SPEEDS = (1.25, 1.5, 2.0)
@@ -72,46 +74,37 @@ Verdict = Callable[[Table, str, Sequence[str]], str]
 """From the table, the score and names to a sentence that says which of them do not differ."""
 
 
-def mean_iou(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+def mean_iou(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
     """Return the mean intersection over union of the classes in percent, over the patches of all images together."""
     return 100 * np.nanmean(iou_of(_weighed_counts(outcomes, weight_SN)), axis=1)
 
 
-def right_patches(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+def right_patches(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
     """Return the share of patches that are classified right in percent."""
     count_SCC = _weighed_counts(outcomes, weight_SN)
     return 100 * np.diagonal(count_SCC, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))
 
 
-def right_objects(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+def right_objects(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
     """Return the share of patches of any class but 0 that are classified right in percent."""
     count_SCC = _weighed_counts(outcomes, weight_SN)[:, 1:]
     return 100 * np.diagonal(count_SCC, offset=1, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))
 
 
-def _weighed_counts(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
+def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
     count_NCC = np.asarray(outcomes[CONFUSION], np.float64)
     classes = count_NCC.shape[1]
     return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
 
 
-def axes(config: TimmStudyConfig) -> dict[str, str]:
-    """Return FLOPs and latency of an image, see `StudyKind.axes`."""
-    times = {_times(config, size)[0]: f"ms per image, batch {size}" for size in config.batch_sizes}
-    return {"gflops": "GFLOPs per image", **times}
-
-
-def describe(config: TimmStudyConfig, kind: Kind) -> Facts:
+def describe(dense: TrainConfig, tuned: TrainConfig) -> Facts:
     """Return a sentence on the images, and the number of blocks of the dense model."""
-    model = kind.sketch()
-    return {"images": [_caption(kind.config, model)], "depth": len(find_stack(model).blocks)}
+    model = ImageKind(dense).sketch()
+    return {"images": [_caption(dense, model)], "depth": len(find_stack(model).blocks)}
 
 
 def count(config: TimmStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-    """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
-    if config.maps and is_routed(model):
-        maps = draw_sample_maps(model, sample_images(run.config, config.maps))
-        save_picture(config.output, f"maps-{run.name}", maps)
+    """Count the FLOPs of one image and the memory of a batch."""
     images = timed_images(run.config, config.latency_batch).to(choose_device(run.config.device))
     with torch.inference_mode():
         peak = peak_bytes(partial(model, images), images.device)
@@ -119,13 +112,20 @@ def count(config: TimmStudyConfig, run: Run, model: nn.Module, rows: Measured) -
     return {"gflops": gflops, "peak_mb": peak / 1e6}
 
 
-def baselines(config: TimmStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
+def draw(config: TimmStudyConfig, run: Run, model: nn.Module) -> dict[str, Figure]:
+    """Draw what a routed model keeps of sample images."""
+    if not config.maps or not is_routed(model):
+        return {}
+    return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.config, config.maps))}
+
+
+def baselines(table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
     """Return the models without a router that are as fast as each, by batch size."""
     by_size = {}
-    for size, ms in _known_times(config, table, candidates).items():
+    for size, ms in _known_times(table, runs).items():
         by_model = {}
-        for name in candidates:
-            by_model[name] = [other for other in as_cheap(ms, name) if candidates[other].is_baseline]
+        for name in runs:
+            by_model[name] = [other for other in as_cheap(ms, name) if runs[other].candidate.is_baseline]
         by_size[f"_b{size}"] = by_model
     return by_size
 
@@ -133,7 +133,7 @@ def baselines(config: TimmStudyConfig, table: Table, candidates: Candidates) -> 
 def tell(
     config: TimmStudyConfig,
     table: Table,
-    candidates: Candidates,
+    runs: Runs,
     rows: Lines,
     facts: Facts,
     columns: Sequence[str] = _COLUMNS,
@@ -148,9 +148,14 @@ def tell(
         verdict: What is said before models are timed.
     """
     score = config.score
-    names = list(candidates)
-    told = Told(_with_batch_sizes(config, columns), "", _summary(config))
-    times = _known_times(config, table, names)
+    names = list(runs)
+    suffixes = config.size_suffixes
+    axes = {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
+    shown = {name: COLUMNS[name] for name in ("name", "gflops")}
+    shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
+    summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
+    told = Told(_with_batch_sizes(suffixes, columns), {"gflops": "GFLOPs per image", **axes}, "", summary)
+    times = _known_times(table, names)
     to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
     has_intervals = any(difference.has_interval for difference in to_dense)
     is_by_sample = paired_by_sample(table, score, names)
@@ -180,7 +185,7 @@ def tell(
                 f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
                 f"difference) than any of these, the fastest first: {listed(fastest)}."
             )
-    limits = _against_advice(config, candidates)
+    limits = _against_advice(config, [run.candidate for run in runs.values()])
     if not has_intervals or (is_by_sample and not note):
         limits.append(_of_chance(chance, dense.samples, is_by_sample))
     if not config.train_dense:
@@ -191,16 +196,16 @@ def tell(
     # Recommended are the best models in the largest batches.
     at_speeds = _best_at_speeds(table, score, times[max(times)]) if times else {}
     recommended = [name for name in dict.fromkeys(at_speeds.values()) if name is not None]
-    lines = code(config, [candidates[name] for name in recommended], facts)
+    lines = code(config, [runs[name].candidate for name in recommended], facts)
     return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
 
 
-def _against_advice(config: TimmStudyConfig, candidates: Candidates) -> list[str]:
+def _against_advice(config: TimmStudyConfig, candidates: Sequence[Candidate]) -> list[str]:
     """Say why `mmod advise` may say otherwise."""
     reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models may lose less, and rank differently."]
     if config.tune:
         reasons = ["Models were fine-tuned, and `mmod advise` trains nothing: its figures are those before tuning."]
-    if any(candidate.image_size is not None for candidate in candidates.values()):
+    if any(candidate.image_size is not None for candidate in candidates):
         reasons.append(
             "Smaller images are made from the files; where a model resizes prepared ones, as in `mmod advise` and by "
             "`mmod.methods.Resize`, it may answer a few pictures differently."
@@ -225,44 +230,32 @@ def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts)
     return "\n\n".join(blocks)
 
 
-def _summary(config: TimmStudyConfig) -> dict[str, Column]:
-    """Return the columns of the table that fit a screen."""
-    columns: dict[str, Column] = {name: COLUMNS[name] for name in ("name", "gflops")}
-    for size in config.batch_sizes:
-        columns[_times(config, size)[1]] = (f"speed-up b{size}", ".2f")
-    return columns | {name: COLUMNS[name] for name in (config.score, "to_dense")}
-
-
-def _with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str, Column]:
+def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict[str, Column]:
     """Return columns by name, those of times and of baselines that are as fast for every batch size."""
-    sizes = config.batch_sizes
     columns: dict[str, Column] = {}
     gap_names = [name for name in names if name.endswith("to_dense")]
     for name in names:
         title, form = COLUMNS[name]
         if name in ("latency_ms", "speedup"):
-            for size in sizes:
-                ms, speedup = _times(config, size)
-                columns[ms if name == "latency_ms" else speedup] = (f"{title} b{size}", form)
+            columns |= {f"{name}{suffix}": (f"{title} b{size}", form) for size, suffix in suffixes.items()}
             continue
         columns[name] = (title, form)
         if name in gap_names:
             baseline = f"{name.removesuffix('dense')}baseline"
             heading = f"{title.removesuffix('dense')}baseline"
-            columns |= {f"{baseline}_b{size}": (f"{heading} b{size}", form) for size in sizes}
+            columns |= {f"{baseline}_b{size}": (f"{heading} b{size}", form) for size in suffixes}
         if name == gap_names[-1]:
-            columns |= {f"baseline_b{size}": (f"baseline b{size}", "") for size in sizes}
+            columns |= {f"baseline_b{size}": (f"baseline b{size}", "") for size in suffixes}
     return columns
 
 
 STUDY = StudyKind(
-    run_config=TrainConfig,
     candidates=image_candidates,
     measures=_MEASURES,
     weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
-    axes=axes,
     times=TIMES,
     count=count,
+    draw=draw,
     describe=describe,
     baselines=baselines,
     tell=tell,
@@ -270,17 +263,13 @@ STUDY = StudyKind(
 """Classifiers of images or of patches."""
 
 
-def _times(config: TimmStudyConfig, size: int) -> tuple[str, str]:
-    return config.time_columns(TIMES["image"], size)
-
-
-def _known_times(config: TimmStudyConfig, table: Table, names: Iterable[str]) -> dict[int, dict[str, float]]:
+def _known_times(table: Table, names: Iterable[str]) -> dict[int, dict[str, float]]:
     """Return the time of every model by batch size, for sizes above 1; nothing before it is measured."""
     known = {}
-    for size in config.batch_sizes:
-        times = {name: table.costs[name].get(_times(config, size)[0], 0.0) for name in names}
-        if size > 1 and all(times.values()):
-            known[size] = times
+    for (_, size), ms in sorted(table.times.items()):
+        if size > 1:
+            times = relative_times(ms, DENSE)
+            known[size] = {name: times[name][0] for name in names}
     return known
 
 

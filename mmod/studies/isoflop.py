@@ -19,11 +19,10 @@ from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks
 from mmod.compare.table import Measured, Table, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.jobs import Callback, Runner
-from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Measurer, Run, best_rates, check_runs, compare, fit, measured_of, runs_of
+from mmod.studies.compare import Measurer, Rates, Run, compare, fit, measured_of
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.training.engine.kind import steps_of_epoch
@@ -80,7 +79,7 @@ class Place(NamedTuple):
         return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}
 
 
-def plan(config: IsoflopConfig) -> list[Place]:
+def places_of(config: IsoflopConfig) -> list[Place]:
     """Return the models of a study, by budget, series and size."""
     dense = _dense(config)
     places = []
@@ -126,27 +125,27 @@ def _series(config: IsoflopConfig) -> list[Candidate]:
 
 def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
-    places = plan(config)
+    places = places_of(config)
     runner = Runner(config.processes, progress)
     kind = TextKind(_dense(config))
-    candidates = [place.candidate for place in places]
-    rates = _find_rates(config, kind, candidates, runner)
+    # Of equal losses the lowest rate is taken.
+    rates = {rate / kind.config.optim.lr: rate for rate in sorted(config.rates)}
     result: StudyResult | None = None
 
     def each(table: Table, run: Run) -> None:
         nonlocal result
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(place.name, {}) for place in places):
-            points = [place.row(rates[place.name], table.figures(place.name)) for place in places]
+            points = [place.row(rates[table.rates[place.name]], table.figures(place.name)) for place in places]
             result = _write(config, points, runner)
 
-    factors = {name: rate / kind.config.optim.lr for name, rate in rates.items()}
     compare(
-        candidates,
+        [place.candidate for place in places],
         kind,
         train=kind.config,
         seeds=config.seeds,
-        rates=factors,
+        # The results of this seed are not reported.
+        rates=Rates(list(rates), _GAIN, _gain, seed=config.seeds),
         measure=_train,
         each=each,
         runner=runner,
@@ -157,7 +156,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
 
 def describe(config: IsoflopConfig) -> str:
     """Say what a study would do: runs, steps and FLOPs of every model."""
-    places = plan(config)
+    places = places_of(config)
     trials = len(config.rates) if len(config.rates) > 1 else 0
     runs = trials + config.seeds
     lines = [
@@ -193,25 +192,6 @@ def _check_text(places: list[Place]) -> None:
         )
 
 
-def _find_rates(
-    config: IsoflopConfig, kind: TextKind, candidates: Sequence[Candidate], runner: Runner
-) -> dict[str, float]:
-    """Return the learning rate of every model by name, the lowest of equal losses."""
-    if len(config.rates) == 1:
-        return {candidate.name: config.rates[0] for candidate in candidates}
-    # This seed's results are not reported.
-    seed = config.seeds
-    runs = []
-    for run in runs_of(candidates, kind, kind.config):
-        runs.append(dataclasses.replace(run, seed=seed, config=dataclasses.replace(run.config, seed=seed)))
-    check_runs(kind, runs)
-    rates = sorted(config.rates)
-    factors = {rate / kind.config.optim.lr: rate for rate in rates}
-    gain = Measurer(_gain, Store(Path(config.output) / STORE))
-    best = best_rates(runs, list(factors), _GAIN, gain, runner, Path(config.output) / "rates")
-    return {name: factors[factor] for name, factor in best.items()}
-
-
 def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
     return measured_of(fit(run.config, callback))
 
@@ -223,15 +203,15 @@ def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
     folder = Path(config.output)
     facts = runner.facts
-    text = f"{table(points, config.score)}\n\n{verdict(points, config.score)}"
+    text = f"{table(points)}\n\n{verdict(points)}"
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
-        for row in optima(points, config.score)
+        for row in optima(points)
     ]
     record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
     record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
-    write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points, config.score)})
+    write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
     return StudyResult(folder, points, points, text, text, facts["cpu_seconds"])
 
@@ -279,27 +259,27 @@ def fit_curve(sizes: Sequence[float], flops: Sequence[float], losses: Sequence[f
     return Curve(tuple(size.tolist()), tuple(flop.tolist()), (square, slope, level))
 
 
-def curves_of(points: Points, score: str, seed: int | None = None) -> dict[Group, Curve]:
-    """Fit the curve of every budget and series with three sizes or more, to one seed's scores or the means."""
+def curves_of(points: Points, seed: int | None = None) -> dict[Group, Curve]:
+    """Fit the curve of every budget and series with three sizes or more, to one seed's losses or the means."""
     groups: dict[Group, list[Mapping[str, Any]]] = {}
     for point in points:
         groups.setdefault((point["budget"], point["series"]), []).append(point)
     curves = {}
     for group, rows in groups.items():
-        losses = [row[score] if seed is None else row["seeds"][seed][score] for row in rows]
+        losses = [row["loss"] if seed is None else row["seeds"][seed]["loss"] for row in rows]
         curve = fit_curve([row["parameters"] for row in rows], [row["forward"] for row in rows], losses)
         if curve is not None:
             curves[group] = curve
     return curves
 
 
-def optima(points: Points, score: str) -> list[dict[str, Any]]:
+def optima(points: Points) -> list[dict[str, Any]]:
     """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
-    by_seed = {seed: curves_of(points, score, seed) for seed in seeds}
+    by_seed = {seed: curves_of(points, seed) for seed in seeds}
     first = points[0]["series"]
     rows = []
-    for (budget, series), curve in curves_of(points, score).items():
+    for (budget, series), curve in curves_of(points).items():
         best = curve.optimum
         row: dict[str, Any] = {"budget": budget, "series": series, "difference": None}
         if best is not None:
@@ -311,7 +291,7 @@ def optima(points: Points, score: str) -> list[dict[str, Any]]:
     return rows
 
 
-def table(points: Points, score: str) -> str:
+def table(points: Points) -> str:
     """Return points and minima as Markdown; models are compared with those of the first series, paired by seed."""
     firsts = {
         (point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == points[0]["series"]
@@ -321,18 +301,18 @@ def table(points: Points, score: str) -> str:
         first = firsts[point["budget"], point["size"]]
         gap = None
         if point["seeds"] is not first:
-            one = {seed: row[score] for seed, row in point["seeds"].items()}
-            other = {seed: row[score] for seed, row in first.items()}
+            one = {seed: row["loss"] for seed, row in point["seeds"].items()}
+            other = {seed: row["loss"] for seed, row in first.items()}
             gap = difference(one, other)
         rows.append({**point, "difference": _in_nats(gap)})
-    minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
+    minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points)]
     return "\n\n".join(str(table_of(_COLUMNS, lines)) for lines in (rows, minima) if lines)
 
 
-def verdict(points: Points, score: str) -> str:
+def verdict(points: Points) -> str:
     """Say at which size every curve is lowest, and how far below the first series' minimum."""
     sentences = []
-    for row in optima(points, score):
+    for row in optima(points):
         at = f"At {row['budget']:.3g} training FLOPs"
         if "loss" not in row:
             sentences.append(f"{at} the loss of {row['series']} has no minimum among the sizes.")
@@ -343,7 +323,7 @@ def verdict(points: Points, score: str) -> str:
     return " ".join(sentences) or "No curve was fitted: a budget needs three sizes or more."
 
 
-def draw(points: Points, score: str) -> Figure:
+def draw(points: Points) -> Figure:
     """Draw loss against parameters and against FLOPs: colours are series, markers budgets, stars minima of curves."""
     from matplotlib.lines import Line2D
 
@@ -353,16 +333,16 @@ def draw(points: Points, score: str) -> Figure:
     budgets = sorted({point["budget"] for point in points})
     markers = {budget: MARKERS[number % len(MARKERS)] for number, budget in enumerate(budgets)}
     for axis, key, title in zip(axes, ("parameters", "forward"), ("parameters", "FLOPs of a window's forward pass")):
-        for (_, name), curve in curves_of(points, score).items():
+        for (_, name), curve in curves_of(points).items():
             _draw_curve(axis, curve, key, styles[name])
         for point in points:
             look = {"color": styles[point["series"]]["color"], "marker": markers[point["budget"]], "markersize": 5}
-            axis.errorbar(point[key], point[score], point.get(f"{score}_std") or 0.0, capsize=2, ecolor=look["color"])
-            (mark,) = axis.plot(point[key], point[score], **look)
-            add_hint(mark, f"{point['series']} {point['size']}, {point['budget']:.3g} FLOPs: {point[score]:.4f}")
+            axis.errorbar(point[key], point["loss"], point.get("loss_std") or 0.0, capsize=2, ecolor=look["color"])
+            (mark,) = axis.plot(point[key], point["loss"], **look)
+            add_hint(mark, f"{point['series']} {point['size']}, {point['budget']:.3g} FLOPs: {point['loss']:.4f}")
         axis.set(xlabel=title, xscale="log")
         tidy(axis)
-    axes[0].set_ylabel(f"{score.replace('_', ' ')} in nats a byte", color=INK)
+    axes[0].set_ylabel("loss in nats a byte", color=INK)
     handles = {
         name: Line2D([], [], color=styles[name]["color"], linestyle=styles[name]["linestyle"] or "-")
         for name in dict.fromkeys(point["series"] for point in points)

@@ -13,15 +13,14 @@ from mmod.compare.table import Measured, Table, Weigh
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import routed_candidates
-from mmod.studies.compare import Run
-from mmod.training.engine.config import RunConfig
+from mmod.studies.compare import Run, readings_of
 from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Candidates = Mapping[str, Candidate]
-"""The candidates that are measured so far by name, the dense one first."""
+Runs = Mapping[str, Run]
+"""The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
 Facts = Mapping[str, Any]
 """What is known of the data and the dense model, also for the study's record."""
 Lines = Sequence[Mapping[str, Any]]
@@ -33,8 +32,10 @@ class Told(NamedTuple):
 
     Attributes:
         columns: Columns of the table.
+        axes: Columns of costs that the score is drawn against, with the titles of their axes.
         text: What follows from it.
         summary: Columns of the table that is printed; None prints all.
+        rows: The rows of candidates with further columns; None for those that were given.
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
         code: Lines that apply them, as Markdown.
@@ -42,17 +43,14 @@ class Told(NamedTuple):
     """
 
     columns: Mapping[str, Column]
+    axes: Mapping[str, str]
     text: str
     summary: Mapping[str, Column] | None = None
+    rows: Lines | None = None
     last_rows: Lines = ()
     recommended: Sequence[str] = ()
     code: str = ""
     pictures: Mapping[str, Figure] | None = None
-
-
-def readings_of(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
-    """Return the passes of a kind, see `Kind.readings`."""
-    return kind.readings(model, size, batches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,34 +58,30 @@ class StudyKind:
     """What a kind of model contributes to a study: functions of its config and of what was measured.
 
     Attributes:
-        run_config: The config of a run.
         measures: Titles of the figures by which candidates may be compared; the config's `score` is one of them.
-        axes: Columns of costs that the score is drawn against, with the titles of their axes; times name the batch.
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
         candidates: What is compared, the dense model first, from the study's config and the training configs of the
             dense model and of fine-tuning it.
-        count: Counts the costs of a candidate, and draws the tokens it keeps.
+        count: Counts the costs of a candidate.
+        draw: Draws the tokens that a candidate keeps, by the name of the picture.
         tell: Says what follows from the table.
         weigh: See `Table.weigh`.
         measure: Does a run, with the study's config as its first argument; None is `measure_run`.
-        describe: Facts, from the kind of the dense model's run.
+        describe: Facts, from the training configs of the dense model and of fine-tuning it.
         readings: The passes that are timed, see `Timing`.
-        derive: Adds columns that follow from the times of all candidates to their costs.
+        derive: Adds columns that follow from those of times, by candidate.
         baselines: The candidates that each is compared with where they are as cheap, by a suffix of columns.
-        complete: Adds columns to the rows of candidates, from their runs of the first seed.
     """
 
-    run_config: type[RunConfig]
     measures: Mapping[str, str]
-    axes: Callable[[Any], dict[str, str]]
     times: Mapping[str, tuple[str, str]]
     count: Callable[[Any, Run, nn.Module, Measured], dict[str, float]]
-    tell: Callable[[Any, Table, Candidates, Lines, Facts], Told]
+    tell: Callable[[Any, Table, Runs, Lines, Facts], Told]
     candidates: Callable[[Any, Any, Any], list[Candidate]] = routed_candidates
     measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
-    describe: Callable[[Any, Kind], Facts] | None = None
+    describe: Callable[[Any, Any], Facts] | None = None
+    draw: Callable[[Any, Run, nn.Module], Mapping[str, Figure]] | None = None
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
     derive: Callable[[Mapping[str, dict[str, float]]], None] | None = None
-    baselines: Callable[[Any, Table, Candidates], Mapping[str, Mapping[str, Sequence[str]]]] | None = None
-    complete: Callable[[Any, Table, Lines, Mapping[str, Run]], Lines] | None = None
+    baselines: Callable[[Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] | None = None

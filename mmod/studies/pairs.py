@@ -9,9 +9,8 @@ from torch import nn
 from mmod.compare.table import Measured, Table
 from mmod.studies.compare import Run
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.kind import Candidates, Facts, Lines, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
-from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.kind import PairsKind
 
 _COLUMNS = (
@@ -34,13 +33,10 @@ _COLUMNS = (
 )
 
 
-def _tell(config: PairsStudyConfig, table: Table, candidates: Candidates, rows: Lines, facts: Facts) -> Told:
+def _tell(config: PairsStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
     """Say which models are significantly better."""
-    return Told(named_columns(_COLUMNS), verdict(table, config.score, list(candidates)))
-
-
-def _axes(config: PairsStudyConfig) -> dict[str, str]:
-    return {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {config.latency_batch}"}
+    axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {config.latency_batch}"}
+    return Told(named_columns(_COLUMNS), axes, verdict(table, config.score, list(runs)))
 
 
 def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
@@ -50,16 +46,14 @@ def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured)
     return {**by_tower, "gflops": sum(by_tower.values())}
 
 
-def _derive(costs: Mapping[str, dict[str, float]]) -> None:
+def _derive(times: Mapping[str, dict[str, float]]) -> None:
     """Add the latency of a pair."""
-    for columns in costs.values():
+    for columns in times.values():
         columns["latency_ms"] = columns["image_ms"] + columns["text_ms"]
 
 
 STUDY = StudyKind(
-    run_config=TrainConfig,
     measures={"recall1": "recall at 1, mean of both directions,"},
-    axes=_axes,
     times={"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")},
     count=_count,
     derive=_derive,

@@ -32,8 +32,12 @@ SEARCHES = extended(Searched)
 """The configs of searches by kind: training configs, whose model and data are searched on their device."""
 
 
-def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
-    """Search a plan for the model that a run would start from, and write plan and picture into a folder."""
+def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[mmod.planning.PlanSearch]:
+    """Search plans for the model that a run would start from, which is loaded once, and write them into a folder.
+
+    Args:
+        searches: Searches that differ in their budgets alone.
+    """
     from mmod.config import RoutingConfig
     from mmod.io.store import STORE
     from mmod.planning.plan_search import Option
@@ -45,33 +49,36 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
     if not config.model.has_weights:
         raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
     model = kind.load()
-    batches = kind.calibration(model, options.batches, options.batch_size)
-    name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
-    with locked(folder, wait=True):
-        make_folder(folder)
-        search = search_plan(
-            model,
-            batches,
-            options.budget,
-            part=options.part or kind.part,
-            options=None if options.options is None else [Option(*option) for option in options.options],
-            router=options.router,
-            cost=options.cost,
-            divergence=options.divergence,
-            rounds=options.rounds,
-            # A stopped search continues, and another budget scores nothing again.
-            store=folder / STORE,
-        )
-        path = folder / f"{name}.json"
-        if not path.exists() or RoutingConfig.load(path) != search.plan:
-            search.plan.save(path)
-        for suffix in ("png", "svg"):
-            search.plot(folder / f"{name}.{suffix}", overwrite=True)
-    return search
+    found = []
+    for options in searches:
+        name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
+        with locked(folder, wait=True):
+            make_folder(folder)
+            search = search_plan(
+                model,
+                kind.calibration(model, options.batches, options.batch_size),
+                options.budget,
+                part=options.part or kind.planned_part,
+                options=None if options.options is None else [Option(*option) for option in options.options],
+                router=options.router,
+                cost=options.cost,
+                divergence=options.divergence,
+                rounds=options.rounds,
+                # A stopped search continues, and another budget scores nothing again.
+                store=folder / STORE,
+            )
+            path = folder / f"{name}.json"
+            if not path.exists() or RoutingConfig.load(path) != search.plan:
+                search.plan.save(path)
+            for suffix in ("png", "svg"):
+                search.plot(folder / f"{name}.{suffix}", overwrite=True)
+        found.append(search)
+    return found
 
 
 def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the result."""
     config: Any = parse_kind(arguments, SEARCHES.__getitem__)
     folder = Path(config.output) / "plan"
-    print(f"{search_for(config, config.plan, folder)}\n\nPlan, picture and scores: {folder}")
+    (search,) = search_for(config, [config.plan], folder)
+    print(f"{search}\n\nPlan, picture and scores: {folder}")

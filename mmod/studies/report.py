@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.style import save_picture
+from mmod.analysis.timing import relative_times
 from mmod.compare.table import (
     DENSE,
     Table,
@@ -27,7 +28,7 @@ from mmod.io.files import write_atomically
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import BEFORE, Run
-from mmod.studies.kind import Candidates, Facts, Lines, StudyKind
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,78 +124,100 @@ def write_study(
     config: Any,
     kind: StudyKind,
     table: Table,
-    candidates: Candidates,
-    runs: Mapping[str, Run],
+    runs: Runs,
     facts: Facts,
-    more: Mapping[str, Any],
+    epochs: Mapping[str, str],
+    machine: Mapping[str, Any],
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
-        candidates: Those that are measured.
-        runs: The runs of the first seed by name.
-        more: Further entries of the record: the machine, and what the runs were trained with.
+        epochs: The column of that name, by candidate; empty where runs do not say it.
+        machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
-    baselines = {} if kind.baselines is None else kind.baselines(config, table, candidates)
-    points = points_of(table, candidates, config.score, baselines)
-    epochs: Mapping[str, str] = more["epochs"]
+    points = points_of(config, kind, table, runs)
     rows: Lines = [point.row() | ({"epochs": epochs[point.name]} if epochs else {}) for point in points]
-    if kind.complete is not None:
-        rows = kind.complete(config, table, rows, runs)
-    told = kind.tell(config, table, candidates, rows, facts)
-    noted_text = [*harm(table, config.score, list(candidates)), told.text, *_of_one_seed(config, table, candidates)]
-    told = told._replace(text="\n\n".join(filter(None, noted_text)))
+    told = kind.tell(config, table, runs, rows, facts)
+    rows = rows if told.rows is None else told.rows
+    parts = [*harm(table, config.score, list(runs)), told.text, *_of_one_seed(config, table, list(runs))]
+    text = "\n\n".join(filter(None, parts))
     shown = str(table_of(told.columns, [*rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, rows))
-    text = "\n\n".join(filter(None, [told.text, told.code]))
+    page = "\n\n".join([shown, *filter(None, [text, told.code])])
     measure = kind.measures[config.score]
-    axes = kind.axes(config)
     record = {
         "config": dataclasses.asdict(config),
-        **{name: value for name, value in more.items() if name != "epochs"},
+        **machine,
+        "rates": table.rates,
         **facts,
         "recommended": list(told.recommended),
         "summary": summary,
         "code": told.code,
-        "title": f"{measure[:1].upper()}{measure[1:]} against {', '.join(axes.values())}",
+        "title": f"{measure[:1].upper()}{measure[1:]} against {', '.join(told.axes.values())}",
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
     }
-    noted = [{**row, "note": hint(candidates[row["name"]], row)} for row in rows]
-    pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, axes), **(told.pictures or {})}
+    noted = [{**row, "note": hint(runs[row["name"]].candidate, row)} for row in rows]
+    pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
-    write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], f"{shown}\n\n{text}", pictures)
-    return StudyResult(folder, points, rows, f"{shown}\n\n{text}", f"{summary}\n\n{told.text}", more["cpu_seconds"])
+    write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], page, pictures)
+    return StudyResult(folder, points, rows, page, f"{summary}\n\n{text}", machine["cpu_seconds"])
 
 
-def points_of(
-    table: Table, candidates: Candidates, score: str, baselines: Mapping[str, Mapping[str, Sequence[str]]]
-) -> list[Point]:
-    """Return candidates with their differences to the dense model, to their control and to the best of their baselines.
-
-    Args:
-        baselines: See `StudyKind.baselines`.
-    """
-    to_dense = gaps(table, score, dict.fromkeys(candidates, DENSE))
+def points_of(config: Any, kind: StudyKind, table: Table, runs: Runs) -> list[Point]:
+    """Return candidates with their differences to the dense model, to their control and to the best baselines."""
+    score = config.score
+    to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
-    to_control = gaps(table, score, {name: candidate.control for name, candidate in candidates.items()})
-    to_baselines: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in candidates}
+    to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
+    to_baselines: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in runs}
+    baselines = {} if kind.baselines is None else kind.baselines(table, runs)
     for suffix, others in baselines.items():
         best_baseline = {name: best(table, score, names) for name, names in others.items()}
         for name, gap in gaps(table, score, best_baseline).items():
             to_baselines[name] |= {f"to_baseline{suffix}": gap, f"baseline{suffix}": best_baseline[name]}
+    times = _columns_of_time(config, kind, table)
     return [
         Point(
             name,
-            candidate.series,
-            candidate.budget,
-            table.costs[name],
+            run.candidate.series,
+            run.candidate.budget,
+            table.costs[name] | times.get(name, {}),
             table.figures(name),
             to_dense[name],
             to_control[name],
             to_baselines[name],
         )
-        for name, candidate in candidates.items()
+        for name, run in runs.items()
     ]
+
+
+def _columns_of_time(config: Any, kind: StudyKind, table: Table) -> dict[str, dict[str, float]]:
+    """Return times and speed-ups by candidate; empty before they are measured."""
+    by_name: dict[str, dict[str, float]] = {}
+    suffixes = config.size_suffixes
+    for (inputs, size), ms in table.times.items():
+        columns = [f"{column}{suffixes[size]}" for column in kind.times[inputs]]
+        for name, figures in relative_times(ms, DENSE).items():
+            by_name.setdefault(name, {}).update(zip(columns, figures))
+    if kind.derive is not None:
+        kind.derive(by_name)
+    return by_name
+
+
+def epochs_of(run: Run, before: int | None) -> str:
+    """Return the epochs of a model as a study shows them: from scratch, or after those of the dense model.
+
+    Args:
+        before: Epochs of the dense model; None where the study does not train it.
+    """
+    epochs = run.config.epochs
+    if run.candidate.from_scratch:
+        return str(epochs) if run.is_trained else ""
+    base = "" if before is None else f"{before} "
+    if not run.is_trained:
+        return base.strip()
+    trained = getattr(run.config, "trained", None)
+    return f"{base}+ {epochs}" + ("" if trained is None else f" ({trained})")
 
 
 def named_columns(names: Sequence[str]) -> dict[str, Column]:
@@ -241,10 +264,10 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _of_one_seed(config: Any, table: Table, candidates: Candidates) -> list[str]:
+def _of_one_seed(config: Any, table: Table, names: Sequence[str]) -> list[str]:
     """Say what intervals are over where models were trained with one seed."""
     is_trained = config.train_dense or config.tune
-    if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, candidates):
+    if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, names):
         return []
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
 

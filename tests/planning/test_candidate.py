@@ -66,6 +66,5 @@ def test_each_kind_is_a_frozen_object_that_inherits_nothing() -> None:
 def test_each_kind_of_study_has_a_config() -> None:
     for name, config in STUDY_CONFIGS.items():
         assert get_args(get_type_hints(config)["kind"]) == (name,)
-        kind = study_kind(name)
-        assert isinstance(kind, StudyKind)
-        assert kind.run_config in {import_path(row.config) for row in KINDS.values()}
+        assert isinstance(study_kind(name), StudyKind)
+        assert ("image" if name == "features" else name) in KINDS

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.study import epochs_of, plan, run_study
+from mmod.studies.report import epochs_of
+from mmod.studies.study import candidates_and_runs, run_study
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -87,14 +88,15 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         controls={"tuned": "still", "still": None, "small": "recursions"},
         tune_dense=False,
     )
-    candidates, jobs = plan(config)
+    candidates, jobs = candidates_and_runs(config)
     runs = {job.name: job.config for job in jobs}
     assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
         "tuned-0.5": "still-0.5",
         "small-0.5": "recursions-0.5",
     }
     trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")
-    assert [epochs_of(jobs)[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
+    epochs = {job.name: epochs_of(job, 1) for job in jobs}
+    assert [epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
     assert [job.name for job in jobs if not job.is_trained] == ["still-0.5"]
     assert (runs["tuned-0.5"].trained, runs["tuned-0.5"].optim.lr) == ("routers", 0.5)
     assert runs["merge-0.5"].optim == runs["dense"].optim != runs["tuned-0.5"].optim
@@ -106,10 +108,10 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
 def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
     baselines = {name: BASELINES[name] for name in ("narrow", "recursions")}
     scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "baselines": baselines}
-    _, jobs = plan(dataclasses.replace(study, **scratch))
+    _, jobs = candidates_and_runs(dataclasses.replace(study, **scratch))
     assert [job.name for job in jobs] == ["dense", *ANEW]
-    assert all(job.is_trained and not job.is_tuned for job in jobs)
-    assert set(epochs_of(jobs).values()) == {"1"}
+    assert all(job.is_trained and job.candidate.from_scratch for job in jobs)
+    assert {epochs_of(job, 1) for job in jobs} == {"1"}
 
 
 def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: ImageStudyConfig) -> None:

@@ -19,7 +19,6 @@ from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
 from mmod.studies.compare import Measurer, Run, Timing, compare, evaluate_start, measure_run
-from mmod.studies.kind import readings_of
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import evaluate
@@ -41,7 +40,7 @@ def test_candidates_are_evaluated_and_timed_once(tmp_path: Path, monkeypatch: py
     candidates = [Candidate(DENSE), Candidate("random", routing={"router": "random"})]
 
     def compared() -> Table:
-        timing = Timing([1, 2], 2, readings_of)
+        timing = Timing([1, 2], 2)
         return compare(candidates, kind, {"val_split": "test"}, seeds=3, timing=timing)
 
     table = compared()

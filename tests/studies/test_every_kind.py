@@ -16,7 +16,7 @@ from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
-from mmod.studies.compare import Measurer, Run, Search, measure_run
+from mmod.studies.compare import Measurer, Run, measure_run
 from mmod.studies.study import study_kind
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step
@@ -96,11 +96,14 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 
     plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
     searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
-    routed = mmod.route_(kind_of(done).load(), **{training.part: searched})
+    routed = mmod.route_(kind_of(done).load(), **{training.planned_part: searched})
     assert mmod.routed_blocks(routed)
     # A comparison writes a searched plan into `routing` as this kind reads it.
-    run = Run("searched", 0, done, 1.0, search=Search(PlanOptions(), tmp_path))
-    ready = Measurer(measure_run, Store(), {str(run.search): searched.to_dict()}).ready(run)
+    options = PlanOptions()
+    candidate = mmod.planning.Candidate("searched", series="searched", search=options)
+    run = Run("searched", 0, done, candidate=candidate, searches=(options,))
+    plans = {tmp_path / "searched.plans": {options.budget: searched.to_dict()}}
+    ready = Measurer(measure_run, Store(), plans).ready(run)
     assert list(mmod.routed_blocks(kind_of(ready.config).load())) == list(mmod.routed_blocks(routed))
     assert "divergence added by each option" in capsys.readouterr().out
 

@@ -24,10 +24,11 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
+from mmod.studies.compare import Run
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
 from mmod.studies.report import harm, verdict
-from mmod.studies.study import plan, run_study
+from mmod.studies.study import candidates_and_runs, run_study
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
@@ -197,11 +198,11 @@ PRUNE = {
 
 def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(study, routers=BUDGETS, baselines=PRUNE, isoflop="none", seeds=1)
-    _, jobs = plan(plain)
+    _, jobs = candidates_and_runs(plain)
     # Two blocks of four on 0.6 or 0.3 of the tokens, and pruning to more tokens than its budget says.
     assert [job.name for job in jobs[2:]] == ["a-mod-0.83", "a-mod-0.69", "prune-0.7", "prune-0.63"]
     assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
-    _, jobs = plan(dataclasses.replace(plain, budgets=[0.5]))
+    _, jobs = candidates_and_runs(dataclasses.replace(plain, budgets=[0.5]))
     assert [job.name for job in jobs[2:]] == ["a-mod-0.69"]
 
 
@@ -216,11 +217,11 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
         baselines=PRUNE,
         then={"output": "tuned", "tune": True, "seeds": 2},
     )
-    assert {job.seed for job in plan(plain)[1]} == {0}
+    assert {job.seed for job in candidates_and_runs(plain)[1]} == {0}
     following = plain.following()
     assert isinstance(following, ImageStudyConfig)
     assert (following.output, following.following()) == (str(Path(study.output) / "tuned"), None)
-    assert {job.seed for job in plan(following)[1]} == {0, 1}
+    assert {job.seed for job in candidates_and_runs(following)[1]} == {0, 1}
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
@@ -231,11 +232,10 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     # With so many images, 2.0 points are the interval of a difference at 90 %.
     for name, top1 in (("dense", 90.0), ("a", 88.0), ("b", 89.0), ("c", 85.0)):
         table.add(name, 0, Measured({"top1": top1}, samples=1729))
-    candidates = {name: dataclasses.replace(prune, name=name) for name in table.runs}
+    runs = {name: Run(name, 0, None, candidate=dataclasses.replace(prune, name=name)) for name in table.runs}
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
-    timed = dataclasses.replace(table, costs={name: {"latency_ms": time} for name, time in ms.items()})
-    untimed = dataclasses.replace(table, costs={name: {} for name in ms})
-    told = tell(config, timed, candidates, [], facts)
+    timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
+    told = tell(config, timed, runs, [], facts)
     assert told.text.splitlines() == [
         "What to use, in batches of 16:",
         "",
@@ -250,7 +250,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "`--seeds 5` gives confidence intervals over runs.",
     ]
     assert told.recommended == ["b", "a"]
-    untold = tell(config, untimed, candidates, [], facts)
+    untold = tell(config, table, runs, [], facts)
     assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
@@ -265,10 +265,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     assert mmod.is_routed(model)
     # Seeds say nothing where nothing is trained, nor of other dense models.
     fixed = dataclasses.replace(config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
-    assert tell(fixed, timed, candidates, [], facts).text.endswith(
-        "one dense model; another may rank them differently."
-    )
-    assert "--seeds" not in tell(fixed, untimed, candidates, [], facts).text
+    assert tell(fixed, timed, runs, [], facts).text.endswith("one dense model; another may rank them differently.")
+    assert "--seeds" not in tell(fixed, table, runs, [], facts).text
 
 
 @pytest.mark.parametrize(
@@ -340,7 +338,7 @@ CONTROLS = {
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = ImageStudyConfig(**read_yaml(path))
-    _, planned = plan(config)
+    _, planned = candidates_and_runs(config)
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
     controls = {series for series in map(config.controls.get, config.series) if series}
@@ -348,7 +346,7 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
         fields.get("router") for fields in config.routers.values()
     }
     routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
-    chosen = [name for name, _, fields in config.routed_models() if "search" not in fields]
+    chosen = [model["series"] for model in config.routed_models() if model["search"] is None]
     assert len(routed) == config.seeds * len(chosen)
     assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
@@ -371,7 +369,7 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
         side = 32
     config = ImageStudyConfig(**read_yaml("my-model"))
     fields = merged(dense_of(config), {"data": {"image_size": side}})
-    candidates, jobs = plan(dataclasses.replace(config, dense={**fields, "model": dense}))
+    candidates, jobs = candidates_and_runs(dataclasses.replace(config, dense={**fields, "model": dense}))
     flops = {}
     for job in jobs:
         # How many patches are equal, no name tells.
@@ -434,7 +432,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
     assert "Nothing was trained" in str(advice)
     assert "`mmod tradeoff my-model` tries the same candidates" in str(advice)
     codes = {row.name: row.code for row in advice.rows}
-    for candidate in plan(config)[0][1:]:
+    for candidate in candidates_and_runs(config)[0][1:]:
         assert candidate.series == "smaller-image" or candidate.code("image", 4) == codes[candidate.name]
     for point in result.points[1:]:
         if point.series not in ("random", "smaller-image"):
@@ -448,5 +446,5 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
 def test_models_are_not_trained_on_the_images_of_the_evaluation() -> None:
     words = ["my-model", "--tune", "true"]
     with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
-        plan(read_config(words, ImageStudyConfig))
-    assert plan(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig))[1]
+        candidates_and_runs(read_config(words, ImageStudyConfig))
+    assert candidates_and_runs(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig))[1]

@@ -15,7 +15,7 @@ from mmod.analysis.prefill import training_flops
 from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
 from mmod.studies.config import IsoflopConfig
-from mmod.studies.isoflop import describe, plan, run_study
+from mmod.studies.isoflop import describe, places_of, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.text.kind import TextKind
 from mmod.training.text.model import window_flops
@@ -103,7 +103,7 @@ def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
 
 
 def test_each_budget_is_spent(tmp_path: Path) -> None:
-    places = plan(isoflop(tmp_path, budgets=[2e8, 5e8]))
+    places = places_of(isoflop(tmp_path, budgets=[2e8, 5e8]))
     assert [place.budget for place in places] == [2e8] * 6 + [5e8] * 6
     for place in places:
         assert place.spent == pytest.approx(place.budget, rel=0.05)
@@ -157,7 +157,7 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
     both = {"methods": [{"kind": "experts", "choice": "predictor"}], "routing": PREDICTOR}
-    places = plan(isoflop(tmp_path, routings={"dense": None, "routed": PREDICTOR, "both": both}))
+    places = places_of(isoflop(tmp_path, routings={"dense": None, "routed": PREDICTOR, "both": both}))
     configs = {place.series: place.config for place in places}
     kinds = {series: [method.kind for method in config.applied] for series, config in configs.items()}
     assert kinds == {"dense": [], "routed": ["routing"], "both": ["experts", "routing"]}
@@ -181,4 +181,4 @@ def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        plan(isoflop(tmp_path, **changes))
+        places_of(isoflop(tmp_path, **changes))

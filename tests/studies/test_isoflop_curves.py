@@ -46,7 +46,7 @@ def point(series: str, size: float, budget: float, shift: float) -> dict[str, ob
 def test_differences_are_those_of_the_least_losses_of_each_seed() -> None:
     shifts = {"dense": 2.0, "mod": 1.9}
     points = [point(name, size, budget, shifts[name]) for budget in (1e9, 2e9) for name in shifts for size in SIZES]
-    rows = optima(points, "loss")
+    rows = optima(points)
     assert [(row["budget"], row["series"]) for row in rows] == [
         (1e9, "dense"),
         (1e9, "mod"),
@@ -59,20 +59,20 @@ def test_differences_are_those_of_the_least_losses_of_each_seed() -> None:
             assert (row["difference"].value, row["difference"].seeds) == (pytest.approx(-0.1), 3)
         else:
             assert row["difference"] is None
-    assert len(curves_of(points, "loss", seed=2)) == 4
-    assert "-0.1000 [" in table(points, "loss")
-    figure = draw(points, "loss")
+    assert len(curves_of(points, seed=2)) == 4
+    assert "-0.1000 [" in table(points)
+    figure = draw(points)
     assert len(figure.axes) == 2
     stars = [line for axis in figure.axes for line in axis.get_lines() if line.get_marker() == "*"]
     assert len(stars) == 8
     # A series has the colour that it has in every other figure.
     assert {star.get_color() for star in stars} == {look["color"] for look in looks(shifts).values()}
-    assert verdict(points, "loss").count("-0.1000 [") == 2
+    assert verdict(points).count("-0.1000 [") == 2
 
 
 def test_a_grid_of_two_sizes_has_points_and_no_curve() -> None:
     points = [point("dense", size, 1e9, 2.0) for size in SIZES[:2]]
-    assert optima(points, "loss") == []
-    assert "\n\n" not in table(points, "loss")
-    assert verdict(points, "loss").startswith("No curve")
-    assert len(draw(points, "loss").axes) == 2
+    assert optima(points) == []
+    assert "\n\n" not in table(points)
+    assert verdict(points).startswith("No curve")
+    assert len(draw(points).axes) == 2

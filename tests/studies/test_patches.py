@@ -13,7 +13,7 @@ from mmod.analysis import flops
 from mmod.config.parse import parse_config
 from mmod.studies.candidates import image_candidates
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.study import plan, run_study
+from mmod.studies.study import candidates_and_runs, run_study
 from mmod.training import TrainConfig
 from mmod.training.image.kind import ImageKind
 from tests.kit.image_study import DENSE
@@ -84,4 +84,4 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
 def test_a_score_of_patches_needs_their_labels(study: ImageStudyConfig) -> None:
     model = {"model": {"args": {"global_pool": "avg"}}, "data": {"source": "digits:tiny", "label_patch": None}}
     with pytest.raises(ValueError, match="score='mean_iou' is one of patches"):
-        plan(dataclasses.replace(study, changes=model))
+        candidates_and_runs(dataclasses.replace(study, changes=model))

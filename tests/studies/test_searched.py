@@ -14,7 +14,8 @@ from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
 from mmod.studies.compare import Measurer, measure_run
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
-from mmod.studies.study import plan, run_study
+from mmod.studies.study import candidates_and_runs, run_study
+from mmod.training.kinds import kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
@@ -78,9 +79,15 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
         assert {path.name for path in folder.glob("*.json")} == {f"flops-{budget}.json" for budget in budgets}
         plans = [RoutingConfig.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
-    jobs = {job.name: job for job in plan(config)[1] if job.seed == 0}
+    jobs = {job.name: job for job in candidates_and_runs(config)[1] if job.seed == 0}
     measurer = Measurer(measure_run, Store(tmp_path / STORE))
-    cheap, dear = (measurer.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
+    kind = type(kind_of(jobs["dense"].config))
+    load, loaded = kind.load, list[Any]()
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "load", lambda kind: loaded.append(kind) or load(kind))  # type: ignore[func-returns-value]
+        cheap, dear = (measurer.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
+    # The dense model is loaded once for all budgets.
+    assert len(loaded) == 1
     assert cheap.routing != dear.routing
     assert measurer.ready(jobs["dense"]) is jobs["dense"]
 
