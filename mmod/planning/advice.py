@@ -169,8 +169,9 @@ class Advice:
         measured = f"{row.speedup.median:.2f} times as fast at {self._measured(row)}."
         if self.is_decided(row):
             return f"{action[0].upper()}{action[1:]}: {measured}{open_ones}"
-        text = f"Undecided: {self._missing([row])} {lost}. Best so far: {action}, {measured}"
-        return f"{text} Undecided too: {names}." if others else text
+        text = f"Undecided: {self._missing([row])} {lost} if you {action}: {measured}"
+        too = f" Undecided too: {names}." if others else ""
+        return f"{text}{too} Until then keep the dense model."
 
     def _at_speed(self, row: AdviceRow | None) -> str:
         """Return what to do for the speed-up that is wanted."""

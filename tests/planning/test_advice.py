@@ -78,8 +78,8 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert advice.best is not None
     assert advice.best.name == "smaller-image-0.60"
     assert advice.sentence == (
-        "Undecided: 300 more images would tell whether more than 2 % is lost. Best so far: use images of 128 px, 2.00 "
-        "times as fast at 100.0 [75.8, 100.0] % agreement with the dense model."
+        "Undecided: 300 more images would tell whether more than 2 % is lost if you use images of 128 px: 2.00 times "
+        "as fast at 100.0 [75.8, 100.0] % agreement with the dense model. Until then keep the dense model."
     )
     # Code is for what is decided.
     assert advice.code == ""
