@@ -5,6 +5,7 @@ Axes: B images, H heads, N tokens, A tokens of the first set, C of the second, R
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -12,7 +13,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack
+from mmod.adapters import BlockStack, image_facts, patch_grid
 from mmod.blocks import Step
 from mmod.methods.base import Method, register_method
 from mmod.methods.reduction import ReducedModel, Reduction, check_halves, reduce_
@@ -20,6 +21,7 @@ from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
+from mmod.values import check_value
 
 
 @register_method("merge")
@@ -34,7 +36,7 @@ class Merge(Method):
     its group, so any code that averages patches weighs groups by size.
 
     Args:
-        r: Number of tokens that a block merges, at most half of the patches: one number, or one per block.
+        r: Number of tokens that a block merges, one or one per block; at most half of the patches that are left.
         training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
@@ -55,8 +57,14 @@ class Merge(Method):
         """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""
         if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
             raise ValueError(f"r must have one number per block, {len(stack.blocks)}, got {len(self.r)}")
-        for index in self._counts(stack):
+        counts = self._counts(stack)
+        for index in counts:
             check_halves(stack, index)
+        size = image_facts(model).size
+        if counts and size is not None:
+            most = math.prod(patch_grid(model, size)) // 2
+            # Later blocks merge half of what is left, as in the source.
+            check_value("r in the first merging block", next(iter(counts.values())), int, f"[0, {most}]")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks; where anything but the prefix is read, tokens are unmerged."""

@@ -34,6 +34,8 @@ BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
 # Epochs that take about as long as evaluating once.
 _EVALUATION = 0.05
+# Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more.
+_PASSES = 8
 BEFORE = "before"
 """Name of the figure that a model has before it is fine-tuned."""
 Measure = Callable[["Run", Callback, "Measurer"], Measured]
@@ -393,8 +395,9 @@ def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown
             model = measurer.load(kind.config)
             passes[name] = {}
             for size in timing.sizes:
-                # As many samples at every size.
-                by_input = timing.readings(kind, model, size, max(timing.sizes) // size)
+                # As many samples at every size, where that takes few passes.
+                passes_of_size = min(max(timing.sizes) // size, _PASSES)
+                by_input = timing.readings(kind, model, size, passes_of_size)
                 passes[name] |= {(inputs, size): reading for inputs, reading in by_input.items()}
         return passes
 

@@ -181,6 +181,7 @@ def test_bad_values_are_named(values: dict[str, object], message: str) -> None:
         ("test_vit", Prune(0.5, (2, 1)), "blocks must be ascending"),
         ("test_vit", Prune(0.5, (9,)), "from 0 to 5"),
         ("test_vit", Merge((1, 2)), "one number per block, 6, got 2"),
+        ("vit_tiny_patch16_224", Merge(999), r"in \[0, \d+\], got 999"),
         ("test_vit", Exit(0.5, (5,)), "saves nothing"),
         ("vit_medium_patch16_gap_240", Prune(0.5, (1,), by="class_token"), "has no class token"),
         ("vit_small_patch16_18x2_224", Merge(2), "attention and MLP cannot run separately"),
