@@ -19,7 +19,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import device_of, load, needed_shares
+from mmod.training.engine.kind import device_of, load
 from mmod.training.engine.loop import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
@@ -89,7 +89,7 @@ class TextKind:
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""
-        return {"window": window_flops(model, self.config.data.length, kept=needed_shares(model, kept))}
+        return {"window": window_flops(model, self.config.data.length, kept)}
 
     def report(self, model: nn.Module) -> None:
         """Count nothing by part."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.analysis import Prompt, flops
+from mmod.blocks import by_data
 from mmod.config import RoutingConfig, Threshold
 from mmod.methods.base import deciding_together
 from mmod.methods.route import deciding_by
@@ -48,6 +49,7 @@ def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = Non
     The cost of threshold routing depends on the text: `kept` is the kept share by routed layer.
     """
     with deciding_together(model):
-        counts = flops(model, Prompt(length), kept)
+        # In training a layer may take the top-k, whatever its threshold in evaluation.
+        counts = flops(model, Prompt(length), kept if by_data(model) else None)
     # A prefill computes the logits of its last token alone.
     return counts.routed + (length - 1) * counts.rest.routed
