@@ -16,7 +16,7 @@ from mmod.adapters.images import image_facts
 from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
 from mmod.analysis.counting import PassCounts, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
-from mmod.analysis.prefill import Prompt, count_prefill
+from mmod.analysis.prefill import Prompt, check_read, count_prefill
 from mmod.analysis.tracing import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_inside, restore_
@@ -231,9 +231,8 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
     """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module."""
     by_data = {name: module for name, module in deciding_modules(model).items() if module.cost_follows_data}
+    check_read(model, kept)
     if not by_data:
-        if kept is not None:
-            raise ValueError("kept is for models whose cost follows from the data; this one's follows from its config")
         return {}
     if kept is None:
         first, *others = by_data

@@ -11,7 +11,7 @@ from torch import nn
 from mmod.adapters import find_stacks, used_parameters
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.analysis.tracing import Trace
-from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
+from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, by_data, model_hooks
 from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route
@@ -93,10 +93,17 @@ def count_prefill(
     Nothing runs: attention counts all computed pairs of queries and keys, as `torch.utils.flop_counter` does, and a
     kernel that skips the masked half spends less. Vision tower and projector are not counted.
     """
+    check_read(model, kept)
     if isinstance(kept, Trace):
         kept = _shares_of_free(model, kept)
     check_value("kept", kept, float | Mapping[str, float] | None, "[0, 1]")
     return _Counter(model, _FORWARD, prompt, kept).count()
+
+
+def check_read(model: nn.Module, kept: object) -> None:
+    """Raise a ValueError if kept shares are given for a model whose cost follows from its config alone."""
+    if kept is not None and not by_data(model):
+        raise ValueError("kept is for models whose cost follows from the data; this one's follows from its config")
 
 
 def _shares_of_free(model: nn.Module, decisions: Trace) -> dict[str, float]:
@@ -218,7 +225,7 @@ class _Counter:
         config = block.router.config
         capacity = block.router.capacity
         free = self.free
-        if config.select != "topk" or config.language.inference_threshold is not None:
+        if block.cost_follows_data:
             share = self.kept.get(name) if isinstance(self.kept, Mapping) else self.kept
             if share is None:
                 raise ValueError(

@@ -44,7 +44,7 @@ from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, mo
 from mmod.blocks.inner import BranchRunner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import Passes, ReadBlocks, SpanPass, StackCalls, recomputing
-from mmod.blocks.record import Deciding, Record, Records, deciding_modules
+from mmod.blocks.record import Deciding, Record, Records, by_data, deciding_modules
 from mmod.blocks.remaining import Remaining, Step
 from mmod.blocks.routed import (
     ROUTED,

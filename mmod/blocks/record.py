@@ -274,3 +274,8 @@ def deciding_modules(model: nn.Module) -> dict[str, Deciding]:
             modules[name] = module
             enclosing = f"{name}." if "" in module.places() else enclosing
     return modules
+
+
+def by_data(model: nn.Module) -> bool:
+    """Return whether the cost of a forward pass depends on the data."""
+    return any(module.cost_follows_data for module in deciding_modules(model).values())

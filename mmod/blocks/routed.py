@@ -193,8 +193,9 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     @property
     def cost_follows_data(self) -> bool:
-        """Whether the router selects by threshold."""
-        return self.router.config.select != "topk"
+        """Whether the router selects by threshold, at least in evaluation."""
+        config = self.router.config
+        return config.select != "topk" or config.language.inference_threshold is not None
 
     def assume_kept(self, share: float) -> float:
         """Keep a share of the tokens by top-k; return the share for whole images, or 0 for no tokens."""

@@ -18,7 +18,7 @@ from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
-from mmod.blocks import deciding_modules
+from mmod.blocks import by_data
 from mmod.compare.early import BATCH
 from mmod.compare.table import Measured
 from mmod.io.store import fingerprint
@@ -224,7 +224,7 @@ class Prompts:
 
     def _kept(self, model: nn.Module) -> dict[str, float] | None:
         """Return the share of the first batch's image tokens that each layer keeps; None where it is known before."""
-        if not any(module.cost_follows_data for module in deciding_modules(model).values()):
+        if not by_data(model):
             return None
         with trace(model) as decisions:
             self.check(model)

@@ -9,6 +9,7 @@ import torch
 
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis.counting import pass_flops
+from mmod.blocks import by_data
 from mmod.compare.table import DENSE
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
@@ -16,7 +17,6 @@ from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, without_weights
 from mmod.planning.options import FIT
 from mmod.studies.config import ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
-from mmod.training.engine.kind import by_data
 from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 

@@ -33,6 +33,7 @@ from mmod.studies.report import named_columns, verdict
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
+from mmod.training.engine.kind import needed_shares
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,9 +96,10 @@ def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) 
     # Shares refer to the dense model's prompts; a baseline's images may be smaller.
     full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
     _, _, full_image = ChatKind(full).prompts(config.latency_batch)
-    routed = flops(model, Prompt(text, image), rows.kept if is_routed(model) else None).routed
-    dense = flops(model, Prompt(text, full_image), 0.0).dense
-    text_alone = flops(model, Prompt(text), 0.0).dense
+    kept = needed_shares(model, rows.kept)
+    routed = flops(model, Prompt(text, image), kept).routed
+    dense = flops(model, Prompt(text, full_image), kept).dense
+    text_alone = flops(model, Prompt(text), kept).dense
     with torch.inference_mode():
         cache = fill_cache(model, prompts)
     cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)

@@ -167,6 +167,9 @@ def test_thresholds_need_the_kept_share() -> None:
     for kept in (3, "half"):
         with pytest.raises((TypeError, ValueError), match=r"^kept must be "):
             flops(model, Prompt(10), kept)
+    for fixed in (make_language("llama"), mmod.route_(make_language("llama"), mmod.RoutingConfig())):
+        with pytest.raises(ValueError, match=r"^kept is for models whose cost follows from the data"):
+            flops(fixed, Prompt(10), 0.07)
 
 
 def test_a_prompt_counts_no_vision_tower_and_says_so() -> None:

@@ -25,6 +25,7 @@ from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.preflight import check_start, step_samples, steps_of
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of
+from mmod.training.engine.kind import needed_shares
 from mmod.values import IGNORED
 
 # Encoded conversations, evenly spread over the data.
@@ -101,7 +102,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
 
     stacks = find_stacks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), shares or None)
+    language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), needed_shares(model, shares))
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}

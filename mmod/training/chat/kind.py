@@ -28,7 +28,6 @@ from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
 from mmod.io.processes import gathered
-from mmod.methods.route import is_routed
 from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
 from mmod.training.chat.config import TrainConfig
@@ -41,7 +40,7 @@ from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arg
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
-from mmod.training.engine.kind import AfterStep, device_of, load
+from mmod.training.engine.kind import AfterStep, device_of, load, needed_shares
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
@@ -200,7 +199,7 @@ class ChatKind:
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
         _, text, image = self.prompts(_COUNTED)
-        return {"prompt": flops(model, Prompt(text, image), kept if is_routed(model) else None).routed}
+        return {"prompt": flops(model, Prompt(text, image), needed_shares(model, kept)).routed}
 
     def report(self, model: nn.Module) -> None:
         """Count nothing by part."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.analysis import FlopReport
 from mmod.analysis.timing import Reading
-from mmod.blocks import deciding_modules
+from mmod.blocks import by_data
 from mmod.data.loader import BatchStream
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig
@@ -176,11 +176,6 @@ def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
     # Rounded up, because the last group of an epoch may have fewer batches.
     steps = -(-train.steps_per_epoch // config.accumulate)
     return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
-
-
-def by_data(model: nn.Module) -> bool:
-    """Return whether the cost of a forward pass depends on the data."""
-    return any(module.cost_follows_data for module in deciding_modules(model).values())
 
 
 def needed_shares(model: nn.Module, kept: Mapping[str, float]) -> Mapping[str, float] | None:
