@@ -13,6 +13,8 @@ from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mmod.training.engine.run_folder import FitResult
 
 _DRY = "--dry-run"
@@ -32,15 +34,17 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     from mmod.methods.route import is_routed
 
     folder = shlex.quote(result.folder)
-    model = "final model" if result.average is None else "final model, the moving average of the weights,"
-    lines = [f"next: the {model} is in {folder}/model"]
+    saved = "final model" if result.average is None else "final model, the moving average of the weights,"
+    lines = [f"next: the {saved} is in {folder}/model"]
     commands = {}
     if result.evaluation is not None:
         commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
+        kind = kind_of(config)
         # Methods for training alone leave the final model dense.
-        if is_routed(kind_of(config).sketch().eval()):
+        model = kind.sketch().eval()
+        if is_routed(model):
             commands[f"mmod audit {folder}"] = "what its routers learned"
-        elif config.routing is None and not config.methods and _is_routable(config):
+        elif config.routing is None and not config.methods and _is_routable(model, kind.planned_part):
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
             if config.kind in ADVISED:
                 commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
@@ -49,17 +53,15 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     return "\n".join(lines)
 
 
-def _is_routable(config: RunConfig) -> bool:
-    """Return whether the part of a dense run's model that plans are searched for can be routed."""
+def _is_routable(model: nn.Module, planned_part: str) -> bool:
+    """Return whether the part of a dense model on meta that plans are searched for can be routed; change the model."""
     from mmod.adapters import find_part
     from mmod.config import RoutingConfig
     from mmod.methods.route import Route
     from mmod.model import apply_
 
-    kind = kind_of(config)
-    model = kind.sketch()
     try:
-        part, _ = find_part(model, kind.planned_part)
+        part, _ = find_part(model, planned_part)
         apply_(model, Route({part: RoutingConfig(router="random")}))
     except ValueError:
         return False

@@ -57,7 +57,7 @@ class RunEstimate:
         by_input = ", ".join(f"{name} {count / 1e9:.4g}" for name, count in self.flops.items())
         return "\n".join(
             [
-                f"{self.epochs:.4g} epochs, {self.steps} steps of {self.batch} samples",
+                f"epochs: {self.epochs:.4g}, steps: {self.steps} of {self.batch} samples",
                 f"forward GFLOPs of a sample: {by_input}; about {self.step_flops / 1e12:.4g} TFLOPs a step",
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
                 f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "

@@ -61,8 +61,8 @@ class FitResult(Generic[Result]):
         return self.average or self.evaluation
 
     def __str__(self) -> str:
-        state = "had finished before" if self.reused else "finished"
-        lines = [f"{self.folder}: {state} after {self.epochs:g} epochs, {self.steps} steps"]
+        state = "finished earlier," if self.reused else "finished"
+        lines = [f"{self.folder}: {state} after epoch {self.epochs:g}, step {self.steps}"]
         results = {"weights": self.evaluation, "moving average": self.average}
         lines += [f"{name}: {result}" for name, result in results.items() if result is not None]
         if self.evaluation is not None and self.evaluation.baseline:

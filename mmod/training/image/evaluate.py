@@ -25,6 +25,7 @@ from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_range
 from mmod.values import IGNORED, check_value
 
+_GUESSES = 5
 CONFUSION = "confusion"
 """Outcome of an image of patches: their number by class (rows) and predicted class (columns)."""
 
@@ -35,7 +36,7 @@ class EvalResult(RoutedResult):
 
     Args:
         top1: Accuracy on labels, of images or of patches, in percent.
-        top5: Share of labels among the first five guesses, in percent.
+        top5: Share of labels among the first five guesses, in percent; None for a model of five classes or fewer.
         loss: Mean cross entropy.
         kept: Mean kept share of tokens, in [0, 1], by routed block.
         objects: Accuracy on patches of any class but 0, the background, in percent; None for labels of images.
@@ -45,7 +46,7 @@ class EvalResult(RoutedResult):
     """
 
     top1: float
-    top5: float
+    top5: float | None
     loss: float
     samples: int
     kept: dict[str, float]
@@ -67,10 +68,10 @@ class EvalResult(RoutedResult):
         return {name: figure for name, figure in figures.items() if figure is not None}
 
     def __str__(self) -> str:
-        of_patches = [*self.accuracies().items()][2:]
-        patches = "".join(f"{name} {figure:.2f} %, " for name, figure in of_patches)
+        titles = {"top1": "top-1", "top5": "top-5"}
+        figures = "".join(f"{titles.get(name, name)} {figure:.2f} %, " for name, figure in self.accuracies().items())
         return (
-            f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {patches}loss {self.loss:.4f}, "
+            f"{figures}loss {self.loss:.4f}, "
             f"kept {self.mean_kept:.3f} ({self.samples} images{f'; {self.classes}' if self.classes else ''})"
         )
 
@@ -142,7 +143,7 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
     is_class_BN = (target_BN >= 0) & (target_BN < classes)
     safe_BN = target_BN.where(is_class_BN, IGNORED)
     loss_BN = F.cross_entropy(logits_BNC.movedim(-1, 1), safe_BN, ignore_index=IGNORED, reduction="none")
-    guess_BNK = logits_BNC.topk(min(5, classes), dim=-1).indices
+    guess_BNK = logits_BNC.topk(min(_GUESSES, classes), dim=-1).indices
     right_BNK = guess_BNK == target_BN[..., None]
     rows = {
         "loss": loss_BN.double().sum(1) / labels_B,
@@ -182,7 +183,7 @@ def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
     objects, mean_iou = _patch_figures(rows) if "guess" in rows else (None, None)
     return EvalResult(
         top1=100 * means["outcome"],
-        top5=100 * means["five"],
+        top5=100 * means["five"] if int(rows["outputs"][0]) > _GUESSES else None,
         loss=means["loss"],
         samples=len(labels_N),
         kept=kept_means(rows),

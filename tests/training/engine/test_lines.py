@@ -147,7 +147,7 @@ def test_other_processes_print_nothing(
     file = tmp_path / "run" / "config.yaml"
     shutil.copy(file, tmp_path / "config.yaml")
     main(["train", "image", str(tmp_path / "config.yaml")])
-    assert "had finished before" in capsys.readouterr().out
+    assert "finished earlier, after" in capsys.readouterr().out
     monkeypatch.setattr("mmod.training.command.is_first_process", lambda: False)
     main(["train", "image", str(tmp_path / "config.yaml")])
     assert not capsys.readouterr().out

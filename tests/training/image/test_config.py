@@ -97,8 +97,8 @@ def test_command_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: py
     arguments += [f"--output={tmp_path / 'run'}", "--data.source=digits:tiny", f"--data.root={tmp_path / 'digits'}"]
     arguments += ["--model.args.embed_dim=12", "--model.args.depth=2", "--data.batch_size=128"]
     main(arguments, "image")
-    assert "finished after 1 epochs, 2 steps" in capsys.readouterr().out
+    assert "finished after epoch 1, step 2" in capsys.readouterr().out
     main(arguments, "image")
     shown = capsys.readouterr().out
-    assert "had finished before after 1 epochs" in shown
+    assert "finished earlier, after epoch 1" in shown
     assert "(64 images)" in shown
