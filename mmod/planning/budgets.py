@@ -172,19 +172,17 @@ def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> list[Can
         share = share_of(candidate)
         if share is not None and abs(share / budget - 1) > _TOLERANCE:
             shares[candidate.name] = share
-    named = [candidate for candidate in candidates if candidate.name not in shares]
+    named = []
     names: dict[str, str] = {}
+    on_budget = [candidate for candidate in candidates if candidate.name not in shares]
     for candidate in candidates:
         if candidate.name not in shares:
+            named.append(candidate)
             continue
         share = shares[candidate.name]
         names[candidate.name] = f"{candidate.series}-{share:.2f}"
-        if not any(_are_equal(candidate, other) for other in named):
+        if not any(_are_equal(candidate, other) for other in (*on_budget, *named)):
             named.append(dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2)))
-    order = {
-        names.get(candidate.name, candidate.name): index for index, candidate in reversed([*enumerate(candidates)])
-    }
-    named.sort(key=lambda candidate: order[candidate.name])
     return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named]
 
 

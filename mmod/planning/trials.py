@@ -29,7 +29,6 @@ from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import (
     Refused,
-    faster_candidates,
     image_candidates,
     language_candidates,
     smaller_images,
@@ -141,12 +140,10 @@ def advise(
                 chosen = [*chosen, *smaller_images(model)]
         else:
             samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
-            of_image = (model, part, depth, samples.pixels[:1].to(samples.device), samples.patches)
-            if faster is not None:
-                chosen, unfitted = faster_candidates(*of_image, faster)
-            elif candidates is None:
-                chosen, unfitted = image_candidates(*of_image)
-                study = _STUDY if is_named else ""
+            if candidates is None:
+                image = samples.pixels[:1].to(samples.device)
+                chosen, unfitted = image_candidates(model, part, depth, image, samples.patches, faster)
+                study = _STUDY if is_named and faster is None else ""
             else:
                 chosen = candidates
         results = Store(store)

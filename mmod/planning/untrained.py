@@ -47,41 +47,30 @@ Refused = dict[str, str]
 
 
 def image_candidates(
-    model: nn.Module, part: str, depth: int, image: Tensor, patch: tuple[int, int] | None
+    model: nn.Module,
+    part: str,
+    depth: int,
+    image: Tensor,
+    patch: tuple[int, int] | None,
+    faster: float | None = None,
 ) -> tuple[list[Candidate], Refused]:
     """Return the candidates of an image model, at shares of its FLOPs, and why others are refused.
 
     Args:
         image: An image of the size that is advised on (1, C, H, W).
         patch: Height and width of its patches in pixels; None where the model does not say.
+        faster: A wanted speed-up, of which few candidates come at two shares of the FLOPs: that of the factor, and a
+            tenth less, as time falls less than FLOPs.
     """
-    budgets = {name: (0.85, 0.7, 0.55) if name in _MILD else (0.7, 0.55) for name in _SERIES}
-    candidates, refused = _at_budgets(model, part, depth, image, patch, _SERIES, budgets)
-    return [*candidates, Candidate("pixelprune", routing={"preset": "pixelprune"})], refused
-
-
-def faster_candidates(
-    model: nn.Module, part: str, depth: int, image: Tensor, patch: tuple[int, int] | None, faster: float
-) -> tuple[list[Candidate], Refused]:
-    """Return few candidates of about the FLOPs at which a model may be faster by a factor, and why others are refused.
-
-    Each series comes at two shares of the dense FLOPs: that of the factor, and a tenth less, as time falls less than
-    FLOPs. Arguments are those of `image_candidates`.
-    """
-    shares = (round(1 / faster, 2), round(0.9 / faster, 2))
-    return _at_budgets(model, part, depth, image, patch, _FASTER, dict.fromkeys(_FASTER, shares))
-
-
-def _at_budgets(
-    model: nn.Module,
-    part: str,
-    depth: int,
-    image: Tensor,
-    patch: tuple[int, int] | None,
-    series: Mapping[str, Mapping[str, Any]],
-    budgets: Mapping[str, Sequence[float]],
-) -> tuple[list[Candidate], Refused]:
-    """Return the models of some series at their budgets, and why others are refused."""
+    series = _SERIES
+    budgets: dict[str, tuple[float, ...]] = {}
+    for name in _SERIES:
+        budgets[name] = (0.85, 0.7, 0.55) if name in _MILD else (0.7, 0.55)
+    further = [Candidate("pixelprune", routing={"preset": "pixelprune"})]
+    if faster is not None:
+        series = _FASTER
+        budgets = dict.fromkeys(_FASTER, (round(1 / faster, 2), round(0.9 / faster, 2)))
+        further = []
     size: Any = {part: image} if len(find_stacks(model)) > 1 else tuple(image.shape[1:])
     # A model of transformers that reads texts too, of which no method here changes a thing.
     tower = None
@@ -107,7 +96,8 @@ def _at_budgets(
         candidates += [
             Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]
         ]
-    return [_advised(one) for one in at_budgets(candidates, flops_of, sizes, patches, refused)], refused
+    fitted = at_budgets(candidates, flops_of, sizes, patches, refused)
+    return [*map(_advised, fitted), *further], refused
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[Any]:

@@ -10,26 +10,21 @@ import torch
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis.counting import pass_flops
 from mmod.blocks import by_data
-from mmod.compare.table import DENSE
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, without_weights
 from mmod.planning.options import FIT
-from mmod.studies.config import ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.studies.config import ChatStudyConfig, TimmStudyConfig, refuse_set_by_study
 from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 
 
-def routed_candidates(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
-    """Return the dense model and the routed ones of a study, see `StudyKind.candidates`."""
-    dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
-    return [dense_candidate, *(Candidate(**fields) for fields in config.routed_models())]
-
-
-def image_candidates(config: TimmStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
-    """Return them with shallower dense models and baselines, fitted to the budgets that the study names."""
-    candidates = routed_candidates(config, dense, tuned)
+def image_candidates(
+    config: TimmStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any
+) -> list[Candidate]:
+    """Return candidates with shallower dense models and baselines, fitted to the budgets that the study names."""
+    candidates = [*candidates]
     epochs = dense.epochs + (tuned.epochs if config.tune else 0)
     if config.isoflop == "scratch":
         candidates += _shallow(candidates, dense, epochs)
@@ -49,10 +44,11 @@ def _names_budgets(config: TimmStudyConfig) -> bool:
     return is_fitted or any("budgets" in series for series in config.routers.values())
 
 
-def chat_candidates(config: ChatStudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
-    """Return them with baselines of smaller images."""
-    baselines = create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)
-    return [*routed_candidates(config, dense, tuned), *baselines]
+def chat_candidates(
+    config: ChatStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any
+) -> list[Candidate]:
+    """Return candidates with baselines of smaller images."""
+    return [*candidates, *create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)]
 
 
 def _fitted(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:

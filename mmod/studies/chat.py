@@ -72,6 +72,8 @@ def _tell(config: ChatStudyConfig, table: Table, runs: Runs, rows: Lines, facts:
     for row in rows:
         right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
     return Told(
+        rows=rows,
+        measure="right answers",
         columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
         axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {config.latency_batch}"},
         text=verdict(table, config.score, list(runs)),
@@ -149,7 +151,6 @@ def _derive(times: Mapping[str, dict[str, float]]) -> None:
 
 STUDY = StudyKind(
     candidates=chat_candidates,
-    measures={RIGHT: "right answers"},
     weigh={RIGHT: right_answers},
     times={"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")},
     describe=_describe,

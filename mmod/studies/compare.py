@@ -52,8 +52,9 @@ class Run(Job[Any]):
 
     candidate: Candidate
     is_trained: bool = True
-    # The searches of its series, one for each budget, if the candidate's own plan is still to be found.
+    # The searches of its series, one for each budget, if the candidate's own plan is still to be found; their folder.
     searches: tuple[PlanOptions, ...] = ()
+    plans: Path = Path()
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,10 @@ class Measurer:
         options = run.candidate.search
         if options is None or not run.searches:
             return run
-        folder = Path(run.config.output).with_name(f"{run.candidate.series}.plans")
-        if folder not in self.plans:
-            found = search_for(run.config, run.searches, folder)
-            self.plans[folder] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
-        plan = self.plans[folder][options.budget]
+        if run.plans not in self.plans:
+            found = search_for(run.config, run.searches, run.plans)
+            self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
+        plan = self.plans[run.plans][options.budget]
         part = options.part or kind_of(run.config).planned_part
         routing = plan if part == run.config.part else {part: plan}
         return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), searches=())
@@ -179,7 +179,7 @@ def compare(
     kind = _with_data(kind, data)
     train = train if train is None else _with_data(kind_of(train), data).config
     runs = runs_of(candidates, kind, train, seeds, train_dense=train_dense, bases=bases)
-    check_runs(kind, runs)
+    _check_runs(kind, runs)
     if store is None:
         # A folder that cannot be written is no news for the end of a run.
         store = Store(make_folder(kind.config.output) / STORE)
@@ -187,7 +187,7 @@ def compare(
     runner = Runner(progress=False) if runner is None else runner
     if rates is not None:
         table.rates = _best_rates(runs, rates, store, runner, Path(kind.config.output) / "rates")
-        runs = [dataclasses.replace(run, config=with_rate(run.config, table.rates.get(run.name, 1.0))) for run in runs]
+        runs = [dataclasses.replace(run, config=_with_rate(run.config, table.rates.get(run.name, 1.0))) for run in runs]
     measurer = Measurer(measure or measure_run, store)
     first: dict[str, Run] = {}
 
@@ -195,7 +195,7 @@ def compare(
         if run.seed == 0 and run.name != BASE:
             run = first[run.name] = measurer.ready(run)
         if run.name in first and run.seed == 0 and count is not None:
-            model = measurer.load(final_config(run))
+            model = measurer.load(_final_config(run))
             # The same whether the model has drawn since it was loaded, in its evaluation, or not.
             seed_draws(run.seed, 0, 0)
             table.costs[run.name] = count(run, model, table.runs[run.name][0])
@@ -244,9 +244,8 @@ def runs_of(
             work = _work(config) if is_trained else _EVALUATION
             series = [other.search for other in others if other.series == candidate.series]
             searches = tuple(filter(None, series)) if candidate.search else ()
-            runs.append(
-                Run(candidate.name, seed, config, work, candidate=candidate, is_trained=is_trained, searches=searches)
-            )
+            run = Run(candidate.name, seed, config, work, candidate=candidate, is_trained=is_trained)
+            runs.append(dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans"))
     return runs
 
 
@@ -262,7 +261,7 @@ def _work(config: Any) -> float:
     return float(config.epochs or 1)
 
 
-def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
+def _check_runs(kind: Kind, runs: Sequence[Run]) -> None:
     """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
     written = {run.config.output for run in runs}
     for run in runs:
@@ -282,7 +281,7 @@ def check_runs(kind: Kind, runs: Sequence[Run]) -> None:
             raise ValueError(f"model {run.name!r} of the study: {error}") from error
 
 
-def final_config(run: Run) -> Any:
+def _final_config(run: Run) -> Any:
     """Return the config of a run's final model."""
     return run.config.finished(run.config.output) if run.is_trained else run.config
 
@@ -314,7 +313,7 @@ def measure_run(
             outcomes[BEFORE] = start.outcomes[before]
     rows = measured_of(fit(run.config, callback))
     if by_sample:
-        final = evaluate_start(measurer.store, final_config(run))
+        final = evaluate_start(measurer.store, _final_config(run))
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
@@ -386,7 +385,7 @@ def _sha256(file: Path, changed: int) -> str:
 
 def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown: bool) -> Times[Any]:
     """Return the times of final models, by input and size of batches."""
-    kinds = {name: kind_of(final_config(run)) for name, run in runs.items()}
+    kinds = {name: kind_of(_final_config(run)) for name, run in runs.items()}
     identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(timing.sizes)}
 
     def readings() -> Readings[Any]:
@@ -415,17 +414,16 @@ def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner,
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
-    if len(rates.factors) == 1:
-        return dict.fromkeys((run.name for run in runs), rates.factors[0])
     jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
+    tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
+    if len(rates.factors) == 1:
+        return {run.name: rates.factors[0] for run in tried}
     trials: dict[str, dict[str, float]] = {}
-    for run in runs[len(jobs) :]:
-        if run.seed or not run.is_trained:
-            continue
+    for run in tried:
         trials[run.name] = {}
         for factor in rates.factors:
             name = f"{run.name}-{factor:g}"
-            config = _with_data(kind_of(with_rate(run.config, factor)), rates.data).config
+            config = _with_data(kind_of(_with_rate(run.config, factor)), rates.data).config
             config = dataclasses.replace(config, output=str(folder / name), seed=rates.seed)
             jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
             trials[run.name][name] = factor
@@ -449,7 +447,7 @@ def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measu
         return Measured({figure: -float("inf")})
 
 
-def with_rate(config: Any, rate: float) -> Any:
+def _with_rate(config: Any, rate: float) -> Any:
     """Return a config with its learning rate multiplied."""
     if rate == 1.0:
         return config

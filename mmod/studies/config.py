@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,11 @@ class StudyConfig(Checked):
         return [*self.routers, *getattr(self, "baselines", ())]
 
     @property
+    def score(self) -> str:
+        """The figure by which models are compared."""
+        raise NotImplementedError
+
+    @property
     def rates(self) -> list[float] | None:
         """Factors of the learning rate, of which every model uses the best; None where a kind searches none."""
         return None
@@ -132,7 +138,7 @@ class StudyConfig(Checked):
         """Fields of the training config by which models are fine-tuned from the dense one."""
         return merged(self.dense_fields, self.finetune)
 
-    @property
+    @functools.cached_property
     def size_suffixes(self) -> dict[int, str]:
         """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
         sizes = sorted({*self.latency_batches, self.latency_batch})
@@ -247,7 +253,6 @@ class TimmStudyConfig(StudyConfig):
         maps: Sample images over which routing is drawn.
     """
 
-    score: str
     isoflop: Literal["scratch", "none"] = "scratch"
     baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: Annotated[list[float] | None, "(0, inf)"] = None

@@ -286,13 +286,12 @@ def _tell(config: FeaturesStudyConfig, table: Table, runs: Runs, rows: Lines, fa
         return " ".join(sentences)
 
     columns = _COLUMNS_OF_PATCHES if config.feature == "patches" else _COLUMNS
-    told = image.tell(config, table, runs, rows, facts, columns, note, verdict)
-    return told._replace(rows=_completed(config, table, runs, rows))
+    completed = _completed(config, table, runs, rows)
+    return image.tell(config, table, runs, completed, facts, columns, _MEASURES, note, verdict)
 
 
 STUDY = StudyKind(
     candidates=image.STUDY.candidates,
-    measures=_MEASURES,
     measure=measure,
     weigh=WEIGH,
     tell=_tell,

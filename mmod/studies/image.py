@@ -137,6 +137,7 @@ def tell(
     rows: Lines,
     facts: Facts,
     columns: Sequence[str] = _COLUMNS,
+    measures: Mapping[str, str] = _MEASURES,
     note: str = "",
     verdict: Verdict = verdict,
 ) -> Told:
@@ -144,6 +145,7 @@ def tell(
 
     Args:
         columns: Names of the table's columns, see `COLUMNS`.
+        measures: Titles of scores.
         note: The quantity that confidence intervals refer to; empty if another part of the text says so.
         verdict: What is said before models are timed.
     """
@@ -154,7 +156,8 @@ def tell(
     shown = {name: COLUMNS[name] for name in ("name", "gflops")}
     shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
     summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
-    told = Told(_with_batch_sizes(suffixes, columns), {"gflops": "GFLOPs per image", **axes}, "", summary)
+    axes = {"gflops": "GFLOPs per image", **axes}
+    told = Told(rows, _with_batch_sizes(suffixes, columns), measures[score], axes, "", summary)
     times = _known_times(table, names)
     to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
     has_intervals = any(difference.has_interval for difference in to_dense)
@@ -185,7 +188,7 @@ def tell(
                 f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
                 f"difference) than any of these, the fastest first: {listed(fastest)}."
             )
-    limits = _against_advice(config, [run.candidate for run in runs.values()])
+    limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
     if not has_intervals or (is_by_sample and not note):
         limits.append(_of_chance(chance, dense.samples, is_by_sample))
     if not config.train_dense:
@@ -200,10 +203,10 @@ def tell(
     return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
 
 
-def _against_advice(config: TimmStudyConfig, candidates: Sequence[Candidate]) -> list[str]:
+def _against_advice(is_tuned: bool, candidates: Sequence[Candidate]) -> list[str]:
     """Say why `mmod advise` may say otherwise."""
     reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models may lose less, and rank differently."]
-    if config.tune:
+    if is_tuned:
         reasons = ["Models were fine-tuned, and `mmod advise` trains nothing: its figures are those before tuning."]
     if any(candidate.image_size is not None for candidate in candidates):
         reasons.append(
@@ -251,7 +254,6 @@ def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict
 
 STUDY = StudyKind(
     candidates=image_candidates,
-    measures=_MEASURES,
     weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
     times=TIMES,
     count=count,

@@ -12,7 +12,6 @@ from mmod.analysis.timing import Reading
 from mmod.compare.table import Measured, Table, Weigh
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
-from mmod.studies.candidates import routed_candidates
 from mmod.studies.compare import Run, readings_of
 from mmod.training.engine.kind import Kind
 
@@ -31,22 +30,24 @@ class Told(NamedTuple):
     """What a study tells.
 
     Attributes:
+        rows: The rows of candidates, perhaps with further columns.
         columns: Columns of the table.
+        measure: Title of the score.
         axes: Columns of costs that the score is drawn against, with the titles of their axes.
         text: What follows from it.
         summary: Columns of the table that is printed; None prints all.
-        rows: The rows of candidates with further columns; None for those that were given.
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
         code: Lines that apply them, as Markdown.
         pictures: Further pictures by the name of their file.
     """
 
+    rows: Lines
     columns: Mapping[str, Column]
+    measure: str
     axes: Mapping[str, str]
     text: str
     summary: Mapping[str, Column] | None = None
-    rows: Lines | None = None
     last_rows: Lines = ()
     recommended: Sequence[str] = ()
     code: str = ""
@@ -58,10 +59,9 @@ class StudyKind:
     """What a kind of model contributes to a study: functions of its config and of what was measured.
 
     Attributes:
-        measures: Titles of the figures by which candidates may be compared; the config's `score` is one of them.
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
-        candidates: What is compared, the dense model first, from the study's config and the training configs of the
-            dense model and of fine-tuning it.
+        candidates: What is compared, from the study's config, the routed models of its series, and the training configs
+            of the dense model and of fine-tuning it; None compares the dense model with the routed ones alone.
         count: Counts the costs of a candidate.
         draw: Draws the tokens that a candidate keeps, by the name of the picture.
         tell: Says what follows from the table.
@@ -73,11 +73,10 @@ class StudyKind:
         baselines: The candidates that each is compared with where they are as cheap, by a suffix of columns.
     """
 
-    measures: Mapping[str, str]
     times: Mapping[str, tuple[str, str]]
     count: Callable[[Any, Run, nn.Module, Measured], dict[str, float]]
     tell: Callable[[Any, Table, Runs, Lines, Facts], Told]
-    candidates: Callable[[Any, Any, Any], list[Candidate]] = routed_candidates
+    candidates: Callable[[Any, list[Candidate], Any, Any], list[Candidate]] | None = None
     measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Any, Any], Facts] | None = None

@@ -36,7 +36,8 @@ _COLUMNS = (
 def _tell(config: PairsStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
     """Say which models are significantly better."""
     axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {config.latency_batch}"}
-    return Told(named_columns(_COLUMNS), axes, verdict(table, config.score, list(runs)))
+    measure = "recall at 1, mean of both directions,"
+    return Told(rows, named_columns(_COLUMNS), measure, axes, verdict(table, config.score, list(runs)))
 
 
 def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
@@ -53,7 +54,6 @@ def _derive(times: Mapping[str, dict[str, float]]) -> None:
 
 
 STUDY = StudyKind(
-    measures={"recall1": "recall at 1, mean of both directions,"},
     times={"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")},
     count=_count,
     derive=_derive,

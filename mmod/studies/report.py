@@ -28,7 +28,7 @@ from mmod.io.files import write_atomically
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import BEFORE, Run
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind
+from mmod.studies.kind import Facts, Runs, StudyKind, Told
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,29 +122,23 @@ class StudyResult:
 
 def write_study(
     config: Any,
-    kind: StudyKind,
     table: Table,
     runs: Runs,
+    points: Sequence[Point],
+    told: Told,
     facts: Facts,
-    epochs: Mapping[str, str],
     machine: Mapping[str, Any],
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
-        epochs: The column of that name, by candidate; empty where runs do not say it.
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
-    points = points_of(config, kind, table, runs)
-    rows: Lines = [point.row() | ({"epochs": epochs[point.name]} if epochs else {}) for point in points]
-    told = kind.tell(config, table, runs, rows, facts)
-    rows = rows if told.rows is None else told.rows
     parts = [*harm(table, config.score, list(runs)), told.text, *_of_one_seed(config, table, list(runs))]
     text = "\n\n".join(filter(None, parts))
-    shown = str(table_of(told.columns, [*rows, *told.last_rows]))
-    summary = shown if told.summary is None else str(table_of(told.summary, rows))
+    shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
+    summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
     page = "\n\n".join([shown, *filter(None, [text, told.code])])
-    measure = kind.measures[config.score]
     record = {
         "config": dataclasses.asdict(config),
         **machine,
@@ -153,19 +147,22 @@ def write_study(
         "recommended": list(told.recommended),
         "summary": summary,
         "code": told.code,
-        "title": f"{measure[:1].upper()}{measure[1:]} against {', '.join(told.axes.values())}",
+        "title": f"{told.measure[:1].upper()}{told.measure[1:]} against {', '.join(told.axes.values())}",
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
     }
-    noted = [{**row, "note": hint(runs[row["name"]].candidate, row)} for row in rows]
-    pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, told.axes), **(told.pictures or {})}
+    noted = [{**row, "note": hint(runs[row["name"]].candidate, row)} for row in told.rows]
+    pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
-    write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], page, pictures)
-    return StudyResult(folder, points, rows, page, f"{summary}\n\n{text}", machine["cpu_seconds"])
+    write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)
+    return StudyResult(folder, list(points), told.rows, page, f"{summary}\n\n{text}", machine["cpu_seconds"])
 
 
-def points_of(config: Any, kind: StudyKind, table: Table, runs: Runs) -> list[Point]:
-    """Return candidates with their differences to the dense model, to their control and to the best baselines."""
-    score = config.score
+def points_of(kind: StudyKind, table: Table, runs: Runs, score: str, suffixes: Mapping[int, str]) -> list[Point]:
+    """Return candidates with their differences to the dense model, to their control and to the best baselines.
+
+    Args:
+        suffixes: See `StudyConfig.size_suffixes`.
+    """
     to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
@@ -175,7 +172,7 @@ def points_of(config: Any, kind: StudyKind, table: Table, runs: Runs) -> list[Po
         best_baseline = {name: best(table, score, names) for name, names in others.items()}
         for name, gap in gaps(table, score, best_baseline).items():
             to_baselines[name] |= {f"to_baseline{suffix}": gap, f"baseline{suffix}": best_baseline[name]}
-    times = _columns_of_time(config, kind, table)
+    times = _columns_of_time(kind, table, suffixes)
     return [
         Point(
             name,
@@ -191,10 +188,9 @@ def points_of(config: Any, kind: StudyKind, table: Table, runs: Runs) -> list[Po
     ]
 
 
-def _columns_of_time(config: Any, kind: StudyKind, table: Table) -> dict[str, dict[str, float]]:
+def _columns_of_time(kind: StudyKind, table: Table, suffixes: Mapping[int, str]) -> dict[str, dict[str, float]]:
     """Return times and speed-ups by candidate; empty before they are measured."""
     by_name: dict[str, dict[str, float]] = {}
-    suffixes = config.size_suffixes
     for (inputs, size), ms in table.times.items():
         columns = [f"{column}{suffixes[size]}" for column in kind.times[inputs]]
         for name, figures in relative_times(ms, DENSE).items():

@@ -17,7 +17,7 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.compare import BASE, Measure, Rates, Run, Timing, compare, measure_run, runs_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind
-from mmod.studies.report import StudyResult, epochs_of, write_study
+from mmod.studies.report import StudyResult, epochs_of, points_of, write_study
 from mmod.training.kinds import kind_of
 
 
@@ -46,9 +46,13 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def write(table: Table) -> StudyResult:
         runs = {name: done[name] for name in names if name in table.costs}
-        before = dense.epochs if config.train_dense else None
-        epochs = {} if dense.epochs is None else {name: epochs_of(run, before) for name, run in runs.items()}
-        return write_study(config, study, table, runs, facts, epochs, runner.facts)
+        points = points_of(study, table, runs, config.score, config.size_suffixes)
+        rows = [point.row() for point in points]
+        if dense.epochs is not None:
+            before = dense.epochs if config.train_dense else None
+            rows = [{**row, "epochs": epochs_of(runs[row["name"]], before)} for row in rows]
+        told = study.tell(config, table, runs, rows, facts)
+        return write_study(config, table, runs, points, told, facts, runner.facts)
 
     def each(table: Table, run: Run) -> None:
         nonlocal is_announced
@@ -105,7 +109,10 @@ def _compared(config: Any, study: StudyKind) -> dict[str, Any]:
     if config.rates is not None:
         rates = Rates(config.rates, config.score, trial, {"val_split": config.rate_split})
     dense, tuned = config.run_configs()
-    candidates = study.candidates(config, dense, tuned)
+    dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
+    candidates = [dense_candidate, *(Candidate(**fields) for fields in config.routed_models())]
+    if study.candidates is not None:
+        candidates = study.candidates(config, candidates, dense, tuned)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")

@@ -15,10 +15,12 @@ _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
 def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `advise` fit the candidates of equal models once."""
 
-    def fitted(model: nn.Module, part: str, depth: int, image: Tensor, patch: Any) -> tuple[list[Any], dict[str, str]]:
-        key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)}"
+    def fitted(
+        model: nn.Module, part: str, depth: int, image: Tensor, patch: Any, faster: float | None
+    ) -> tuple[list[Any], dict[str, str]]:
+        key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)} {faster}"
         if key not in _KNOWN:
-            _KNOWN[key] = untrained.image_candidates(model, part, depth, image, patch)
+            _KNOWN[key] = untrained.image_candidates(model, part, depth, image, patch, faster)
         candidates, refused = _KNOWN[key]
         return list(candidates), dict(refused)
 

@@ -101,8 +101,8 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     # A comparison writes a searched plan into `routing` as this kind reads it.
     options = PlanOptions()
     candidate = mmod.planning.Candidate("searched", series="searched", search=options)
-    run = Run("searched", 0, done, candidate=candidate, searches=(options,))
-    plans = {tmp_path / "searched.plans": {options.budget: searched.to_dict()}}
+    run = Run("searched", 0, done, candidate=candidate, searches=(options,), plans=tmp_path)
+    plans = {tmp_path: {options.budget: searched.to_dict()}}
     ready = Measurer(measure_run, Store(), plans).ready(run)
     assert list(mmod.routed_blocks(kind_of(ready.config).load())) == list(mmod.routed_blocks(routed))
     assert "divergence added by each option" in capsys.readouterr().out

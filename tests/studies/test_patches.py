@@ -11,7 +11,6 @@ import yaml
 
 from mmod.analysis import flops
 from mmod.config.parse import parse_config
-from mmod.studies.candidates import image_candidates
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.study import candidates_and_runs, run_study
 from mmod.training import TrainConfig
@@ -70,7 +69,7 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
     config = parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig)
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
-    for candidate in image_candidates(config, dense, dense):
+    for candidate in candidates_and_runs(config)[0]:
         config = candidate.configure(dense, dense)
         size = config.data.image_size
         costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
