@@ -17,7 +17,7 @@ import mmod
 from mmod.io.store import STORE, Store
 from scripts.doc_tables import markdown
 from scripts.pages_and_screens import __main__ as commands
-from scripts.pages_and_screens import drawn, study, wide
+from scripts.pages_and_screens import drawn, study, tuned, wide
 from scripts.pages_and_screens.browser import CLASSES, labels_of, shown_by
 from scripts.pages_and_screens.duplicates import FORMS, differences, shares, whole_groups
 from scripts.pages_and_screens.picture import shown
@@ -173,6 +173,37 @@ def test_the_commands_resume_and_write_tables(tmp_path: Path, monkeypatch: pytes
     names = [row[0] for row in tables["drawn-pages"]["rows"]]
     assert names == [DENSE, "MPM", "0.5 of the side", "0.5 of the side, a head of its own"]
     assert all(markdown(table) for table in tables.values())
+
+
+def test_towers_are_tuned_in_the_form_in_which_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "DRAWN", (2 * SIDE, 2 * SIDE))
+    monkeypatch.setattr(commands, "DRAWN_FITTED", 3)
+    monkeypatch.setattr(commands, "DRAWN_TESTED", 2)
+    monkeypatch.setattr(commands, "dinov2", lambda weights, depth: tower())
+    monkeypatch.setattr(tuned, "SEEDS", (0, 1))
+    monkeypatch.setattr(tuned, "STEPS", 4)
+    for command in (["tune", str(tmp_path), "none", "--set", "drawn pages"], ["table", str(tmp_path)]):
+        monkeypatch.setattr(sys, "argv", ["", *command])
+        commands.main()
+    table = json.loads((tmp_path / "tables.json").read_text())["tuned-drawn-pages"]
+    assert [row[0] for row in table["rows"]] == list(tuned.ARMS)
+    assert markdown(table)
+    written = (tmp_path / STORE).read_bytes()
+    monkeypatch.setattr(sys, "argv", ["", "tune", str(tmp_path), "none", "--set", "drawn pages"])
+    commands.main()
+    assert (tmp_path / STORE).read_bytes() == written
+
+
+def test_towers_are_tuned_behind_the_blocks_that_stay() -> None:
+    pages = [study.from_canvas(drawn.page(seed, SIDE, SIDE)) for seed in range(2)]
+    head = study.Head(torch.arange(7), torch.zeros(48, 7), torch.zeros(7))
+    for arm in tuned.ARMS:
+        model = tower()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        tuned.run(model, arm, head, pages, pages)
+        changed = {name.split(".")[1] for name, value in model.named_parameters() if not value.equal(before[name])}
+        assert changed >= {"2", "3", "4", "5"}
+        assert not changed & {"0", "1", "proj"}
 
 
 def test_a_row_that_is_dense_differs_in_nothing(tmp_path: Path) -> None:

@@ -16,16 +16,24 @@ from PIL import Image
 
 from mmod.io.store import STORE, Store
 from scripts.doc_tables import markdown
-from scripts.pages_and_screens import drawn, picture, sources, study, wide
+from scripts.pages_and_screens import drawn, picture, sources, study, tuned, wide
 from scripts.pages_and_screens.browser import browser, photograph
 from scripts.pages_and_screens.duplicates import FORMS, shares
 from scripts.pages_and_screens.rows import TIMED, Row, rows
-from scripts.pages_and_screens.tables import MODULE, duplicates_table, rounded, sources_table, times_table, tower_table
+from scripts.pages_and_screens.tables import (
+    MODULE,
+    duplicates_table,
+    rounded,
+    sources_table,
+    times_table,
+    tower_table,
+    tuned_table,
+)
 from scripts.photo_attempts import dinov2
 
 PHOTOGRAPHS = "photographs"
-# Width and height of an example in pixels, and the number of examples to fit and to test.
-WINDOW = (728, 420)
+# Width and height of the windows of HTML pages in pixels, by set, and the number of examples to fit and to test.
+WINDOWS = {"HTML pages": (728, 420), "large HTML pages": (1022, 476), "small HTML pages": (504, 336)}
 FITTED = 36
 TESTED = 60
 DRAWN = (476, 644)
@@ -105,14 +113,25 @@ def html_pages(folder: Path, split: str) -> list[Path]:
 
 
 def examples_of(folder: Path, name: str) -> study.Examples:
-    """Return a set of examples: "HTML pages", "drawn pages" or "drawn screens"."""
-    if name == "HTML pages":
+    """Return one of the sets of examples that `SETS` names."""
+    if name in WINDOWS:
         train = html_pages(folder, sources.TRAIN)[:FITTED]
         test = html_pages(folder, sources.TEST)[:TESTED]
-        return study.Examples(name, study.Windows(train, *WINDOW), study.Windows(test, *WINDOW))
+        size = WINDOWS[name]
+        return study.Examples(name, study.Windows(train, *size), study.Windows(test, *size))
     make = {"drawn pages": drawn.page, "drawn screens": drawn.screen}[name]
     train_canvases = [study.from_canvas(make(1000 + seed, *DRAWN)) for seed in range(DRAWN_FITTED)]
     return study.Examples(name, train_canvases, [study.from_canvas(make(seed, *DRAWN)) for seed in range(DRAWN_TESTED)])
+
+
+def tuning_examples(folder: Path, name: str) -> Sequence[study.Example]:
+    """Return what towers are tuned on: windows of all photographs for training, light and dark, or drawn pictures."""
+    if name not in WINDOWS:
+        return examples_of(folder, name).train
+    files = list[Path]()
+    for style in ("light", "dark"):
+        files += sorted((folder / PHOTOGRAPHS / f"HTML page, {style}").glob(f"*-{sources.TRAIN}.png"))
+    return study.Windows(files, *WINDOWS[name])
 
 
 def time_windows(folder: Path, store: Store, model: Any) -> None:
@@ -170,7 +189,7 @@ def write_picture(path: Path) -> None:
     picture.shown(page).save(path, optimize=True)
 
 
-SETS = ("HTML pages", "drawn pages", "drawn screens")
+SETS = (*WINDOWS, "drawn pages", "drawn screens")
 
 
 def main() -> None:
@@ -191,6 +210,10 @@ def main() -> None:
     evaluating.add_argument("weights", type=Path, help="weights of timm's vit_small_patch14_dinov2")
     evaluating.add_argument("--sets", nargs="*", default=SETS, choices=SETS)
     evaluating.add_argument("--rows", nargs="*", help="names of rows; all by default")
+    tuning = commands.add_parser("tune", help="fine-tune the tower dense, without duplicates and on fewer pixels")
+    tuning.add_argument("folder", type=Path)
+    tuning.add_argument("weights", type=Path, help="weights of timm's vit_small_patch14_dinov2")
+    tuning.add_argument("--set", default="small HTML pages", choices=SETS, help="the examples")
     timing = commands.add_parser("time", help="time some rows on larger and larger windows of HTML pages")
     timing.add_argument("folder", type=Path)
     timing.add_argument("weights", type=Path, help="weights of timm's vit_small_patch14_dinov2")
@@ -217,6 +240,10 @@ def main() -> None:
             model = dinov2(options.weights, DEPTH)
             for name in options.sets:
                 study.evaluate(store, examples_of(options.folder, name), asked, model)
+    elif options.command == "tune":
+        examples = examples_of(options.folder, options.set)
+        train = tuning_examples(options.folder, options.set)
+        tuned.tune(store, examples, train, dinov2(options.weights, DEPTH))
     elif options.command == "picture":
         write_picture(options.folder / "picture.png")
     elif options.command == "wide":
@@ -236,6 +263,8 @@ def write_tables(folder: Path, store: Store) -> None:
         done = [row for row in rows() if study.identity(name, row, 0) in store]
         if done:
             written[name.replace(" ", "-")] = tower_table(store, name, done)
+        if tuned.is_done(store, name):
+            written[f"tuned-{name.replace(' ', '-')}"] = tuned_table(store, name)
     timed = [row for row in TIMED if study.identity(next(iter(SIZES)), row, 0) in store]
     if timed:
         written["sizes"] = times_table(store, SIZES, timed)

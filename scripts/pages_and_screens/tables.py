@@ -1,5 +1,6 @@
 """Tables of what was counted and evaluated, in the format of `scripts/doc_tables.py`."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 from mmod.analysis.statistics import Resampling
 from mmod.io.store import Store
 from mmod.studies.image import mean_iou, right_patches
-from scripts.pages_and_screens import sources
+from scripts.pages_and_screens import sources, tuned
 from scripts.pages_and_screens.duplicates import FORMS
 from scripts.pages_and_screens.rows import DENSE
 from scripts.pages_and_screens.study import HEAD, OWN_HEAD, identity
@@ -30,6 +31,7 @@ KINDS = (
 MODULE = "python -m scripts.pages_and_screens"
 REFERENCE = "duplicate"
 """The row that others are compared with, beside dense."""
+_ACCURACY = ("mean IoU %", "to dense", "right patches %", "to dense", "duplicate to it")
 _DIFFERENCE = "{:+.1f} [{:+.1f}, {:+.1f}]"
 
 
@@ -97,10 +99,54 @@ def tower_table(store: Store, name: str, rows: Sequence[str]) -> dict[str, Any]:
             lines.append(line)
     return {
         "commands": [f"{MODULE} evaluate FOLDER WEIGHTS"],
-        "columns": ["", "kept %", "speed", "mean IoU %", "to dense", "right patches %", "to dense", "duplicate to it"],
+        "columns": ["", "kept %", "speed", *_ACCURACY],
         "formats": ["{}", "{:.0f}", "{:.2f}", "{:.1f}", _DIFFERENCE, "{:.1f}", _DIFFERENCE, _DIFFERENCE],
         "rows": lines,
     }
+
+
+def tuned_table(store: Store, name: str) -> dict[str, Any]:
+    """Return speed and accuracy of the tuned towers of a set.
+
+    Deviations are over seeds. Intervals of differences are over pictures, the same for all seeds and arms.
+    """
+    runs = {arm: [store.get(tuned.identity(name, arm, seed)) for seed in tuned.SEEDS] for arm in tuned.ARMS}
+    outcomes = {arm: {"confusion": [value["confusion"] for value in values]} for arm, values in runs.items()}
+    pictures = len(runs[DENSE][0]["confusion"])
+    resampling = Resampling(pictures)
+    lines = list[list[Any]]()
+    for arm, values in runs.items():
+        line: list[Any] = [arm]
+        for part in ("train_seconds", "seconds"):
+            dense, spent = (sum(value[part] for value in of_arm) for of_arm in (runs[DENSE], values))
+            line.append(dense / spent)
+        head = HEAD if tuned.ARMS[arm] == 1 else OWN_HEAD
+        untuned = [store.get(identity(name, arm, number)) for number in range(pictures)]
+        weight_SN = np.full((1, pictures), 1 / pictures)
+        known = all(value is not None for value in untuned)
+        line.append(float(right_patches(_confusions(untuned, head), weight_SN)[0]) if known else None)
+        for figure in (mean_iou, right_patches):
+            value_S = _of_seeds(figure, outcomes[arm], weight_SN)[:, 0]
+            mean = functools.partial(_mean_of_seeds, figure)
+            line.append([float(value_S.mean()), float(value_S.std(ddof=1))])
+            line.append(None if arm == DENSE else _difference(resampling, mean, outcomes[arm], outcomes[DENSE]))
+        line.append(None if arm == REFERENCE else _difference(resampling, mean, outcomes[REFERENCE], outcomes[arm]))
+        lines.append(line)
+    return {
+        "commands": [f"{MODULE} tune FOLDER WEIGHTS"],
+        "columns": ["", "training speed", "speed", "right patches % before", *_ACCURACY],
+        "formats": ["{}", *["{:.2f}"] * 2, "{:.1f}", *["{:.1f} ± {:.1f}", _DIFFERENCE] * 2, _DIFFERENCE],
+        "rows": lines,
+    }
+
+
+def _of_seeds(figure: Any, outcomes: Mapping[str, Any], weight_SN: np.ndarray) -> np.ndarray:
+    """Return the figure of each seed in each draw."""
+    return np.stack([figure({"confusion": confusion_NCC}, weight_SN) for confusion_NCC in outcomes["confusion"]])
+
+
+def _mean_of_seeds(figure: Any, outcomes: Mapping[str, Any], weight_SN: np.ndarray) -> np.ndarray:
+    return _of_seeds(figure, outcomes, weight_SN).mean(axis=0)
 
 
 def _confusions(values: Sequence[Mapping[str, Any]], head: str) -> dict[str, Any]:
