@@ -13,7 +13,7 @@ import pytest
 from tests.hostile import Case, evaluate, run
 from tests.hostile.cases import GROUPS
 
-SAMPLE = 5
+SAMPLE = 3
 
 
 @pytest.mark.parametrize("group", GROUPS)
