@@ -1,6 +1,6 @@
 """Confidence intervals by the bootstrap, the jackknife or Student's t; permutation tests with Holm's correction.
 
-Axes: I or N images, B images of a batch, C columns, S draws."""
+Axes: I or N images, C columns, S draws."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
         >>> print(pseudo_mean(3.0, (12.0 - values) / 3))  # The mean has no bias.
         3.0 [0.9, 5.1]
     """
-    return RunningMean().add(len(left_out_G) * value - (len(left_out_G) - 1) * left_out_G).mean()
+    return normal_mean(len(left_out_G) * value - (len(left_out_G) - 1) * left_out_G)
 
 
 def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
@@ -226,32 +226,21 @@ def adjusted(p: Sequence[float]) -> list[float]:
     return corrected
 
 
-@dataclass
-class RunningMean:
-    """Mean and variance of a figure per image in constant memory: `sums` are the count, the sum and that of squares."""
+def normal_mean(value_I: Tensor) -> Estimate:
+    """Return the mean of a figure over images with its normal interval, without those where it is not finite.
 
-    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
-
-    def add(self, value_B: Tensor) -> RunningMean:
-        """Add the figures of a batch (B,), without those that are not finite, and return itself."""
-        # A figure over nothing, such as a share of no tokens, is NaN and does not count.
-        value_B = value_B[value_B.isfinite()].double()
-        count, total, squares = self.sums
-        total += float(value_B.sum())
-        squares += float(value_B.square().sum())
-        self.sums = count + len(value_B), total, squares
-        return self
-
-    def mean(self) -> Estimate:
-        """Return the mean over images with its normal interval; NaN without images."""
-        count, total, squares = self.sums
-        if not count:
-            return Estimate(math.nan)
-        mean = total / count
-        # Rounding may make it negative where all values are equal.
-        variance = max(0.0, squares / count - mean**2) * count / max(1.0, count - 1)
-        half = _NORMAL * (variance / count) ** 0.5
-        return Estimate(mean, mean - half, mean + half)
+    NaN without images.
+    """
+    # A figure over nothing, such as a share of no tokens, is NaN and does not count.
+    value_I = value_I[value_I.isfinite()].double()
+    count = len(value_I)
+    if not count:
+        return Estimate(math.nan)
+    mean = float(value_I.sum()) / count
+    # Rounding may make it negative where all values are equal.
+    variance = max(0.0, float(value_I.square().sum()) / count - mean**2) * count / max(1, count - 1)
+    half = _NORMAL * (variance / count) ** 0.5
+    return Estimate(mean, mean - half, mean + half)
 
 
 def _draws(images: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:

@@ -3,6 +3,7 @@
 # The one list of this package's names.
 # ruff: noqa: F401
 from mmod.audits.choices import DecisionContext
+from mmod.audits.contexts import Comparisons
 from mmod.audits.evaluations import LabelledBatch, evaluate_answers, evaluate_classes
 from mmod.audits.generation import evaluate_generation
 from mmod.audits.result import Audit

@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, product
+from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from mmod.analysis.statistics import Estimate, RunningMean
+from mmod.analysis.statistics import Estimate, normal_mean
 from mmod.audits.information import Information, information_of
-from mmod.audits.tables import BatchTables
+from mmod.audits.tables import BatchRows, joined
 
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5
@@ -47,50 +47,51 @@ class Across:
     verdict: str
 
 
-def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
+def across_of(batches: Sequence[BatchRows], routed: Sequence[str]) -> Across:
     """Return how the decisions of a model depend on each other; `routed` are the names of its routed blocks."""
-    names = list(tables[0].keep)
+    names = list(batches[0].decisions)
     # Names of decisions are places in modules: those of one part of the model share what stands in front of the last
     # dot.
     parts = [list(part) for _, part in groupby(names, key=lambda name: name.rpartition(".")[0])]
-    kept = {name: RunningMean() for name in names}
-    # By an earlier or later decision and by the one that keeps the same token.
-    pairs = {pair: RunningMean() for pair in chain.from_iterable(product(part, part) for part in parts)}
-    never = {part[0]: RunningMean() for part in parts}
-    returning = RunningMean()
-
-    for table in tables:
-        for part in parts:
-            free_BN = table.free[part[0]].unpacked()
-            free_B = free_BN.sum(1)
-            keeps = {name: table.keep[name].unpacked() for name in part}
-            for name, keep_BN in keeps.items():
-                kept[name].add(keep_BN.sum(1) / free_B)
-                for before, before_BN in keeps.items():
-                    pairs[before, name].add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
-            ever_BN = torch.stack(list(keeps.values())).any(0)
-            never[part[0]].add((free_BN & ~ever_BN).sum(1) / free_B)
-            if len(part) > 1:
-                returning.add(_returning(list(keeps.values()), free_BN))
-
+    shares = {of: normal_mean(share_I) for of, share_I in joined([_shares(batch, parts) for batch in batches]).items()}
     # One decision alone leaves nothing to return.
-    back = returning.mean() if returning.sums[0] else None
+    back = shares.get(("returning",))
+    if back is not None and not back.has_interval:
+        back = None
     kind, verdict = _evaluate(back, len(names))
-    again: list[list[Estimate | None]] = []
-    for i in names:
-        # Parts of a model with different tokens have no pairs.
-        again.append([pairs[i, j].mean() if (i, j) in pairs else None for j in names])
     return Across(
         decisions=names,
         blocks=_followers(names, routed),
-        kept={name: share.mean() for name, share in kept.items()},
-        again=again,
-        never={name: share.mean() for name, share in never.items()},
+        kept={name: shares["kept", name] for name in names},
+        # Parts of a model with different tokens have no pairs.
+        again=[[shares.get(("again", i, j)) for j in names] for i in names],
+        never={part[0]: shares["never", part[0]] for part in parts},
         returning=back,
-        information=information_of(tables),
+        information=information_of(batches),
         kind=kind,
         verdict=verdict,
     )
+
+
+def _shares(batch: BatchRows, parts: Sequence[Sequence[str]]) -> dict[tuple[str, ...], Tensor]:
+    """Return shares of the tokens of each sample by what they are of (B,)."""
+    shares: dict[tuple[str, ...], Tensor] = {}
+    returning = []
+    for part in parts:
+        free_BN = batch.decisions[part[0]].free.unpacked()
+        free_B = free_BN.sum(1)
+        keeps = {name: batch.decisions[name].keep.unpacked() for name in part}
+        for name, keep_BN in keeps.items():
+            shares["kept", name] = keep_BN.sum(1) / free_B
+            for before, before_BN in keeps.items():
+                shares["again", before, name] = (before_BN & keep_BN).sum(1) / before_BN.sum(1)
+        ever_BN = torch.stack(list(keeps.values())).any(0)
+        shares["never", part[0]] = (free_BN & ~ever_BN).sum(1) / free_B
+        if len(part) > 1:
+            returning.append(_returning(list(keeps.values()), free_BN))
+    if returning:
+        shares["returning",] = torch.cat(returning)
+    return shares
 
 
 def _returning(keeps: Sequence[Tensor], free_BN: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from mmod.values import refuse_unknown
 Family = Literal["random", "position", "other"]
 LEARNED = "as learned"
 RANDOM = "random"
+ORACLE = "oracle"
 DENSE_ATTENTION = "dense attention"
 REFERENCE_ENTROPY = "reference entropy"
 
@@ -146,7 +147,7 @@ def choices(
     refuse_unknown("condition", names, list(CHOICES))
     if len(set(names)) < len(names):
         raise ValueError(f"conditions must not repeat a name, got {names}")
-    reserved = sorted(set(custom) & {*CHOICES, LEARNED})
+    reserved = sorted(set(custom) & {*CHOICES, LEARNED, ORACLE})
     if reserved:
         raise ValueError(f"custom uses the reserved names {', '.join(reserved)}: choose other names")
     for name in _OF_REFERENCE:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.analysis.statistics import Estimate, RunningMean
+from mmod.analysis.statistics import Estimate, normal_mean
 from mmod.analysis.tracing import trace
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.methods.route import routed_blocks
@@ -123,10 +123,10 @@ def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 
     for text, text_BN in zip(_TEXTS, (tokens_BN, generated_BN)):
         figures = _figures(model, text_BN, window)
         for number in range(length // window):
-            means = {name: RunningMean().add(value_BW[:, number]).mean() for name, value_BW in figures.items()}
+            means = {name: normal_mean(value_BW[:, number]) for name, value_BW in figures.items()}
             stretches.append(Stretch(text, number * window, (number + 1) * window - 1, **means))
         agreement_BW = figures["agreement"]
-        decay[text] = RunningMean().add(agreement_BW[:, -1] - agreement_BW[:, 0]).mean()
+        decay[text] = normal_mean(agreement_BW[:, -1] - agreement_BW[:, 0])
     by = "score" if routers[0].predictor is None else "predictor"
     return Generation(window, len(tokens_BN), by, stretches, decay)
 

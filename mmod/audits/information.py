@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mmod.analysis.statistics import Estimate, pseudo_mean
-from mmod.audits.tables import BatchTables, TokenKinds
+from mmod.audits.tables import BatchRows, TokenKinds
 from mmod.io.tables import MarkdownTable, table_of
 
 # Images are dealt out to so many groups by their number; each is left out once.
@@ -97,26 +97,26 @@ class KindCounts:
         return Information(bits, share, kept)
 
 
-def kind_counts(tables: Iterable[BatchTables]) -> dict[str, dict[str, KindCounts]]:
+def kind_counts(batches: Iterable[BatchRows]) -> dict[str, dict[str, KindCounts]]:
     """Count kept tokens by decision, and by their position among those that may be skipped or what is known of them."""
     counts: dict[str, dict[str, KindCounts]] = {}
-    for table in tables:
-        for name, free in table.free.items():
-            free_BN = free.unpacked()
-            masks = table.keep[name].unpacked(), free_BN, table.images
+    for batch in batches:
+        for name, decision in batch.decisions.items():
+            free_BN = decision.free.unpacked()
+            masks = decision.keep.unpacked(), free_BN, batch.images
             facts = counts.setdefault(name, {POSITION: KindCounts()})
             facts[POSITION].add((free_BN.cumsum(1) - 1).clamp(min=0), *masks)
-            for known, kinds in table.kinds.items():
+            for known, kinds in batch.kinds.items():
                 # Parts of a model may have different tokens.
                 if kinds.kind_BN.shape == free_BN.shape:
                     facts.setdefault(known, KindCounts()).add_kinds(kinds, *masks)
     return counts
 
 
-def information_of(tables: Iterable[BatchTables]) -> dict[str, dict[str, Information]]:
+def information_of(batches: Iterable[BatchRows]) -> dict[str, dict[str, Information]]:
     """Return by decision what the position of a token, and what else is known of it, say of being kept."""
     information: dict[str, dict[str, Information]] = {}
-    for name, facts in kind_counts(tables).items():
+    for name, facts in kind_counts(batches).items():
         known_bits = {known: kinds.information() for known, kinds in facts.items()}
         # Facts that are the same for all tokens say nothing.
         information[name] = {known: bits for known, bits in known_bits.items() if bits is not None}
@@ -205,29 +205,28 @@ class Influence:
         )
 
 
-def influence_of(tables: Iterable[BatchTables]) -> Influence | None:
+def influence_of(batches: Iterable[BatchRows]) -> Influence | None:
     """Return what decides where content is moved, the mean over decisions; None where nothing was moved."""
     # By decision: by position, and by whether the same content was kept at another position.
     counts: dict[str, tuple[KindCounts, KindCounts]] = {}
     images = 0
     grid = None
-    for table in tables:
+    for batch in batches:
+        moved = {name: decision.moved for name, decision in batch.decisions.items() if decision.moved}
         # Images of another grid have other positions.
-        if table.moved is None or (grid or table.moved.grid) != table.moved.grid:
+        if not moved or batch.grid is None or (grid or batch.grid) != batch.grid:
             continue
-        grid = table.moved.grid
-        images += table.samples
-        shifts = _shifts(table.images, grid)
-        first, second = table.moved.keep
-        for name in first:
+        grid = batch.grid
+        images += len(batch.images)
+        shifts = _shifts(batch.images, grid)
+        for name, masks in moved.items():
             by_position, again = counts.setdefault(name, (KindCounts(), KindCounts()))
-            kept = [first[name].unpacked(), second[name].unpacked()]
+            kept = [mask.unpacked() for mask in masks]
             free_BF = torch.ones_like(kept[0])
             for keep_BF in kept:
-                by_position.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, table.images)
-            was_BF = _rolled_back(kept[0], shifts[0], grid)
-            is_BF = _rolled_back(kept[1], shifts[1], grid)
-            again.add(was_BF.long(), is_BF, free_BF, table.images)
+                by_position.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, batch.images)
+            was_BF, is_BF = (_rolled_back(keep_BF, shift_B2, grid) for keep_BF, shift_B2 in zip(kept, shifts))
+            again.add(was_BF.long(), is_BF, free_BF, batch.images)
     if not counts:
         return None
     content_G, position_G = torch.stack([_shares(*pair) for pair in counts.values()]).mean(0)

@@ -4,20 +4,21 @@ Axes: B images, N tokens, F tokens of an image that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mmod.analysis.statistics import Estimate, RunningMean
-from mmod.audits.choices import Choice, DecisionContext, rank_first
-from mmod.audits.tables import BatchTables
+from mmod.analysis.statistics import Estimate, normal_mean
+from mmod.audits.choices import LEARNED, ORACLE, RANDOM, Choice, DecisionContext, rank_first
+from mmod.audits.tables import LOSS, BatchRows, joined
+from mmod.compare.table import Table
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.routing import Routing
 
-# The loss of each image of the batch with a choice of tokens (B,).
-LossOf = Callable[[Choice], Tensor]
+# How much larger the loss of each image is with a choice of tokens than with the learned one (B,).
+ChangeOf = Callable[[Choice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,39 +53,45 @@ class LeaveOneOut:
 
 
 def worth_of(
-    loss_of: LossOf, loss_B: Tensor, learned: Mapping[str, Routing], free: Mapping[str, Tensor], random: Choice
-) -> dict[str, dict[str, Tensor]]:
-    """Leave out, or let in, each token of a batch, and return the columns of `LeaveOneOut`."""
+    change_of: ChangeOf, learned: Mapping[str, Routing], free: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Leave out, or let in, each token of a batch; return its worth by decision, and what agrees with that."""
     worth: dict[str, Tensor] = {}
     agreement = {}
-    norm = {}
     for name, routing in learned.items():
         # Tokens that an earlier block of the span dropped cannot be chosen.
         open_BN = free[name] & (routing.score_BN > -torch.inf)
-        worth[name], norm_BN = _worth(loss_of, loss_B, name, routing, open_BN)
-        agreement[name] = rank_agreement(routing.score_BN, worth[name], open_BN).cpu()
-        norm[name] = rank_agreement(norm_BN, worth[name], open_BN).cpu()
-    oracle_B = loss_of(Choice("other", lambda context: worth[context.block]))
-    losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": loss_of(random) - loss_B}
-    return {"agreement": agreement, "norm": norm, "losses": {name: value_B.cpu() for name, value_B in losses.items()}}
+        worth[name], norm_BN = _worth(change_of, name, routing, open_BN)
+        values = {"score": routing.score_BN, "norm": norm_BN}
+        agreement[name] = {what: rank_agreement(of_BN, worth[name], open_BN).cpu() for what, of_BN in values.items()}
+    return worth, agreement
 
 
-def leave_one_out_of(tables: Iterable[BatchTables]) -> LeaveOneOut | None:
+def leave_one_out_of(table: Table, batches: Sequence[BatchRows]) -> LeaveOneOut | None:
     """Return the effect of single tokens, None where none was left out."""
-    left_out = [table for table in tables if table.worth]
-    if not left_out:
+    if ORACLE not in table.runs:
         return None
-    means: dict[str, dict[str, RunningMean]] = {}
-    for table in left_out:
-        for column, values in table.worth.items():
-            for name, value_B in values.items():
-                means.setdefault(column, {}).setdefault(name, RunningMean()).add(value_B)
-    figures = {column: {name: mean.mean() for name, mean in of.items()} for column, of in means.items()}
-    images = sum(table.samples for table in left_out)
-    return LeaveOneOut(images, figures["agreement"], figures["norm"], **figures["losses"])
+    # The first samples alone, with one draw of random tokens.
+    losses = {name: torch.from_numpy(table.runs[name][0].outcomes[LOSS]) for name in (LEARNED, RANDOM, ORACLE)}
+    images = len(losses[ORACLE])
+    loss_I = losses[LEARNED][:images]
+    agreement = {}
+    norm = {}
+    for name in batches[0].decisions:
+        columns = joined([batch.decisions[name].worth for batch in batches if batch.decisions[name].worth])
+        agreement[name] = normal_mean(columns["score"])
+        norm[name] = normal_mean(columns["norm"])
+    return LeaveOneOut(
+        images,
+        agreement,
+        norm,
+        loss=normal_mean(loss_I),
+        oracle=normal_mean(losses[ORACLE] - loss_I),
+        random=normal_mean(losses[RANDOM][:images] - loss_I),
+    )
 
 
-def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
+def _worth(change_of: ChangeOf, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the worth of each token that may be skipped, see `LeaveOneOut`, and its norm (B, N)."""
     order_BN = free_BN.cumsum(1) - 1
     # One column of images at a time: token number k of each image is flipped in the same pass.
@@ -103,7 +110,7 @@ def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN
             turned_BN = torch.where(context.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
             return torch.where(flipped_BN, turned_BN, rank_BN)
 
-        change_B = loss_of(Choice("other", rank)).double() - loss_B.double()
+        change_B = change_of(Choice("other", rank)).to(free_BN.device)
         # A kept token is worth what its absence costs, a skipped one what its presence saves.
         sign_BN = torch.where(routing.keep_BN, 1.0, -1.0).double()
         worth_BN = torch.where(flipped_BN, sign_BN * change_B[:, None], worth_BN)

@@ -9,22 +9,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, published, resampled_means, sign_test
+from mmod.analysis.statistics import Estimate, adjusted, estimate_of, published
 from mmod.audits.across import Across, across_of
 from mmod.audits.choices import LEARNED, RANDOM, Choice
+from mmod.audits.contrast import OF_ACCURACY, OF_LOSS, Contrast, values_of
 from mmod.audits.information import Influence, influence_of, information_table
 from mmod.audits.oracle import LeaveOneOut, leave_one_out_of
-from mmod.audits.strata import (
-    ALL,
-    SHIFT,
-    OutcomePairs,
-    Stratum,
-    compare_strata,
-    members_of,
-    say_gaps,
-    strata_table,
-)
-from mmod.audits.tables import BatchTables, Outcomes, joined, outcomes_of
+from mmod.audits.strata import ALL, SHIFT, ByStratum, Stratum, compare_strata, members_of, say_gaps, strata_table
+from mmod.audits.tables import BatchRows, baseline_row, outcome_table
 from mmod.config import AuditConfig
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.values import from_plain
@@ -159,122 +151,103 @@ class Audit:
     _repr_markdown_ = __str__  # Notebooks show it.
 
 
-def compare(
-    tables: Sequence[BatchTables],
-    others: Mapping[str, Sequence[BatchTables]],
+def result_of(
+    batches: Sequence[BatchRows],
+    others: Mapping[str, Sequence[BatchRows]],
+    baselines: Sequence[str],
     routed: Sequence[str],
     choices: Mapping[str, Choice],
     config: AuditConfig,
 ) -> Audit:
-    """Return what the tables of an audit's batches say.
+    """Return what the rows of an audit's batches say.
 
     Args:
         others: Those of other sets by name.
+        baselines: Names of other models, see `baseline_row`.
         routed: Names of the model's routed blocks.
     """
-    images = sum(table.samples for table in tables)
+    images = sum(len(batch.images) for batch in batches)
     if images < 2:
         raise ValueError(f"an audit needs two images or more, got {images}")
+    table = outcome_table(batches)
     names = [LEARNED, *choices]
-    outcomes = outcomes_of(tables)
-    columns = [100 * outcomes[name].accuracy for name in names] + [outcomes[name].loss for name in names]
-
-    # Accuracies of all contexts, then their losses; each is compared with that of the learned choice.
-    value_I2C = np.stack(columns, axis=1).reshape(images, 2, len(names))
-    drawn = resampled_means(value_I2C.reshape(images, -1), config.resamples, seed=0)
-    drawn_S2C = drawn.reshape(-1, 2, len(names))
-    mean_2C = value_I2C.mean(axis=0)
-    gap_I2C = value_I2C - value_I2C[:, :, :1]
-    uncorrected = sign_test(gap_I2C[:, :, 1:].reshape(images, -1), config.resamples, seed=1).tolist()
-    # Tested all together and corrected, since the audit asks many questions of the same images.
-    conditions = _conditions(names, choices, value_I2C, drawn_S2C, np.reshape(adjusted(uncorrected), (2, -1)))
+    # Each context is compared with the learned choice.
+    contrast = Contrast.of(values_of(table, names), config.resamples, seed=0, sign_seed=1)
+    mean_C = contrast.mean_FC[OF_ACCURACY]
 
     random = names.index(RANDOM)
-    above_S = drawn_S2C[:, 0, 0] - drawn_S2C[:, 0, random]
-    gap = estimate_of(mean_2C[0, 0] - mean_2C[0, random], above_S)
+    above_S = 0 - contrast.drawn_change(OF_ACCURACY, random)
+    gap = estimate_of(mean_C[0] - mean_C[random], above_S)
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
-    is_clear = gap.low > 0 and uncorrected[random - 1] < _LEVEL
+    is_clear = gap.low > 0 and contrast.p_FC[OF_ACCURACY, random] < _LEVEL
 
     positions = [number for number, name in enumerate(names) if number and choices[name].family == "position"]
-    best = max(positions, key=lambda number: mean_2C[0, number], default=None)
+    best = max(positions, key=lambda number: mean_C[number], default=None)
     explained = None
     if best is not None and is_clear:
         # Resamples in which the router is no better than random have no share to explain.
         is_above_S = above_S > 0
-        position_S = drawn_S2C[:, 0, best] - drawn_S2C[:, 0, random]
-        share = position_S[is_above_S] / above_S[is_above_S]
-        explained = estimate_of((mean_2C[0, best] - mean_2C[0, random]) / gap.value, share)
+        drawn_SC = contrast.drawn_SFC[is_above_S, OF_ACCURACY]
+        share_S = (drawn_SC[:, best] - drawn_SC[:, random]) / above_S[is_above_S]
+        explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share_S)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
 
     position = None if best is None else names[best]
-    influence = influence_of(tables)
+    influence = influence_of(batches)
     kind, verdict = evaluate(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
-    strata, baselines = _pairs(tables, others)
+
+    members = members_of([batch.labels for batch in batches])
+    value_IFC = values_of(table, [LEARNED, RANDOM])
+    strata = {of: value_IFC[is_in_I] for of, is_in_I in members.items()}
+    if others:
+        # The audited set is the one without a shift.
+        strata[SHIFT, "none"] = value_IFC
+        for name, of_set in others.items():
+            strata[SHIFT, name] = values_of(outcome_table(of_set), [LEARNED, RANDOM])
+    beside: ByStratum = {}
+    for name in baselines:
+        value_IFC = values_of(table, [LEARNED, baseline_row(name)])
+        beside[name, ALL] = value_IFC
+        beside |= {(name, f"{group}: {part}"): value_IFC[is_in_I] for (group, part), is_in_I in members.items()}
 
     return Audit(
         images=images,
         draws=config.draws,
-        conditions=conditions,
+        conditions=_conditions(names, choices, contrast),
         gap=gap,
         position=position,
         explained=explained,
         kind=kind,
         verdict=verdict,
-        across=across_of(tables, routed),
+        across=across_of(batches, routed),
         strata=compare_strata(strata, config.resamples),
-        leave_one_out=leave_one_out_of(tables),
-        baselines=compare_strata(baselines, config.resamples),
+        leave_one_out=leave_one_out_of(table, batches),
+        baselines=compare_strata(beside, config.resamples),
         influence=influence,
     )
 
 
-def _conditions(
-    names: Sequence[str], choices: Mapping[str, Choice], value_I2C: Values, drawn_S2C: Values, p_2C: Values
-) -> list[Condition]:
-    """Return the model in each context, from accuracies and losses, their resampled means, and p-values of changes."""
-    mean_2C = value_I2C.mean(axis=0)
-    gap_I2C = value_I2C - value_I2C[:, :, :1]
-    gap_S2C = drawn_S2C - drawn_S2C[:, :, :1]
-    conditions = []
-    for number, name in enumerate(names):
-        accuracy, loss = (estimate_of(mean_2C[figure, number], drawn_S2C[:, figure, number]) for figure in range(2))
-        if name == LEARNED:
-            conditions.append(Condition(name, "learned", accuracy, loss))
-            continue
-        accuracy_change, loss_change = (
-            estimate_of(gap_I2C[:, figure, number].mean(), gap_S2C[:, figure, number]) for figure in range(2)
+def _conditions(names: Sequence[str], choices: Mapping[str, Choice], contrast: Contrast) -> list[Condition]:
+    """Return the model in each context, the learned one first."""
+    # Tested all together and corrected, since the audit asks many questions of the same images.
+    p_FC = np.reshape(adjusted(contrast.p_FC[:, 1:].flatten().tolist()), (2, -1))
+    conditions = [Condition(LEARNED, "learned", contrast.mean(OF_ACCURACY, 0), contrast.mean(OF_LOSS, 0))]
+    for number, name in enumerate(names[1:], 1):
+        loss_change = contrast.change(OF_LOSS, number)
+        spread = float(contrast.change_IFC[:, OF_LOSS, number].std())
+        condition = Condition(
+            name,
+            choices[name].family,
+            accuracy=contrast.mean(OF_ACCURACY, number),
+            loss=contrast.mean(OF_LOSS, number),
+            accuracy_change=contrast.change(OF_ACCURACY, number),
+            loss_change=loss_change,
+            accuracy_p=float(p_FC[OF_ACCURACY, number - 1]),
+            loss_p=float(p_FC[OF_LOSS, number - 1]),
+            effect=loss_change.value / spread if spread else 0.0,
         )
-        accuracy_p, loss_p = p_2C[:, number - 1].tolist()
-        spread = float(gap_I2C[:, 1, number].std())
-        effect = loss_change.value / spread if spread else 0.0
-        changes = accuracy_change, loss_change, accuracy_p, loss_p, effect
-        conditions.append(Condition(name, choices[name].family, accuracy, loss, *changes))
+        conditions.append(condition)
     return conditions
-
-
-def _pairs(
-    tables: Sequence[BatchTables], others: Mapping[str, Sequence[BatchTables]]
-) -> tuple[OutcomePairs, OutcomePairs]:
-    """Return outcomes of the learned choice by group and stratum: against random tokens, and against other models."""
-    members = members_of([table.labels for table in tables])
-    audited = outcomes_of(tables)
-    learned = audited[LEARNED]
-
-    def split(other: Outcomes) -> OutcomePairs:
-        return {names: (learned.of(chosen), other.of(chosen)) for names, chosen in members.items()}
-
-    pairs = split(audited[RANDOM])
-    # The audited set is the one without a shift.
-    sets = {name or "none": outcomes_of(tables, name) for name in tables[0].outcomes}
-    sets |= {name: outcomes_of(of_set) for name, of_set in others.items()}
-    if len(sets) > 1:
-        pairs |= {(SHIFT, name): (outcomes[LEARNED], outcomes[RANDOM]) for name, outcomes in sets.items()}
-    baselines: OutcomePairs = {}
-    for name in tables[0].baselines:
-        outcomes = joined(table.baselines[name] for table in tables)
-        baselines[name, ALL] = learned, outcomes
-        baselines |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(outcomes).items()}
-    return pairs, baselines
 
 
 def evaluate(

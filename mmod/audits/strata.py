@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
-from mmod.analysis.statistics import Estimate, adjusted, estimate_of, resampled_means, sign_test, simultaneous
-from mmod.audits.tables import Outcomes
+from mmod.analysis.statistics import Estimate, Values, adjusted, simultaneous
+from mmod.audits.contrast import OF_ACCURACY, OF_LOSS, Contrast
 from mmod.io.tables import MarkdownTable, table_of
 
 ALL = "all images"
@@ -44,8 +43,8 @@ class Stratum:
     loss_p: float
 
 
-OutcomePairs = dict[tuple[str, str], tuple[Outcomes, Outcomes]]
-"""By group and stratum, outcomes of the learned choice, and of the random one or another model on the same images."""
+ByStratum = dict[tuple[str, str], Values]
+"""By group and stratum, accuracy and loss of its samples with the learned choice and with another one (I, F, 2)."""
 
 
 Labels = Mapping[str, Sequence[str] | Sequence[float]]
@@ -61,7 +60,7 @@ def check_labels(labels: Labels, samples: int, before: Labels | None) -> None:
             raise ValueError(f"strata give {len(values)} values of {name!r} for {samples} images")
 
 
-def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], Tensor]:
+def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], NDArray[np.bool_]]:
     """Return a mask of the images (I,) for each group and stratum; a group with a single stratum is left out.
 
     Args:
@@ -81,38 +80,44 @@ def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], Tensor]:
         # Thirds in their own order, which is not that of the alphabet.
         order = sorted(strata, key=_THIRDS.index if strata <= set(_THIRDS) else None)
         if len(order) > 1:
-            members.update({(group, name): torch.from_numpy(names == name) for name in order})
+            members.update({(group, name): names == name for name in order})
     return members
 
 
-def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
-    """Compare both outcomes in each stratum; those of one image are left out."""
-    kept = {names: pair for names, pair in strata.items() if len(pair[0].loss) > 1}
-    if not kept:
+def compare_strata(strata: ByStratum, resamples: int) -> list[Stratum]:
+    """Compare both choices in each stratum; those of one image are left out."""
+    contrasts = {}
+    for seed, names in enumerate(names for names, value_IFC in strata.items() if len(value_IFC) > 1):
+        contrasts[names] = Contrast.of(strata[names], resamples, seed=seed, sign_seed=seed)
+    if not contrasts:
         return []
-    facts = []
     gaps = []
     drawn = []
     uncorrected = []
-    for seed, ((group, name), (learned, random)) in enumerate(kept.items()):
-        value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
-        # The loss is turned round: a positive gap is better in both columns.
-        better_I = value_IC[:, 0] - value_IC[:, 1]
-        less_lost_I = value_IC[:, 3] - value_IC[:, 2]
-        gap_IC = np.stack([better_I, less_lost_I], axis=1)
-        means = resampled_means(value_IC, resamples, seed)
-        learned_mean = estimate_of(value_IC[:, 0].mean(), means[:, 0])
-        random_mean = estimate_of(value_IC[:, 1].mean(), means[:, 1])
-        facts.append((group, name, len(learned.loss), learned_mean, random_mean))
-        gaps += gap_IC.mean(axis=0).tolist()
-        drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
-        uncorrected += sign_test(gap_IC, resamples, seed).tolist()
+    for contrast in contrasts.values():
+        # That of accuracy is turned round: a positive gap is better in both columns. 0 - 0 has no sign.
+        accuracy_change, loss_change = contrast.change_IFC[:, :, 1].mean(axis=0)
+        gaps += [0 - accuracy_change, loss_change]
+        drawn += [0 - contrast.drawn_change(OF_ACCURACY, 1), contrast.drawn_change(OF_LOSS, 1)]
+        uncorrected += contrast.p_FC[:, 1].tolist()
     # Intervals for all rows together, because whoever reads a table looks for the largest gap.
     wide = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1))
     corrected = adjusted(uncorrected)
-    # Those of accuracy and of loss take turns.
-    figures = zip(facts, wide[::2], wide[1::2], corrected[::2], corrected[1::2])
-    return [Stratum(*of_one, gap, loss_gap, p, loss_p) for of_one, gap, loss_gap, p, loss_p in figures]
+    rows = []
+    for number, ((group, name), contrast) in enumerate(contrasts.items()):
+        row = Stratum(
+            group,
+            name,
+            images=len(contrast.change_IFC),
+            accuracy=contrast.mean(OF_ACCURACY, 0),
+            random=contrast.mean(OF_ACCURACY, 1),
+            gap=wide[2 * number],
+            loss_gap=wide[2 * number + 1],
+            accuracy_p=corrected[2 * number],
+            loss_p=corrected[2 * number + 1],
+        )
+        rows.append(row)
+    return rows
 
 
 def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> MarkdownTable:

@@ -1,43 +1,30 @@
-"""What an audit keeps of a batch: outcomes of its samples in every context, and what each decision keeps of them.
+"""What an audit keeps of a batch: the outcomes of its samples in every context, and what each decision keeps of them.
 
-These are two tables, from which all figures are computed: a row for each context and sample, and a row for each sample
-and decision, whose masks are packed to bits. The tables of a batch are one result of a store.
+All figures are functions of two tables. One has a row for each candidate, draw and sample (`mmod.compare.table.Table`),
+the other one for each sample and decision, with masks packed to bits.
 Axes: B samples, N tokens, F tokens of a sample that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from mmod.audits.choices import FreeDecision
+from mmod.audits.choices import LEARNED, FreeDecision
+from mmod.compare.table import Measured, Table
 
-AUDITED = ""
-"""Name of the audited set, beside those of its shifts."""
+ACCURACY = "accuracy"
+LOSS = "loss"
 # More kinds of tokens than a byte tells apart are rare.
 _BYTE = 256
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """Loss, and accuracy in [0, 1], of each sample in one context, float64 (B,)."""
-
-    loss: Tensor
-    accuracy: Tensor
-
-    def of(self, chosen_B: Tensor) -> Outcomes:
-        """Return those of some samples."""
-        return Outcomes(self.loss[chosen_B], self.accuracy[chosen_B])
-
-
-def joined(parts: Iterable[Outcomes]) -> Outcomes:
-    """Return the outcomes of several batches as those of one."""
-    losses, accuracies = zip(*((part.loss, part.accuracy) for part in parts))
-    return Outcomes(torch.cat(losses), torch.cat(accuracies))
+Columns = dict[str, Tensor]
+"""Accuracy in [0, 1] and loss of each sample of a batch, float64 (B,)."""
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -75,49 +62,66 @@ class TokenKinds:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Masks of kept tokens (B, F) by decision, in two passes over images whose content was moved."""
+class Decision:
+    """What one decision of a model keeps of the samples of a batch.
 
-    grid: tuple[int, int]
-    keep: list[dict[str, Mask]]
+    Args:
+        keep: Which tokens are kept, among those that may be skipped.
+        free: Which tokens may be skipped.
+        last: The decision on the last sample, which the first one of the next batch is shuffled with.
+        moved: Which patches are kept in two passes over rolled images; empty where none were rolled.
+        worth: Rank correlation of what tokens are worth with "score" and "norm" (B,); empty where none was left out.
+    """
+
+    keep: Mask
+    free: Mask
+    last: FreeDecision
+    moved: list[Mask] = field(default_factory=list)
+    worth: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class BatchTables:
-    """The tables of a batch.
+class BatchRows:
+    """A batch in all its contexts: the unit of work, and one result of a store.
 
     Args:
         first: Number of its first sample in the set.
-        samples: How many it has.
-        keep: By decision, which tokens are kept, among those that may be skipped.
-        free: By decision, which tokens may be skipped.
-        last: By decision, that on the last sample, which the first one of the next batch is shuffled with.
-        outcomes: By name of a set, the audited one or a shift of it, and by context.
-        baselines: By name of another model.
+        outcomes: By candidate and draw.
+        decisions: By the name of the block that decides.
         labels: What samples are sorted by.
         kinds: What is known of tokens.
-        worth: Columns of `LeaveOneOut`, of each sample (B,); empty where no tokens are left out.
+        grid: Rows and columns of patches; None where they are not known.
     """
 
     first: int
-    samples: int
-    keep: dict[str, Mask] = field(default_factory=dict)
-    free: dict[str, Mask] = field(default_factory=dict)
-    last: dict[str, FreeDecision] = field(default_factory=dict)
-    outcomes: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
-    baselines: dict[str, Outcomes] = field(default_factory=dict)
+    outcomes: dict[str, list[Columns]]
+    decisions: dict[str, Decision]
     labels: dict[str, list[str] | list[float]] = field(default_factory=dict)
     kinds: dict[str, TokenKinds] = field(default_factory=dict)
-    moved: Moved | None = None
-    worth: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    grid: tuple[int, int] | None = None
 
     @property
     def images(self) -> range:
         """Numbers of the samples in their set."""
-        return range(self.first, self.first + self.samples)
+        return range(self.first, self.first + len(self.outcomes[LEARNED][0][LOSS]))
 
 
-def outcomes_of(tables: Sequence[BatchTables], dataset: str = AUDITED) -> dict[str, Outcomes]:
-    """Return the outcomes of all samples of a set by context."""
-    contexts = tables[0].outcomes[dataset]
-    return {name: joined(table.outcomes[dataset][name] for table in tables) for name in contexts}
+def outcome_table(batches: Iterable[BatchRows]) -> Table:
+    """Return the outcomes of all samples of a set."""
+    table = Table()
+    for batch in batches:
+        for name, draws in batch.outcomes.items():
+            for draw, columns in enumerate(draws):
+                outcomes = {column: value_B.numpy() for column, value_B in columns.items()}
+                table.add(name, draw, Measured({}, samples=len(batch.images), outcomes=outcomes))
+    return table
+
+
+def joined(parts: Sequence[Mapping[Name, Tensor]]) -> dict[Name, Tensor]:
+    """Return the columns of several batches as those of one."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def baseline_row(name: str) -> str:
+    """Return the name of a baseline among the candidates of a table."""
+    return f"baselines.{name}"

@@ -223,6 +223,14 @@ def _rows(table: Table, name: str) -> Measured:
     return next(iter(table.runs[name].values()))
 
 
+def outcomes_of(table: Table, name: str) -> dict[str, np.ndarray]:
+    """Return the outcomes of a candidate's samples, means over its seeds."""
+    runs = [rows.outcomes for rows in table.runs[name].values()]
+    if len(runs) == 1:
+        return dict(runs[0])
+    return {column: np.mean([outcomes[column] for outcomes in runs], axis=0) for column in runs[0]}
+
+
 def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
     return _rows(table, name).outcomes
 

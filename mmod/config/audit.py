@@ -16,8 +16,10 @@ class AuditConfig(Checked, group="audit"):
     """What an audit compares, and how precisely.
 
     Args:
-        conditions: Choices of tokens to compare, with "random"; null for all. For a run, null leaves out "shuffled"
-            where samples differ in length, and "reference entropy" where no head predicts tokens.
+        conditions: Choices of tokens to compare: "random", which must be among them, "stride", "centre", "border",
+            "mean mask", "token norm", "inverted", "shuffled", and with a dense model "dense attention" and "reference
+            entropy"; null for all. For a run, null leaves out "shuffled" where samples differ in length, and "reference
+            entropy" where no head predicts tokens.
         draws: Random choices per image, over which results are averaged.
         margin: A gain over random tokens that is not significant, and whose interval ends below so many points of
             accuracy, is no better than random.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.analysis.statistics import Estimate
-from mmod.audits import DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
+from mmod.audits import Comparisons, DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
 from mmod.audits.choices import default_choices
 from mmod.audits.result import evaluate
 from tests.kit.clip_zoo import make_captions, make_clip
@@ -128,8 +128,7 @@ def test_a_choice_of_the_users_and_positions_of_another_set() -> None:
         plant("random"),
         batches_of(600, seed=1),
         mmod.AuditConfig(conditions=["random", "mean mask"], draws=2, resamples=200),
-        positions_from=elsewhere,
-        custom={"far from others": lambda place: content(place.x_BND)},
+        Comparisons(positions_from=elsewhere, custom={"far from others": lambda place: content(place.x_BND)}),
     )
     condition = audit.conditions[-1]
     assert condition.name == "far from others"
@@ -158,8 +157,7 @@ def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
         plant("random"),
         batches,
         mmod.AuditConfig(conditions=["random", "dense attention"], draws=1, resamples=100),
-        custom={"slow": received},
-        reference=dense,
+        Comparisons(custom={"slow": received}, reference=dense),
     )
     fast, slow = audit.conditions[-2:]
     assert (fast.accuracy, fast.loss) == (slow.accuracy, slow.loss)
@@ -253,10 +251,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evaluate": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
     ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3, accuracies of 3 images"),
     ({"reference": "vit"}, "reference must be a Module or null, got 'vit'"),
-    ({"baselines": [nn.Identity()]}, "baselines must be a mapping of names to a Module or null"),
-    ({"shifts": ["noise"]}, "shifts must be a mapping of names to a function or null"),
-    ({"custom": content}, "custom must be a mapping of names to a function or null"),
-    ({"others": ["set"]}, "others must be a mapping of names or null"),
+    ({"baselines": [nn.Identity()]}, "baselines must be a mapping of names to a Module, got"),
+    ({"shifts": ["noise"]}, "shifts must be a mapping of names to a function, got"),
+    ({"custom": content}, "custom must be a mapping of names to a function, got"),
+    ({"others": ["set"]}, "others must be a mapping of names, got"),
     ({"custom": {"mine": lambda context: 3}}, r"a rank per token, \(8, 17\), got 3"),
     ({"custom": {"mine": lambda context: context.x_BND}}, r"a rank per token, \(8, 17\), got \(8, 17, "),
     ({"leave_one_out": -1}, "leave_one_out must be"),
@@ -279,10 +277,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
 def test_what_cannot_be_audited_is_refused(options: dict[str, Any], message: str) -> None:
-    fields = options.keys() & {field.name for field in dataclasses.fields(mmod.AuditConfig)}
-    given = {"batches": batches_of(8, seed=0), **{name: options[name] for name in options.keys() - fields}}
+    def run() -> None:
+        given = {"batches": batches_of(8, seed=0), **options}
+        for name, made in {"config": mmod.AuditConfig, "comparisons": Comparisons}.items():
+            fields = given.keys() & {field.name for field in dataclasses.fields(made)}
+            given.setdefault(name, made(**{field: given.pop(field) for field in fields}))
+        mmod.audit(plant("random"), **given)
+
     with pytest.raises((TypeError, ValueError), match=message):
-        mmod.audit(plant("random"), **{"config": mmod.AuditConfig(**{name: options[name] for name in fields}), **given})
+        run()
 
 
 def test_models_and_labels_that_nothing_can_be_asked_of_are_refused() -> None:
@@ -324,5 +327,6 @@ def test_images_that_are_not_finite_are_refused(where: str, value: float) -> Non
     if where == "batches":
         del sets["positions_from"]
     batches = sets.pop("batches")
+    config = mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)
     with pytest.raises(ValueError, match=rf"inputs of sample 3 in batch 1 of '.*{step}' must be finite, got (nan|inf)"):
-        mmod.audit(plant("norm"), batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100), **sets)
+        mmod.audit(plant("norm"), batches, config, Comparisons(**sets))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.audits.information import Influence, influence_of, roll_patches, rolled_twice
 from mmod.audits.result import Audit
-from mmod.audits.tables import BatchTables, Mask, Moved
+from tests.kit.decisions import decided
 from tests.kit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
 from tests.kit.zoo import make_images, make_model
 
@@ -130,18 +130,15 @@ def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
     bits = torch.from_numpy(rng.random((images, 1, *grid)) < 0.5).float()
     even = torch.arange(16) % 2 == 0
 
-    def decide(batch: Tensor) -> dict[str, Mask]:
+    def decide(batch: Tensor) -> Tensor:
         picked = torch.from_numpy(rng.random((len(batch), 16)))
         drawn = torch.from_numpy(rng.random((len(batch), 16)) < 0.5)
         by_content = batch.flatten(1) > 0
-        return {"block": Mask.of(torch.where(picked < 0.6, by_content, torch.where(picked < 0.9, even, drawn)))}
+        return torch.where(picked < 0.6, by_content, torch.where(picked < 0.9, even, drawn))
 
-    tables = []
-    for number, batch in enumerate(bits.split(500)):
-        first = 500 * number
-        rolled = rolled_twice(batch, grid, range(first, first + 500))
-        tables.append(BatchTables(first, 500, moved=Moved(grid, [decide(moved) for moved in rolled])))
-    influence = influence_of(tables)
+    moved = {"block": [decide(rolled) for rolled in rolled_twice(bits, grid, range(images))]}
+    everything = torch.ones(images, 16, dtype=torch.bool)
+    influence = influence_of(decided({"block": everything}, everything, sizes=8 * [500], moved=moved, grid=grid))
     assert influence is not None
     # Of a bit that decides with probability p, the share of the variance is p squared.
     assert influence.content.value == pytest.approx(0.36, abs=0.02)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.audits import DecisionContext, evaluate_answers
+from mmod.audits import Comparisons, DecisionContext, evaluate_answers
 from mmod.audits.reference import token_entropy
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 from tests.kit.zoo import make_images, make_model
@@ -60,8 +60,7 @@ def test_tokens_that_the_reference_is_least_sure_of_are_kept() -> None:
         routed,
         [(images, torch.arange(12) % 7)],
         mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
-        custom={"slow": slow},
-        reference=dense,
+        Comparisons(custom={"slow": slow}, reference=dense),
     )
     fast, slowly = audit.conditions[-2:]
     assert (fast.name, fast.family) == ("reference entropy", "other")
@@ -74,13 +73,17 @@ def test_image_tokens_of_a_vision_language_model_are_ranked_by_what_comes_next()
     batch = prompt("llava", (1, 2), seed=0)
     batch["labels"] = batch["input_ids"]
     contexts: list[DecisionContext] = []
+
+    def look(context: DecisionContext) -> Tensor:
+        contexts.append(context)
+        return context.x_BND.norm(dim=-1)
+
     audit = mmod.audit(
         model,
         [batch],
         mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
+        Comparisons(reference=dense, custom={"look": look}),
         evaluate=evaluate_answers,
-        reference=dense,
-        custom={"look": lambda place: contexts.append(place) or place.x_BND.norm(dim=-1)},
     )
     assert math.isfinite(audit.conditions[-2].loss.value)
     assert contexts[-1].reference["reference entropy"].shape == contexts[-1].learned.score_BN.shape
@@ -99,4 +102,4 @@ def test_models_without_such_a_head_are_refused() -> None:
 
     config = mmod.AuditConfig(["random", "reference entropy"], draws=1, resamples=100)
     with pytest.raises(ValueError, match=r"no reference entropy of the 17 tokens in blocks\.\d"):
-        mmod.audit(routed, [big], config, evaluate=evaluate, reference=other)
+        mmod.audit(routed, [big], config, Comparisons(reference=other), evaluate=evaluate)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis.statistics import resampled_means, simultaneous
-from mmod.audits import SHIFTS, LabelledBatch
+from mmod.audits import SHIFTS, Comparisons, LabelledBatch
 from mmod.audits.result import Audit
 from mmod.audits.strata import check_labels, members_of, say_gaps
 from tests.kit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
@@ -57,7 +57,10 @@ def test_batches_do_not_matter_and_findings_are_read_again() -> None:
     config = mmod.AuditConfig(["random"], draws=1, resamples=200)
     audits = [
         mmod.audit(
-            plant("norm"), labelled(size), config, reference=plant("norm", capacity=1), shifts={"noise": shifted}
+            plant("norm"),
+            labelled(size),
+            config,
+            Comparisons(reference=plant("norm", capacity=1), shifts={"noise": shifted}),
         )
         for size in (60, 17)
     ]
@@ -84,7 +87,7 @@ def test_another_set_is_evaluated_as_if_it_were_the_only_one() -> None:
     model = mmod.route_(make_model(name), mmod.RoutingConfig(router="linear", capacity=0.4))
     config = mmod.AuditConfig(["random", "shuffled"], draws=2, resamples=100)
     one, other = (mmod.audit(model, key, config) for key in sets.values())
-    both = mmod.audit(model, sets[0], config, others={"other": sets[1]})
+    both = mmod.audit(model, sets[0], config, Comparisons(others={"other": sets[1]}))
     assert both.conditions == one.conditions
     rows = {key.name: key for key in both.strata}
     for key, alone in (("none", one), ("other", other)):
@@ -138,7 +141,8 @@ def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
     routed, batches = plant("norm"), batches_of(60, seed=0)
     dense = mmod.unroute_(plant("norm")).train()
     config = mmod.AuditConfig(["random"], draws=1, resamples=100)
-    audit = mmod.audit(routed, batches, config, reference=dense, baselines={"itself": plant("norm"), "dense": dense})
+    compared = Comparisons(reference=dense, baselines={"itself": plant("norm"), "dense": dense})
+    audit = mmod.audit(routed, batches, config, compared)
     assert dense.training
     groups = {
         name: [comparison for comparison in audit.baselines if comparison.group == name] for name in ("itself", "dense")

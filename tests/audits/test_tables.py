@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import mmod
 from mmod.audits import run
-from mmod.audits.tables import BatchTables, Mask, TokenKinds
+from mmod.audits.tables import BatchRows, Mask, TokenKinds
 from tests.kit.interrupted_audit import options
 
 
@@ -35,18 +35,22 @@ def test_kinds_of_tokens_come_back_by_name(count: int) -> None:
 
 
 def test_an_audit_keeps_rows_and_packed_masks_and_no_numbers_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[BatchTables] = []
-    compare = run.compare
+    kept: list[BatchRows] = []
+    result_of = run.result_of
 
-    def look(tables: Any, *rest: Any) -> Any:
-        kept.extend(tables)
-        return compare(tables, *rest)
+    def look(batches: Any, *rest: Any) -> Any:
+        kept.extend(batches)
+        return result_of(batches, *rest)
 
-    monkeypatch.setattr(run, "compare", look)
+    monkeypatch.setattr(run, "result_of", look)
     mmod.audit(**options())
-    assert [table.images for table in kept] == [range(3), range(3, 6), range(6, 8)]
-    for table in kept:
-        for leaf in tree_leaves(dataclasses.asdict(table)):
+    assert [batch.images for batch in kept] == [range(3), range(3, 6), range(6, 8)]
+    for batch in kept:
+        rows = dataclasses.asdict(batch)
+        for decision in rows["decisions"].values():
+            # The last sample alone has numbers of tokens, for the first one of the next batch.
+            assert {len(leaf) for leaf in decision.pop("last").values()} == {1}
+        for leaf in tree_leaves(rows):
             if isinstance(leaf, Tensor):
-                assert len(leaf) == table.samples
+                assert len(leaf) == len(batch.images)
                 assert leaf.ndim == 1 or leaf.dtype == torch.uint8

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.audits import SHIFTS, LabelledBatch, evaluate_classes
+from mmod.audits import SHIFTS, Comparisons, LabelledBatch, evaluate_classes
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -40,16 +40,19 @@ def labelled(batches: list[Batch]) -> list[LabelledBatch]:
     ]
 
 
-def options() -> dict[str, Any]:
-    """Return all that an audit can be asked for."""
-    return {
-        "model": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="linear", capacity=0.4, blocks=(1, 2))),
-        "batches": labelled(batches(8, seed=0)),
+def options(**comparisons: Any) -> dict[str, Any]:
+    """Return all that an audit can be asked for, with some other comparisons."""
+    compared = {
         "positions_from": batches(5, seed=1),
         "reference": make_model(NAME),
         "shifts": {"noise": lambda batch, images: (SHIFTS["noise"](batch[0], images), batch[1])},
         "others": {"other": batches(5, seed=2)},
         "baselines": {"random": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="random"))},
+    }
+    return {
+        "model": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="linear", capacity=0.4, blocks=(1, 2))),
+        "batches": labelled(batches(8, seed=0)),
+        "comparisons": Comparisons(**{**compared, **comparisons}),
         "config": mmod.AuditConfig(leave_one_out=1, draws=1, resamples=100),
     }
 
@@ -94,16 +97,18 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda _: b"[]\n",
     "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}\n',
     "no checksum": lambda content: content.splitlines()[0][9:] + b"\n",
-    "more images than there are": changed(lambda values: values.update(samples=999)),
-    "a number is a text": changed(lambda values: values.update(samples="two")),
+    "another first image": changed(lambda values: values.update(first=999)),
+    "a number is a text": changed(lambda values: values.update(first="two")),
     "a number is NaN": changed(lambda values: values.update(first=float("nan"))),
     "strata are short": changed(lambda values: values["labels"]["class"].pop()),
-    "an array is another": changed(lambda values: first_array(values["keep"]).update(first_array(values["outcomes"]))),
-    "no number of images": forged(lambda values: values.pop("samples")),
+    "an array is another": changed(
+        lambda values: first_array(values["decisions"]).update(first_array(values["outcomes"]))
+    ),
+    "no first image": forged(lambda values: values.pop("first")),
     "outcomes by another name": forged(lambda values: values.update(done=values.pop("outcomes"))),
-    "masks are a list": forged(lambda values: values.update(keep=[])),
-    "a part is missing": forged(lambda values: next(iter(values["keep"].values())).pop("tokens")),
-    "a part is null": forged(lambda values: values.update(keep=None)),
+    "decisions are a list": forged(lambda values: values.update(decisions=[])),
+    "a part is missing": forged(lambda values: next(iter(values["decisions"].values())).pop("keep")),
+    "a part is null": forged(lambda values: values.update(decisions=None)),
     "an array is text": forged(lambda values: first_array(values).update({"$tensor": "no array"})),
     "an array is cut": forged(
         lambda values: first_array(values).update({"$tensor": first_array(values)["$tensor"][:40]})

@@ -13,7 +13,7 @@ import mmod
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.style import new_figure, svg_of
-from mmod.audits import LabelledBatch
+from mmod.audits import Comparisons, LabelledBatch
 from mmod.studies.isoflop import draw, table, verdict
 from mmod.studies.report import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
@@ -77,7 +77,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         model,
         labelled,
         mmod.AuditConfig(draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1),
-        baselines={"dense": mmod.unroute_(plant(router, blocks, capacity))},
+        Comparisons(baselines={"dense": mmod.unroute_(plant(router, blocks, capacity))}),
     )
     images = batches[0][0][:4]
     record = {

@@ -18,6 +18,7 @@ from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
 from mmod.audits.choices import choices, default_choices
+from mmod.audits.contexts import Comparisons
 from mmod.audits.evaluations import check_classes
 from mmod.audits.generation import Generation, evaluate_generation
 from mmod.audits.plots import draw_audit
@@ -69,8 +70,12 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         conditions = [name for name in default_choices(options.reference is not None) if name not in sets.on_request]
     choices(conditions, None, has_reference=options.reference is not None)
     baselines = _baselines(config)
-    shifts = shifts_of(kind)
-    others = {name: read_set(kind, model, changes) for name, changes in options.others.items()}
+    comparisons = Comparisons(
+        reference=None if options.reference is None else _dense(kind, options.reference),
+        baselines=baselines,
+        others={name: read_set(kind, model, changes) for name, changes in options.others.items()},
+        shifts=shifts_of(kind),
+    )
     # Once the options are checked, so that a refused audit leaves no folder.
     record_config(folder, record_of(config), file="config.json", kind="an audit")
     batches = read_set(kind, model)
@@ -78,11 +83,8 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         model,
         batches,
         dataclasses.replace(options, conditions=conditions),
+        comparisons,
         evaluate=partial(_evaluate, kind),
-        reference=options.reference and _dense(kind, options.reference),
-        baselines=baselines,
-        shifts=shifts,
-        others=others,
         store=folder / STORE,
         progress=progress,
     )

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_stack, image_stack, patch_grid
 from mmod.audits.choices import REFERENCE_ENTROPY
+from mmod.audits.contexts import Shift
 from mmod.audits.evaluations import LabelledBatch
-from mmod.audits.run import Shift
 from mmod.audits.shifts import SHIFTS, ImageShift
 from mmod.data.config import DataConfig
 from mmod.data.readers.images import spread
