@@ -236,3 +236,10 @@ def trace(model: nn.Module) -> Iterator[Trace]:
             yield decisions
         finally:
             decisions.close()
+
+
+def draw_sample_maps(model: nn.Module, images: Tensor) -> Figure:
+    """Draw which patches the routed blocks of an image model keep of images (B, C, height, width)."""
+    with torch.inference_mode(), trace(model) as decisions:
+        model(images.to(next(model.parameters()).device))
+    return decisions.plot(images)

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,16 @@ class _Learned:
     partners: dict[str, FreeDecision]
     reference: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
+    def decisions(self, moved: Mapping[str, list[Mask]], worth: Mapping[str, dict[str, Tensor]]) -> dict[str, Decision]:
+        """Return the rows of the batch in the table of decisions."""
+        rows = {}
+        for name, routing in self.routings.items():
+            keep = Mask.of(routing.keep_BN & self.free[name])
+            last = self.decided[name].of(slice(-1, None))
+            free = Mask.of(self.free[name])
+            rows[name] = Decision(keep, free, last, moved.get(name, []), worth.get(name, {}))
+        return rows
+
 
 @dataclass(frozen=True)
 class Contexts:
@@ -123,7 +134,8 @@ class Contexts:
 
     def rows(self, labelled: LabelledBatch, previous: BatchRows | None) -> BatchRows:
         """Evaluate a batch with the learned decisions and with every choice of tokens."""
-        return self._rows(self._learned(labelled.batch, previous))
+        learned = self._learned(labelled.batch, previous)
+        return BatchRows(learned.images.start, self._outcomes(learned), learned.decisions({}, {}))
 
     def audited_rows(self, labelled: LabelledBatch, previous: BatchRows | None) -> BatchRows:
         """Evaluate a batch in all contexts, and keep what is known of its samples and tokens."""
@@ -138,35 +150,29 @@ class Contexts:
         check_labels(labels, len(learned.images), None if previous is None else previous.labels)
         check_shapes(token_kinds, learned.free)
         moved = self._moved(learned)
-        rows = self._rows(learned)
+        outcomes = self._outcomes(learned)
         worth: dict[str, dict[str, Tensor]] = {}
         if self.number < self.config.leave_one_out:
-            loss_B = learned.outcome[LOSS]
-            worth_BN, worth = worth_of(
-                lambda choice: self._replaced(learned, choice)[LOSS] - loss_B, learned.routings, learned.free
-            )
+            worth_BN, worth = worth_of(partial(self._change, learned), learned.routings, learned.free)
             most = Choice("other", lambda context: worth_BN[context.block])
-            rows.outcomes[ORACLE] = [self._replaced(learned, most)]
+            outcomes[ORACLE] = [self._replaced(learned, most)]
         for name, other in self.compared.baselines.items():
-            rows.outcomes[baseline_row(name)] = [self.outcome(other, batch)]
-        decisions = {}
-        for name, decision in rows.decisions.items():
-            decisions[name] = dataclasses.replace(decision, moved=moved.get(name, []), worth=worth.get(name, {}))
+            outcomes[baseline_row(name)] = [self.outcome(other, batch)]
         kinds = {fact: TokenKinds.of(names) for fact, names in token_kinds.items()}
-        return dataclasses.replace(rows, decisions=decisions, labels=labels, kinds=kinds, grid=learned.grid)
+        decisions = learned.decisions(moved, worth)
+        return BatchRows(learned.images.start, outcomes, decisions, labels, kinds, learned.grid)
 
-    def _rows(self, learned: _Learned) -> BatchRows:
+    def _outcomes(self, learned: _Learned) -> dict[str, list[Columns]]:
+        """Return the outcomes of a batch as learned and with each choice, of which random ones are drawn anew."""
         outcomes = {LEARNED: [learned.outcome]}
         for name, choice in self.choices.items():
-            # Random choices are drawn several times, all others once.
             draws = range(self.config.draws if choice.family == "random" else 1)
             outcomes[name] = [self._replaced(learned, choice, draw) for draw in draws]
-        decisions = {}
-        for name, routing in learned.routings.items():
-            free_BN = learned.free[name]
-            last = learned.decided[name].of(slice(-1, None))
-            decisions[name] = Decision(Mask.of(routing.keep_BN & free_BN), Mask.of(free_BN), last)
-        return BatchRows(learned.images.start, outcomes, decisions)
+        return outcomes
+
+    def _change(self, learned: _Learned, choice: Choice) -> Tensor:
+        """Return how much larger the loss is with a choice of tokens than with the learned one."""
+        return self._replaced(learned, choice)[LOSS] - learned.outcome[LOSS]
 
     def _moved(self, learned: _Learned) -> dict[str, list[Mask]]:
         """Return what is kept under moved content, of decisions on all patches of a grid; nothing without one."""

@@ -15,10 +15,10 @@ from torch import nn
 
 from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
-from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.repeats import redundancy
 from mmod.analysis.statistics import as_cheap, unbeaten
 from mmod.analysis.timing import relative_times
+from mmod.analysis.tracing import draw_sample_maps
 from mmod.compare.table import (
     DENSE,
     Measured,

@@ -11,8 +11,8 @@ import torch
 
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
-from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.style import new_figure, svg_of
+from mmod.analysis.tracing import draw_sample_maps
 from mmod.audits import Comparisons, LabelledBatch
 from mmod.studies.isoflop import draw, table, verdict
 from mmod.studies.report import write_outcome

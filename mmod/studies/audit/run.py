@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
+from mmod.analysis.tracing import draw_sample_maps
 from mmod.audits.choices import choices, default_choices
 from mmod.audits.contexts import Comparisons
 from mmod.audits.evaluations import check_classes

@@ -11,7 +11,7 @@ import torch
 
 import mmod
 from mmod.analysis.maps import VEIL_OPACITY
-from mmod.analysis.plots import draw_sample_maps
+from mmod.analysis.tracing import draw_sample_maps
 from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
