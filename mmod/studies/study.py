@@ -30,6 +30,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     study = study_kind(config.kind)
     compared = _compared(config, study)
     names = [candidate.name for candidate in compared["candidates"]]
+    suffixes = config.size_suffixes
     runner = Runner(config.processes, progress)
     dense = compared["kind"].config
     facts = {} if study.describe is None else study.describe(dense, compared["train"])
@@ -46,7 +47,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def write(table: Table) -> StudyResult:
         runs = {name: done[name] for name in names if name in table.costs}
-        points = points_of(study, table, runs, config.score, config.size_suffixes)
+        points = points_of(study, table, runs, config.score, suffixes)
         rows = [point.row() for point in points]
         if dense.epochs is not None:
             before = dense.epochs if config.train_dense else None
@@ -73,7 +74,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         **compared,
         weigh=study.weigh,
         count=count,
-        timing=Timing(list(config.size_suffixes), config.latency_rounds, study.readings),
+        timing=Timing(list(suffixes), config.latency_rounds, study.readings),
         each=each,
         runner=runner,
     )
