@@ -47,7 +47,7 @@ def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[
         with torch.no_grad():
             out = model(**batch, use_cache=True)
         held = [
-            cached.transpose(1, 2)[layer.position_BL >= 0]
+            cached.transpose(1, 2) if layer.position_BL is None else cached.transpose(1, 2)[layer.position_BL >= 0]
             for layer in cache_of(out).layers
             if isinstance(layer, RoutedLayer) and layer.keys is not None
             for cached in (layer.keys, layer.values)

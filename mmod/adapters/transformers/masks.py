@@ -5,7 +5,6 @@ Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -129,8 +128,6 @@ def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int
 def valid_tokens(mask: Any, source: Tensor, past: Tensor | int) -> Tensor:
     """Return which tokens are not padding (B, N), from a mask (B, length) or (B, 1 or H, N, length); None for all."""
     samples, tokens = source.shape[:2]
-    if isinstance(mask, Mapping):
-        mask = next(iter(mask.values()))
     if mask is None:
         return torch.ones(samples, tokens, dtype=torch.bool, device=source.device)
     if not isinstance(mask, Tensor) or mask.ndim not in (2, 4):
