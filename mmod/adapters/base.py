@@ -29,6 +29,7 @@ from mmod.blocks import (
     KEY_BIAS,
     NO_SHELL,
     ROUTED,
+    WINDOWS,
     Arguments,
     BlockCall,
     BlockOwner,
@@ -42,6 +43,7 @@ from mmod.blocks import (
     ReadBlocks,
     RoutedMixins,
     RowSource,
+    SequenceImages,
     Shell,
     StackCalls,
     attach,
@@ -96,6 +98,7 @@ class BlockStack:
             pass on kept rows only; empty if none does.
         read_blocks: See `StackCall`; None if the host's code reads nothing between blocks.
         grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
+        windows: Knows the images of which blocks see windows; None where none do.
         proof: What a trial showed of the blocks; None where the adapter knows them.
     """
 
@@ -119,6 +122,7 @@ class BlockStack:
     read_blocks: ReadBlocks | None = None
     grid: GridSource | None = None
     rows: RowSource | None = None
+    windows: SequenceImages | None = None
     proof: Any = None
 
     @property
@@ -245,6 +249,7 @@ class NamedArguments(CallForm, BlockCall):
             is not known that attention reads nothing else.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
         packs_prefix: Rows are one tensor, sines before cosines, so that a row that rotates nothing is known.
+        sequence: Knows the images of a sequence of which blocks see windows; None where none do.
         narrows_always: See `BlockCall`; so are the following.
     """
 
@@ -253,6 +258,7 @@ class NamedArguments(CallForm, BlockCall):
     projections: tuple[ProjectionName, ...] | None = None
     draws_paths: bool = False
     packs_prefix: bool = False
+    sequence: SequenceImages | None = None
     narrows_always: bool = False
     fused_norm: str = ""
     operators: Mapping[str, str] = field(default_factory=dict)
@@ -322,7 +328,7 @@ class NamedArguments(CallForm, BlockCall):
 
     def can_pack(self, block: nn.Module, arguments: Arguments) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
-        if not self.fused or self.index_argument or self._implementation != MASKED[0]:
+        if not self.fused or self.index_argument or self._implementation != MASKED[0] or WINDOWS in arguments:
             return False
         if self.rope_prefix and not self.packs_prefix:
             # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.

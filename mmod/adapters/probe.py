@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mmod.blocks import (
+    GRIDS,
     Arguments,
     Segments,
     boundaries_of,
@@ -37,9 +38,7 @@ PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.
 _SIDES = (224, 32, 64, 96, 128, 256, 384, 512)
 _SIZES = ("image_size", "img_size", "crop_size", "input_size")
-# Argument that gives frames, rows and columns of the patches of each image or video, which come as one sequence.
-GRIDS = "grid_thw"
-# Rows and columns of patches in such images: twice those of windows in Qwen2.5-VL, so that blocks with windows show.
+# Least rows and columns of patches in images that come as one sequence.
 _GRID_SIDE = 16
 _UNCALLED = (
     "is not called: the model takes it apart and runs the modules in it, such as a pair of attention and MLP. Write a "
@@ -62,7 +61,7 @@ class BlockInputs:
         projection: Name of the module that shows the grid of patches as a feature map; empty for none.
         boundaries: See `NamedArguments`; the tokens and arguments of one sequence are those of a batch here.
         layout: The form of one sequence, see `NamedArguments`; empty for a batch.
-        numbers: Numbers of the blocks that attend within whole images; empty for all.
+        windows: Some blocks attend within windows of images.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
         tokens: See `CallForm`.
     """
@@ -74,7 +73,7 @@ class BlockInputs:
     projection: str
     boundaries: str = ""
     layout: str = ""
-    numbers: tuple[int, ...] = ()
+    windows: bool = False
     read: tuple[int, ...] = ()
     tokens: str = ""
 
@@ -272,14 +271,10 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
         dense(*args, **named)
     first = _inputs_of(standing[0])
     if first.boundaries:
-        numbers = [number for number, stand in enumerate(standing) if _sees_images(stand)]
-        if not numbers:
-            raise _NoTokens(
-                f"gets windows of {_boundaries(standing[0]).longest} tokens, as all others do, and no whole images"
-            )
-        complete = _inputs_of(standing[numbers[0]])
-        subset = tuple(numbers) if len(numbers) < len(standing) else ()
-        return dataclasses.replace(complete, numbers=subset, read=tuple(sorted(set(watch.numbers))))
+        windows = [_boundaries(stand) for stand in standing if not _sees_images(stand)]
+        if windows:
+            _check_windows(windows[0], standing[0], model, blocks)
+        return dataclasses.replace(first, windows=bool(windows), read=tuple(sorted(set(watch.numbers))))
     patches = first.x_BND.shape[1] - first.prefix - first.suffix
     projection = next(
         (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == patches), ""
@@ -317,14 +312,28 @@ def _boundaries(stand: _Block) -> Segments:
 
 def _sees_images(stand: _Block) -> bool:
     """Return whether a block attends within the two images of one sequence, and in no windows of them."""
-    tokens = stand.x.shape[-2]
-    return _boundaries(stand).lengths == (tokens // 2,) * 2
+    return _boundaries(stand) == _two_images(stand)
+
+
+def _two_images(stand: _Block) -> Segments:
+    return Segments((stand.x.shape[-2] // 2,) * 2)
+
+
+def _check_windows(windows: Segments, stand: _Block, model: nn.Module, blocks: str) -> None:
+    """Refuse blocks with windows unless these are of images whose sizes the module that runs the blocks gets."""
+    if not windows.divides(_two_images(stand)):
+        raise _NoTokens(f"shares its tokens with blocks that attend within {windows.longest} tokens of several images")
+    if "." in blocks or GRIDS not in parameters_of(model):
+        raise _NoTokens(
+            f"shares its tokens with blocks that attend within windows of {windows.longest}, and the module that runs "
+            f"them takes no {GRIDS}, which would say where images begin"
+        )
 
 
 def _as_batch(stand: _Block) -> tuple[Tensor, dict[str, Any]]:
     """Return the first tokens of each image of one sequence as a batch, with its arguments."""
     tokens = stand.x.shape[-2]
-    images = Segments((tokens // 2,) * 2)
+    images = _two_images(stand)
     arguments = {name: value for name, value in stand.arguments.items() if name != stand.boundaries}
     for name, value in arguments.items():
         items = tree_leaves(value)
@@ -437,7 +446,10 @@ def _draw(*shape: int) -> Tensor:
 
 def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
     """Return the patches of two images, one behind the other in an argument, as Qwen's towers take them."""
-    grid = torch.tensor([[1, _GRID_SIDE, _GRID_SIDE]] * 2)
+    # Twice the side of windows, so that blocks with windows show.
+    window = getattr(model, "window_size", 0) // getattr(model, "patch_size", 1)
+    side = max(_GRID_SIDE, 2 * window)
+    grid = torch.tensor([[1, side, side]] * 2)
     merged = {}
     if "merge_sizes" in parameters_of(model):
         merged["merge_sizes"] = torch.ones(2, dtype=torch.long)
@@ -446,7 +458,7 @@ def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
     # The first layer projects patches, given as rows or as small images.
     shape = (projections or linear)[0].weight.shape[1:]
     for patch in ((shape.numel(),), tuple(shape)):
-        yield {name: torch.randn(2 * _GRID_SIDE**2, *patch, dtype=torch.float32), GRIDS: grid, **merged}
+        yield {name: torch.randn(2 * side**2, *patch, dtype=torch.float32), GRIDS: grid, **merged}
 
 
 def _image_of_patches(model: nn.Module) -> tuple[int, int, int]:

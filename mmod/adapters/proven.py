@@ -14,12 +14,14 @@ from torch import nn
 from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block
 from mmod.adapters.halves import Branches
 from mmod.blocks import (
+    WINDOWS,
     FlatBlock,
     GridSource,
     InterceptedBlock,
     Mixin,
     NamedBlock,
     SegmentsBlock,
+    SequenceImages,
     Shell,
     SuffixBlock,
     TupleBlock,
@@ -37,7 +39,7 @@ class Proof(CallForm, Branches):
         projection: Name of the module that shows the grid of patches as a feature map; empty for none.
         prefix: Leading tokens that are no patches.
         dim: Channels of a token.
-        numbers: Numbers of the blocks that can be routed, where others attend within windows; empty for all.
+        windows: Blocks attend within windows of images, and the model's grids say where these begin.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
         in_tuple: The block returns a tuple that begins with the tokens.
         divides: In training, a branch runs on some of the images or tokens, or on none, as stochastic depth by parts of
@@ -48,7 +50,7 @@ class Proof(CallForm, Branches):
     projection: str
     prefix: int
     dim: int
-    numbers: tuple[int, ...] = ()
+    windows: bool = False
     read: tuple[int, ...] = ()
     in_tuple: bool = False
     divides: bool = False
@@ -64,14 +66,22 @@ class Proof(CallForm, Branches):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
-def call_of(proof: Proof, block: nn.Module) -> NamedArguments:
-    """Return how a proven block is called."""
+def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = None) -> NamedArguments:
+    """Return how a proven block is called.
+
+    Args:
+        sequence: See `NamedArguments`.
+    """
+    form = proof.form
+    if sequence is not None:
+        form["rows"] = (*proof.rows, WINDOWS)
     configs = [getattr(module, "config", None) for module in block.modules()]
     return NamedArguments(
-        **proof.form,
+        **form,
         **proof.options(block, proof.dim),
         parameters=parameters_of_block(block),
         attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
+        sequence=sequence,
         # A host that takes the index of tokens passes none for all of them.
         narrows_always=bool(proof.index_argument),
         shell=Shell(_outer(proof), _inner(proof)),
@@ -102,14 +112,13 @@ def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockSt
         host: Package whose code runs the blocks, see `BlockStack`.
     """
     block_list: Any = model.get_submodule(proof.blocks)
-    numbers = proof.numbers or range(len(block_list))
     grid = None
     if proof.projection:
         grid = GridSource(model.get_submodule(proof.projection), grid_of_map)
-    return BlockStack(
+    stack = BlockStack(
         library=library,
-        names=tuple(f"{proof.blocks}.{number}" for number in numbers),
-        blocks=tuple(block_list[number] for number in numbers),
+        names=tuple(f"{proof.blocks}.{number}" for number in range(len(block_list))),
+        blocks=tuple(block_list),
         prefix=proof.prefix + proof.suffix,
         dim=proof.dim,
         call_of=lambda block, config: call_of(proof, block),
@@ -119,3 +128,7 @@ def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockSt
         grid=grid,
         proof=proof,
     )
+    if not proof.windows:
+        return stack
+    windows = SequenceImages(stack.calls, model)
+    return dataclasses.replace(stack, windows=windows, call_of=lambda block, config: call_of(proof, block, windows))

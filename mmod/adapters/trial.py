@@ -47,7 +47,7 @@ def prove(inputs: BlockInputs, blocks: str, block_list: Sequence[nn.Module], tit
     """
     proofs: dict[Proof, str] = {}
     alike: dict[tuple[object, ...], list[int]] = {}
-    for index in inputs.numbers or range(len(block_list)):
+    for index in range(len(block_list)):
         alike.setdefault(settings_of(block_list[index]), []).append(index)
     divides = False
     for numbers in alike.values():
@@ -135,7 +135,7 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
         suffix=inputs.suffix,
         tokens=inputs.tokens,
         dim=inputs.x_BND.shape[-1],
-        numbers=inputs.numbers,
+        windows=inputs.windows,
         read=inputs.read,
         layout=inputs.layout or LAYOUTS[0],
         boundaries=inputs.boundaries,

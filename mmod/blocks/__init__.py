@@ -61,10 +61,13 @@ from mmod.blocks.routed import (
 )
 from mmod.blocks.rows import Execution, Rows
 from mmod.blocks.segments import (
+    GRIDS,
     MASKS,
+    WINDOWS,
     FlatBlock,
     Segments,
     SegmentsBlock,
+    SequenceImages,
     as_one_sequence,
     boundaries_of,
     map_rows,

@@ -72,11 +72,14 @@ class RowSource(NamedTuple):
         module: The module that gets the rows, as its first argument, with `grid_thw`.
         side: Patches along a side of a token; None where `merge_sizes` says it of each picture.
         channels: Channels of a pixel.
+        order: Returns which row of a frame comes at each place in the blocks, from the module and the frame's rows and
+            columns of patches; None where they get the rows as they come.
     """
 
     module: nn.Module
     side: int | None
     channels: int
+    order: Callable[[nn.Module, Grid], Tensor] | None = None
 
     def pictures(self, rows: Tensor, grids: Tensor, sides: Tensor | None) -> list[tuple[Tensor, int]]:
         """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture."""
@@ -174,16 +177,27 @@ class RowHook(ModelHook):
         """Read the pixels."""
         arguments = {**dict(zip(self.names, args)), **kwargs}
         pictures = self.source.pictures(arguments[self.names[0]], arguments["grid_thw"], arguments.get("merge_sizes"))
-        parts = [_in_rows(self.see(pixels), side, pixels.shape[1:3]) for pixels, side in pictures]
+        parts = [_in_rows(self.see(pixels), self._rows(pixels, side)) for pixels, side in pictures]
         longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
         seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
         self.calls.value.show_patches(Patches(None, seen))
 
+    def _rows(self, pixels_BRCHE: Tensor, side: int) -> Tensor:
+        """Return the place of each patch of a frame (N) among the rows that blocks get."""
+        rows, columns = pixels_BRCHE.shape[1:3]
+        numbers = torch.arange(rows * columns, device=pixels_BRCHE.device)
+        row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
+        if self.source.order is None:
+            return row_N
+        return self.source.order(self.source.module, (rows, columns)).to(row_N.device).argsort()[row_N]
 
-def _in_rows(values: tuple[Tensor, ...], side: int, grid: Sequence[int]) -> list[Tensor]:
-    """Return what a score sees of patches (B, N) in the order of a host's rows, from that of the grid."""
-    numbers = torch.arange(grid[0] * grid[1], device=values[0].device)
-    row_N = spread_rows(numbers.unsqueeze(1), (1, *grid), side, 1).flatten()
+
+def _in_rows(values: tuple[Tensor, ...], row_N: Tensor) -> list[Tensor]:
+    """Return what a score sees of patches (B, N) in the order of a host's rows, from that of the grid.
+
+    Args:
+        row_N: The row of each patch.
+    """
     index_N = row_N.argsort()
     in_order = [value_BN[:, index_N] for value_BN in values]
     return [value_BN if value_BN.is_floating_point() else row_N[value_BN] for value_BN in in_order]

@@ -104,11 +104,13 @@ class StackCalls:
 
     Attributes:
         entered: The pass that entered a block last.
+        lengths: Tokens of each image of the calls that run, where a call knows more than its blocks.
     """
 
     def __init__(self) -> None:
         self.running = StackCall()
         self.entered: SpanPass | None = None
+        self.lengths: list[tuple[int, ...]] = []
         self._patches: list[Patches] = []
         self._began = False
 

@@ -1,31 +1,42 @@
 """Blocks that run the tokens of all images as one sequence, which methods see as a batch.
 
+An image may be cut into windows, in which some blocks attend; what a method decides is of images.
+
 Axes: B images, N tokens of the largest image, T tokens of all images, K rows, D channels, E channels of a row.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmod.blocks.conversion import Mixin
+from mmod.blocks.conversion import Mixin, parameters_of
+from mmod.blocks.hook import ModelHook
+from mmod.blocks.passes import StackCalls
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, run_inside
 from mmod.ops import attend_by_image, attend_by_length
-from mmod.ops.views import is_visible
+from mmod.ops.views import is_visible, mask_bias
+from mmod.threads import PerThread
 
+GRIDS = "grid_thw"
+"""Argument that gives frames, rows and columns of the patches of each image or video, which come as one sequence."""
+WINDOWS = "mmod_windows"
+"""The keyword by which a block that attends within windows gets the number of each token's (T, 1), one of its rows."""
 MASKS = ("attention_mask", "attn_mask", "mask")
 """Arguments that hide keys or weigh them, in hosts' words."""
 
 
 class Segments(NamedTuple):
-    """The images in one sequence.
+    """The images in one sequence, or the windows of images.
 
     Args:
-        lengths: Tokens of each image.
+        lengths: Tokens of each.
     """
 
     lengths: tuple[int, ...]
@@ -39,6 +50,15 @@ class Segments(NamedTuple):
     def equal(self) -> bool:
         """Whether all images have the same number of tokens."""
         return len(set(self.lengths)) == 1
+
+    def numbers(self, device: torch.device) -> Tensor:
+        """Return the number of each token's segment (T)."""
+        number_B = torch.arange(len(self.lengths), device=device)
+        return number_B.repeat_interleave(torch.tensor(self.lengths, device=device), output_size=sum(self.lengths))
+
+    def divides(self, other: Segments) -> bool:
+        """Return whether each segment lies within one of the others."""
+        return set(accumulate(other.lengths)) <= set(accumulate(self.lengths))
 
     def split(self, x_TE: Tensor) -> Tensor:
         """Return rows (T, E) as a batch (B, N, E), with zeros at the end of images that are not the largest."""
@@ -110,6 +130,71 @@ class SequenceCall(Protocol):
     def layout(self) -> str:
         """The form of the sequence."""
 
+class SequenceImages(ModelHook):
+    """Hook of a tower some of whose blocks attend within windows: tells all of them the images of the running call.
+
+    A block finds the images by the boundaries of windows that it gets, also where a backward pass recomputes it alone.
+
+    Args:
+        calls: The calls of the tower's blocks, by thread.
+        tower: The module whose forward gets `GRIDS`. Each frame is an image.
+    """
+
+    def __init__(self, calls: PerThread[StackCalls], tower: nn.Module) -> None:
+        self.calls = calls
+        self.names = tuple(parameters_of(tower))
+        self._of_boundaries: dict[int, tuple[weakref.ref[Tensor], Segments]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave calls out of copies and pickles."""
+        return {**vars(self), "_of_boundaries": {}}
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the grids."""
+        grids: Tensor = {**dict(zip(self.names, args)), **kwargs}[GRIDS]
+        # Blocks read the lengths outside graphs too.
+        begin = torch.compiler.disable(self._begin) if torch.compiler.is_compiling() else self._begin
+        begin(grids)
+
+    def _begin(self, grids: Tensor) -> None:
+        lengths: list[int] = []
+        for frames, rows, columns in grids.tolist():
+            lengths += [rows * columns] * frames
+        self.calls.value.lengths.append(tuple(lengths))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Forget the call."""
+        end = torch.compiler.disable(self._end) if torch.compiler.is_compiling() else self._end
+        end()
+
+    def _end(self) -> None:
+        # There are none of a call that got no grids.
+        del self.calls.value.lengths[-1:]
+
+    def of(self, boundaries: Tensor, windows: Segments) -> Segments:
+        """Return the images of boundaries of windows.
+
+        Raises:
+            ValueError: The windows are not those of the running call.
+        """
+        key = id(boundaries)
+        known, images = self._of_boundaries.get(key, (None, windows))
+        if known is not None and known() is boundaries:
+            return images
+        images = Segments(self.calls.value.lengths[-1] if self.calls.value.lengths else ())
+        if sum(images.lengths) != sum(windows.lengths) or not windows.divides(images):
+            raise ValueError(
+                f"a routed block got {len(windows.lengths)} windows of {sum(windows.lengths)} tokens, and the images "
+                f"that they are of are unknown: run the whole tower with {GRIDS}; a backward pass that recomputes "
+                "blocks needs use_reentrant=False"
+            )
+
+        def forget(tensor: weakref.ref[Tensor]) -> None:
+            self._of_boundaries.pop(key, None)
+
+        self._of_boundaries[key] = weakref.ref(boundaries, forget), images
+        return images
+
 
 def split_rows(value: Any, segments: Segments) -> Any:
     """Return a batch of rows (B, 1, N, E) from those of one sequence (T, E), or from a tuple of them."""
@@ -156,20 +241,24 @@ class FlatBlock(InterceptedBlock):
     """Inner mixin of a block that takes one set of rows for all images, such as rotary embeddings (N, E).
 
     Where images keep different tokens, or the host knows no batch, all images run as one sequence, and attention is
-    split by image again. The sequence has no empty rows, unless what runs inside the block, or reads its attention,
-    expects a batch.
+    split by image again, or by window. The sequence has no empty rows, unless what runs inside the block, or reads its
+    attention, expects a batch.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the host's block."""
         call: SequenceCall = self.mod_state.call
+        windows = kwargs.pop(WINDOWS, None)
+        window_BK = None if windows is None else windows.flatten(1)
         rows = [_first(kwargs[name]) for name in call.rows if kwargs.get(name) is not None]
         differ = [item for item in rows if item.ndim > 2]
         if not differ and not call.boundaries:
             return super().forward(x, *args, **kwargs)
         bias = kwargs.pop(KEY_BIAS, None)
-        if bias is not None and call.boundaries and not self.mod_state.inner.value.expects_batch:
-            return self._run_filled(x, args, kwargs, bias)
+        if self.mod_state.inner.value.expects_batch:
+            bias = bias if window_BK is None else _within_windows(bias, window_BK, x.dtype)
+        elif call.boundaries and (bias is not None or window_BK is not None):
+            return self._run_filled(x, args, kwargs, bias, window_BK)
         split = attend_by_image(len(differ[0]) if differ else len(x), bias)
         z, arguments = as_one_sequence(call, x, kwargs)
         y = run_inside(self, split, super().forward, (z, *args), arguments)
@@ -177,17 +266,41 @@ class FlatBlock(InterceptedBlock):
             return (y[0].view_as(x), *y[1:])
         return y.view_as(x)
 
-    def _run_filled(self, x_BKD: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], bias: Tensor) -> Tensor:
+    def _run_filled(
+        self,
+        x_BKD: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        bias: Tensor | None,
+        window_BK: Tensor | None,
+    ) -> Tensor:
         """Return the rows after the host's block, which gets those that a bias of keys (B, 1, 1, K) shows."""
-        filled_BK = is_visible(bias)[:, 0, 0]
+        filled_BK = torch.ones_like(x_BKD[..., 0], dtype=torch.bool) if bias is None else is_visible(bias)[:, 0, 0]
         z, arguments = as_one_sequence(self.mod_state.call, x_BKD, kwargs, filled_BK)
         # What hides empty rows says nothing of filled ones.
-        bias_T = None if bias.dtype == torch.bool else bias[:, 0, 0][filled_BK]
-        # Images may keep no row.
-        lengths = [count for count in filled_BK.sum(1).tolist() if count]
+        bias_T = None if bias is None or bias.dtype == torch.bool else bias[:, 0, 0][filled_BK]
+        # Images and windows may keep no row.
+        if window_BK is None:
+            lengths = [count for count in filled_BK.sum(1).tolist() if count]
+        else:
+            # Numbers ascend from image to image, and kept rows are in order.
+            window_T = window_BK[filled_BK]
+            lengths = window_T.unique_consecutive(return_counts=True)[1].tolist()
         attention = attend_by_length(lengths, bias_T)
         y: Tensor = attention.run(super().forward, (z, *args), arguments)
         return torch.zeros_like(x_BKD, dtype=y.dtype).index_put((filled_BK,), y.flatten(0, -2))
+
+
+def _within_windows(bias: Tensor | None, window_BK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bias of keys as one of pairs (B, 1, K, K), which hides those of two windows."""
+    lowest = torch.finfo(dtype).min
+    if bias is None:
+        bias = torch.zeros((), dtype=dtype, device=window_BK.device)
+    elif bias.dtype == torch.bool:
+        bias = mask_bias(bias, lowest, dtype)
+    # Not -inf: an empty slot may be the only one of its window, and a softmax over no key is NaN.
+    same_BKK = window_BK.unsqueeze(1) == window_BK.unsqueeze(2)
+    return torch.where(same_BKK.unsqueeze(1), bias, lowest)
 
 
 class SegmentsBlock(Mixin):
@@ -206,7 +319,15 @@ class SegmentsBlock(Mixin):
 
     def _run(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
         call: SequenceCall = self.mod_state.call
-        segments = read_segments(arguments.pop(call.boundaries))
+        boundaries = arguments.pop(call.boundaries)
+        segments = read_segments(boundaries)
+        # Where blocks see windows, something else knows the images.
+        images: SequenceImages | None = self.mod_state.call.sequence
+        if images is not None:
+            windows = segments
+            segments = images.of(boundaries, windows)
+            if windows != segments:
+                arguments[WINDOWS] = windows.numbers(x.device).unsqueeze(1)
         tokens = sum(segments.lengths)
         for name in call.rows:
             if arguments.get(name) is not None:

@@ -24,6 +24,7 @@ from mmod.blocks import (
     HiddenClass,
     Mixin,
     OnceHook,
+    SequenceImages,
     WholeBatchHook,
     attach,
     convert,
@@ -130,6 +131,8 @@ class Method(Checked, ABC, group="method"):
         for stack in target.values() if isinstance(target, Mapping) else (target,):
             if isinstance(stack, BlockStack):
                 remember(model, stack)
+                if stack.windows is not None:
+                    attach(owner_of(model, stack), stack.windows)
             attach(owner_of(model, stack) if isinstance(stack, BlockStack) else model, FirstCall())
         _record(model, self.joined(vars(model).get("mod_methods", ())))
         return model
@@ -221,7 +224,8 @@ class Method(Checked, ABC, group="method"):
 
     def restore(self, model: nn.Module) -> None:
         """Undo the method alone: by default, remove its hooks and restore the host's classes that it changed."""
-        detach_hooks(model, WholeBatchHook)
+        for hook_class in (WholeBatchHook, SequenceImages):
+            detach_hooks(model, hook_class)
         disown(model)
         for module in modules_of(model, self.kind):
             if is_converted(module):

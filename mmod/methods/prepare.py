@@ -154,7 +154,8 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
         raise ValueError(
             f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "
             "show: it is no block of an image model, or of one whose patches are not made by one projection; or its "
-            "patches are rows in the order of windows, or in one that no spatial_merge_size of the tower tells"
+            "patches are rows in an order that the tower does not tell, by a spatial_merge_size and, if blocks see "
+            "windows, by calling transformers' get_vision_window_index"
         )
     if config.router.reads_pixels and stack.grid is not None:
         check_pixels(stack.grid, config.router, first)

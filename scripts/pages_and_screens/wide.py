@@ -129,7 +129,7 @@ COLUMNS = {
 LANGUAGE = {"language": "pixelprune-language"}
 HOSTS = {
     "Qwen3-VL 8B": Host(16, {"tower": 27, "language": 36}, _qwen3_vl, {**LANGUAGE, "vision": "pixelprune"}),
-    # Its tower, which sees windows, stays dense.
+    # Its tower, most of whose layers see windows, is not measured.
     "Qwen2.5-VL 7B": Host(14, {"language": 28}, _qwen25_vl, LANGUAGE),
 }
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import mmod
 from mmod.adapters import find_parts
+from mmod.adapters.probe import inputs_of_call
 from mmod.blocks import Rows, Segments, read_segments
 from mmod.methods import Merge, Prune
 from tests.kit.cover import in_turn
@@ -91,12 +94,13 @@ def test_gradual_keeps_the_grid_and_is_saved(name: str, tmp_path: Path) -> None:
     assert torch.equal(mmod.load_pretrained(tmp_path)(**batch).logits, logits)
 
 
+@pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("name", IN_SEQUENCE)
 @torch.no_grad()
-def test_a_layer_runs_on_the_kept_rows_of_each_image(name: str) -> None:
+def test_a_layer_runs_on_the_kept_rows_of_each_image_and_window(name: str, number: int) -> None:
     model = make_joint(name).double()
     routed = copy.deepcopy(model)
-    mmod.route_(routed, vision=HALF.replace(blocks=(0,)))
+    mmod.route_(routed, vision=HALF.replace(blocks=(number,)))
     (place,) = mmod.routed_blocks(routed)
     seen: dict[str, Any] = {}
 
@@ -109,7 +113,6 @@ def test_a_layer_runs_on_the_kept_rows_of_each_image(name: str) -> None:
     handle.remove()
     with mmod.trace(routed) as decisions:
         tokens = tower_of(routed)(**double(images(name)), output_hidden_states=True)
-    number = int(place.rpartition(".")[2])
     after = by_image(name, tokens.hidden_states[number + 1])
     kept = decisions[place].keep_BN
     starts = [0, 9, 17]
@@ -123,7 +126,10 @@ def test_a_layer_runs_on_the_kept_rows_of_each_image(name: str) -> None:
         if name == "mistral3":
             y = layer(z[None], None, position_embeddings=(cosine, sine))[0]
         else:
-            y = layer(z, cu_seqlens=torch.tensor([0, len(z)]), position_embeddings=(cosine, sine))
+            # The host's boundaries, of images or of windows, counted again among the kept rows.
+            segment_K = torch.bucketize(rows_K, seen["cu_seqlens"], right=True)
+            ends = segment_K.unique_consecutive(return_counts=True)[1].cumsum(0)
+            y = layer(z, cu_seqlens=F.pad(ends, (1, 0)), position_embeddings=(cosine, sine))
         expected[index_K] = y
         torch.testing.assert_close(after[image], expected, atol=1e-12, rtol=0)
 
@@ -179,11 +185,10 @@ def test_importance_is_read_within_images() -> None:
 def test_rows_are_passed_on_where_nothing_reads_between_layers(
     name: str, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Qwen3-VL reads the tokens after layer 2; Qwen2.5-VL has layers with windows in between.
+    # Qwen3-VL reads the tokens after layer 2.
     changes = {"qwen3-vl": {"deepstack_visual_indexes": [2]}, "qwen2.5-vl": {"fullatt_block_indexes": [1, 3, 5]}}
     model, batch = make_deep(name, **changes.get(name, {})), prompt(name, (1, 2))
-    blocks = (1, 2) if name == "qwen2.5-vl" else (1, 2, 3, 4)
-    mmod.route_(model, vision="gradual" if config == "gradual" else CONFIGS[config].replace(blocks=blocks))
+    mmod.route_(model, vision="gradual" if config == "gradual" else CONFIGS[config].replace(blocks=(1, 2, 3, 4)))
     written: list[Rows] = []
     write_back = Rows.write_back
 
@@ -195,7 +200,7 @@ def test_rows_are_passed_on_where_nothing_reads_between_layers(
     logits = model(**batch).logits
     # Where groups go on from all tokens, attention writes back too.
     expected = 2 + (config == "gradual")
-    assert len(written) == {"qwen3-vl": expected, "qwen2.5-vl": expected}.get(name, 1)
+    assert len(written) == (expected if name == "qwen3-vl" else 1)
     written.clear()
     layers = mmod.routed_blocks(model).values()
     handles = [layer.register_forward_hook(lambda *args: None) for layer in layers]
@@ -207,12 +212,23 @@ def test_rows_are_passed_on_where_nothing_reads_between_layers(
     assert len({tuple(state.shape) for state in states}) == 1
 
 
-def test_layers_with_windows_are_left_alone() -> None:
-    model = make_deep("qwen2.5-vl", fullatt_block_indexes=[1, 3, 5])
-    mmod.route_(model, vision=HALF.replace(blocks="all"))
-    assert list(mmod.routed_blocks(model)) == [f"model.visual.blocks.{number}" for number in (1, 3, 5)]
-    with pytest.raises(ValueError, match="gets windows of 4 tokens, as all others do, and no whole images"):
-        mmod.route_(make_deep("qwen2.5-vl", fullatt_block_indexes=[]), vision=HALF)
+class GridsByPosition(Qwen2_5_VisionTransformerPretrainedModel):
+    """A tower whose grids have a name that says nothing."""
+
+    def forward(self, pixel_values: Tensor, sizes: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(pixel_values, sizes)
+
+
+def test_windows_of_unknown_images_are_refused() -> None:
+    tower = tower_of(make_joint("qwen2.5-vl"))
+    tower.__class__ = GridsByPosition
+    x = torch.randn(32, 48)
+    message = "blocks that attend within windows of 4, and the module that runs them takes no grid_thw"
+    with pytest.raises(Exception, match=message):
+        inputs_of_call(tower, "blocks", {"0": x, "1": torch.tensor([[1, 4, 4], [1, 4, 4]])})
+    block: Any = tower_of(mmod.route_(make_joint("qwen2.5-vl"), vision="gradual")).blocks[2]
+    with pytest.raises(ValueError, match="2 windows of 32 tokens, and the images that they are of are unknown"):
+        block(x[:, :16], cu_seqlens=torch.tensor([0, 16, 32]), position_embeddings=(x[:, :8], x[:, :8]))
 
 
 @pytest.mark.parametrize("config", ["gradual", "importance"])
@@ -232,12 +248,13 @@ def test_gradients_are_those_without_checkpointing(name: str, config: str) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 @torch.no_grad()
-def test_a_compiled_tower_equals_the_eager_one() -> None:
-    model = mmod.route_(make_joint("qwen2-vl"), vision="gradual")
-    expected = features(tower_of(model), "qwen2-vl")
+def test_a_compiled_tower_equals_the_eager_one(name: str) -> None:
+    model = mmod.route_(make_joint(name), vision="gradual")
+    expected = features(tower_of(model), name)
     compiled = torch.compile(tower_of(model), backend="eager")
-    for actual, eager in zip(features(compiled, "qwen2-vl"), expected):
+    for actual, eager in zip(features(compiled, name), expected):
         torch.testing.assert_close(actual, eager, atol=5e-6, rtol=0)
     torch.compiler.reset()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
@@ -331,15 +332,38 @@ def rows_of(pictures: list[Tensor], side: int) -> dict[str, Tensor]:
 
 
 SIZES = ((4, 6), (6, 4), (2, 8))
+# Sides in patches of the windows in which some towers put their rows.
+WINDOW = 4
+ROWS = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "video_llama_3", "qwen2_5_omni_thinker", "exaone4_5")
+
+
+def in_rows(value_RC: Tensor, side: int, window: int) -> Tensor:
+    """Return values of patches in the order of a tower's rows: window by window, and in these token by token."""
+    rows, columns = value_RC.shape
+    values = []
+    for top in range(0, rows, window):
+        for left in range(0, columns, window):
+            inside = value_RC[top : top + window, left : left + window]
+            for y in range(0, inside.shape[0], side):
+                for x in range(0, inside.shape[1], side):
+                    values.append(inside[y : y + side, x : x + side].flatten())
+    return torch.cat(values)
+
+
+def deep_tower(name: str, side: int = 1, layers: int = 3) -> tuple[Any, Any]:
+    """Return a model with a tower that gets rows, and the tower; the second layer alone sees whole pictures."""
+    windows = {"window_size": 4 * WINDOW, "fullatt_block_indexes": [1]}
+    merging = {"spatial_merge_size": side, "deepstack_visual_indexes": [0], "intermediate_size": 128}
+    model = make_deep(name, layers=layers, **merging, **windows)
+    return model, tower_of(model)
 
 
 @pytest.mark.parametrize("side", [1, 2])
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "glm4v"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"])
 @torch.no_grad()
 def test_a_tower_that_gets_rows_decides_by_the_grids_of_its_pictures(name: str, side: int) -> None:
     pictures = [picture(*size, seed=number) for number, size in enumerate(SIZES)]
-    model = make_deep(name, layers=3, spatial_merge_size=side, deepstack_visual_indexes=[0], intermediate_size=128)
-    tower = tower_of(model)
+    model, tower = deep_tower(name, side)
     dense = tower(**rows_of(pictures, side)).last_hidden_state
     for skipped in ("merge", "follow", "pass"):
         mmod.route_(model, vision=mmod.preset("pixelprune", skipped=skipped, router={"tolerance": -1.0}))
@@ -356,12 +380,76 @@ def test_a_tower_that_gets_rows_decides_by_the_grids_of_its_pictures(name: str, 
         assert len(trace) == 3
         for routing in trace.values():
             for keep_N, pixels, (rows, columns) in zip(routing.keep_BN, pictures, SIZES):
-                own = torch.tensor(differing(pixels, 1)).view(rows // side, side, columns // side, side)
-                assert torch.equal(keep_N[: rows * columns], own.transpose(1, 2).flatten())
+                own = torch.tensor(differing(pixels, 1)).view(rows, columns)
+                window = WINDOW if name == "qwen2.5-vl" else max(rows, columns)
+                assert torch.equal(keep_N[: rows * columns], in_rows(own, side, window))
                 assert not bool(keep_N[rows * columns :].any())
 
 
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl", "video_llama_3"])
+@torch.no_grad()
+def test_a_tower_with_windows_equals_a_slow_one_on_the_kept_rows() -> None:
+    pixels = picture(6, 10, seed=1)
+    model, tower = deep_tower("qwen2.5-vl")
+    tower.double()
+    arguments = rows_of([pixels], 1)
+    arguments["hidden_states"] = arguments["hidden_states"].double()
+    seen: list[dict[str, Any]] = []
+
+    def look(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        seen.append({"x": args[0], **options})
+
+    handles = [block.register_forward_pre_hook(look, with_kwargs=True) for block in tower.blocks]
+    tower(**arguments)
+    for handle in handles:
+        handle.remove()
+    dense = copy.deepcopy(tower.blocks)
+    mmod.route_(model, vision="pixelprune")
+    with mmod.trace(model) as trace:
+        actual = tower(**arguments).last_hidden_state
+    first, *others = trace.values()
+    assert len(others) == 2
+    # Layers with windows and without decide together, once.
+    assert all(routing is first or torch.equal(routing.keep_BN, first.keep_BN) for routing in others)
+    index_K = first.keep_BN[0].nonzero().flatten()
+    slot_N = first.joined.slot_BN[0]
+    assert 0 < len(index_K) < len(slot_N)
+    x_ND = seen[0]["x"]
+    size_K = slot_N.bincount().double()
+    z_KD = torch.zeros(len(index_K), x_ND.shape[1]).double().index_add(0, slot_N, x_ND) / size_K.unsqueeze(1)
+    y_KD = z_KD
+    for block, options in zip(dense, seen):
+        cosine, sine = (value[index_K].double() for value in options["position_embeddings"])
+        segment_K = torch.bucketize(index_K, options["cu_seqlens"], right=True)
+        y_KD = slow_block(block, y_KD, cosine, sine, segment_K, size_K)
+    torch.testing.assert_close(actual, x_ND + (y_KD - z_KD)[slot_N], atol=1e-6, rtol=0)
+
+
+def slow_block(
+    block: Any, x_KD: Tensor, cosine_KE: Tensor, sine_KE: Tensor, segment_K: Tensor, size_K: Tensor
+) -> Tensor:
+    """Return the rows after a block of Qwen2.5-VL's tower, whose attention is masked by window and counts tokens."""
+    q, k, v = block.attn.qkv(block.norm1(x_KD)).unflatten(1, (3, block.attn.num_heads, -1)).permute(1, 2, 0, 3)
+    half = q.shape[-1] // 2
+    q, k = (a * cosine_KE + torch.cat([-a[..., half:], a[..., :half]], -1) * sine_KE for a in (q, k))
+    logit = q @ k.transpose(1, 2) * block.attn.scaling + size_K.log()
+    logit = logit.masked_fill(segment_K.unsqueeze(1) != segment_K, -math.inf)
+    x_KD = x_KD + block.attn.proj((logit.softmax(-1) @ v).transpose(0, 1).flatten(1))
+    y_KD: Tensor = x_KD + block.mlp(block.norm2(x_KD))
+    return y_KD
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
+@torch.no_grad()
+def test_frames_are_pictures_of_their_own_in_a_tower(name: str) -> None:
+    frames = rows_of([picture(6, 4, seed=number) for number in range(2)], 1)
+    model, tower = deep_tower(name)
+    mmod.route_(model, vision="pixelprune")
+    apart = tower(**frames).last_hidden_state
+    together = tower(hidden_states=frames["hidden_states"], grid_thw=torch.tensor([[2, 6, 4]])).last_hidden_state
+    assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize("name", ROWS)
 @torch.no_grad()
 def test_a_model_of_rows_is_routed_as_a_whole(name: str, tmp_path: Path) -> None:
     batch = drawn(name, (1, 2))
@@ -377,10 +465,19 @@ def test_a_model_of_rows_is_routed_as_a_whole(name: str, tmp_path: Path) -> None
     assert torch.equal(loaded(**batch).logits[real], together[real])
 
 
+class OwnOrder(Qwen2_5_VisionTransformerPretrainedModel):
+    """A tower whose code does not show in which order rows are."""
+
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Any:
+        return super().forward(hidden_states, grid_thw, **kwargs)
+
+
 @pytest.mark.parametrize("name", ["qwen2.5-vl", "paddleocr_vl", "mistral3"])
 def test_a_tower_whose_rows_are_in_another_order_is_refused(name: str) -> None:
     model = make_joint(name)
-    with pytest.raises(ValueError, match=r"in the order of windows, or in one that no spatial_merge_size"):
+    if name == "qwen2.5-vl":
+        tower_of(model).__class__ = OwnOrder
+    with pytest.raises(ValueError, match=r"in an order that the tower does not tell, by a spatial_merge_size"):
         mmod.route_(model, vision="pixelprune")
     assert not mmod.is_routed(model)
 

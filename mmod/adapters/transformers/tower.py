@@ -301,6 +301,14 @@ class TowerImportance(TowerReader):
         unpads = self.stack.proof is not None and bool(self.stack.proof.boundaries)
         self.state = TowerState(self.stack.call_of(self.layer, None), importance, unpads, self.noted)
 
+    @property
+    def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
+        """All hooks that it needs, with their modules."""
+        windows = self.stack.windows
+        if windows is None:
+            return super().hooks
+        return [*super().hooks, (self.entry.get_submodule(self.stack.names[0].rsplit(".", 2)[0]), windows)]
+
     def install(self) -> None:
         """Let the layer note the importance of patches."""
         convert(self.reads, TowerLayer, self.state, self.state.call.shell)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Collection
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
+from transformers.vision_utils import get_vision_window_index
 
 from mmod.adapters.base import BlockStack, Part
-from mmod.adapters.probe import GRIDS
 from mmod.adapters.tokens import find_blocks
 from mmod.adapters.transformers.families import is_decoder_layer
-from mmod.blocks import RowSource, parameters_of
+from mmod.blocks import GRIDS, RowSource, host_class, parameters_of
+from mmod.config import Grid
 
 # Arguments of models that read images or videos, and of those that read text too.
 _PIXELS = ("pixel_values", "pixel_values_videos", GRIDS)
@@ -76,12 +79,32 @@ def find_vision(path: str, tower: nn.Module) -> BlockStack:
     stack = find_blocks(tower, "transformers", "transformers")
     read = stack.proof.read if stack.proof is not None else ()
     rows = None
-    # Blocks with windows get their rows in the order of these.
-    if takes_rows(tower) and stack.proof is not None and not stack.proof.numbers:
+    if takes_rows(tower) and stack.proof is not None:
         with contextlib.suppress(ValueError):
             rows = row_source(tower)
+    if rows is not None and stack.proof.windows:
+        # Blocks with windows get their rows in the order of these.
+        rows = rows._replace(order=window_order) if _orders_windows(tower) else None
     reads = functools.partial(read_blocks, frozenset(read))
     return dataclasses.replace(stack.below(path), read_blocks=reads, rows=rows)
+
+
+def _orders_windows(tower: nn.Module) -> bool:
+    """Return whether a tower's code puts rows in the order of windows as transformers' towers do."""
+    code = inspect.unwrap(host_class(tower).forward).__code__
+    return get_vision_window_index.__name__ in code.co_names
+
+
+def window_order(tower: Any, grid: Grid) -> Tensor:
+    """Return which row of a frame comes at each place, where those of a window follow each other (N).
+
+    Args:
+        grid: Rows and columns of patches.
+    """
+    side: int = tower.spatial_merge_size
+    grids = torch.tensor([[1, *grid]])
+    token_T, _ = get_vision_window_index(grids, side, tower.window_size, tower.patch_size)
+    return (side**2 * token_T.unsqueeze(1) + torch.arange(side**2)).flatten()
 
 
 def read_blocks(always: frozenset[int]) -> Collection[int] | None:
