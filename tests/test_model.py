@@ -20,101 +20,12 @@ from tests.kit.zoo import make_images, make_model
 NAME = "test_vit"
 
 
-class TestConfig:
-    def test_survives_json(self) -> None:
-        config = RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(3, 1), losses={"membership": 0.1})
-        assert RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-    def test_unknown_option_names_the_valid_ones(self) -> None:
-        with pytest.raises(
-            ValueError, match="unknown routing option capcity; near ones: capacity; valid ones are router"
-        ):
-            RoutingConfig.from_dict({"capcity": 0.5})
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            (
-                {"router": "atention"},
-                "router must be one of 'attention', .*'linear', 'norm', .*, got 'atention'; .*register_score",
-            ),
-            (
-                {"capacity": -0.5},
-                r"capacity must be a number in \[0, 1\] or several .*, got -0.5",
-            ),
-            ({"capacity": 1.5}, r"capacity must be a number in \[0, 1\] .*, got 1.5"),
-            (
-                {"blocks": "odd"},
-                "blocks must be one of 'every_other', 'late', 'all' or several values",
-            ),
-            ({"select": "top-k"}, "select must be one of 'topk', 'threshold', got 'top-k'"),
-            ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', 'step', got 'relu'"),
-            ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),
-            ({"losses": {"membership": 1.0}}, "losses .* needs a score that learns, .* router 'attention' does not"),
-            ({"router": "linear", "gate": "identity", "losses": {"load": 1.0}}, "losses.load needs gate 'linear'"),
-            ({"router": "linear", "losses": {"bce": 1.0}}, "a loss must be one of 'capacity', 'importance', 'load'"),
-            (
-                {"router": "linear", "losses": {"load": 0.0}},
-                "losses must be a mapping of names to a number above 0",
-            ),
-            (
-                {"router": "linear", "gate": "identity", "skipped": "scale"},
-                "skipped='scale' needs .* gate",
-            ),
-            (
-                {"select": {"name": "topk", "max_tokens": 4}},
-                "select='topk' has no options, got max_tokens; 'threshold'",
-            ),
-            ({"select": {"name": "threshold", "min_tokens": 5, "max_tokens": 4}}, r"at least min_tokens \(5\), got 4"),
-            (
-                {"select": {"name": "threshold", "min_tokens": -1}},
-                "min_tokens must be an integer of at least 0, got -1",
-            ),
-        ],
-    )
-    def test_wrong_values_are_named(self, fields: dict[str, object], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            RoutingConfig(**fields)
-
-    def test_capacity_of_a_wrong_type(self) -> None:
-        with pytest.raises(TypeError, match="capacity must be a number"):
-            RoutingConfig(capacity="half")
-
-    def test_a_function_cannot_be_saved(self) -> None:
-        with pytest.raises(ValueError, match="router is a function cannot be saved"):
-            RoutingConfig(router=lambda x: x.sum(-1)).to_dict()
-
-    @pytest.mark.parametrize(
-        ("blocks", "capacities", "message"),
-        [
-            ((), (), r"from 0 to 3, each once, got \[\]"),
-            ((5,), (0.5,), r"from 0 to 3, each once, got \[5\]"),
-            ((1, 1), (0.5, 0.5), r"ascending numbers from 0 to 3, each once, got \[1, 1\]"),
-            ((1, 3), (0.5,), "2 routed blocks need one capacity or as many, got 1"),
-        ],
-    )
-    def test_plans_fit_the_model(self, blocks, capacities, message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            RoutingConfig(blocks=blocks, capacity=capacities, depth=4)
+def test_a_config_survives_json() -> None:
+    config = RoutingConfig(router="linear", capacity=(0.5, 0.25), blocks=(3, 1), losses={"membership": 0.1})
+    assert RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 class TestRoute:
-    def test_routing_twice(self) -> None:
-        model = mmod.route_(make_model(NAME))
-        with pytest.raises(ValueError, match=r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_"):
-            mmod.route_(model)
-
-    def test_unrouting_a_dense_model(self) -> None:
-        with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
-            mmod.unroute_(make_model(NAME))
-
-    def test_an_impossible_plan_leaves_the_model_as_it_was(self) -> None:
-        model = make_model(NAME)
-        with pytest.raises(ValueError, match="block 0 needs the importance of a dense block before it"):
-            mmod.route_(model, RoutingConfig(blocks="all"))
-        assert not mmod.is_routed(model)
-        mmod.route_(model)
-
     @pytest.mark.parametrize(
         ("name", "why"),
         [
@@ -142,14 +53,6 @@ class TestRoute:
         with torch.device("meta"):
             model = mmod.route_(timm.create_model(name))
         assert set(mmod.routed_blocks(model)) == {f"blocks.{i}" for i in range(1, len(model.blocks), 2)}
-
-    def test_models_of_no_supported_library(self) -> None:
-        with pytest.raises(ValueError, match=r"Linear: supported are models of open_clip, timm, transformers, and"):
-            mmod.route_(torch.nn.Linear(2, 2))
-        with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'deit_small_patch16_224'"):
-            mmod.route_("deit_small_patch16_224")
-        with pytest.raises(TypeError, match=r"config must be a RoutingConfig, got 0\.5, or the name of"):
-            mmod.route_(make_model(NAME), 0.5)
 
     @pytest.mark.parametrize(
         "call",
@@ -209,20 +112,6 @@ class TestCapacity:
             with mmod.trace(model) as decisions:
                 model(images)
             assert [r.kept.index_BK.shape[1] for r in decisions.values()] == [int(37 * c) for c in expected]
-
-    @pytest.mark.parametrize(
-        ("capacity", "message"),
-        [
-            (-1, r"in \[0, 1\], got -1"),
-            ([0.5], "3 blocks are routed, got 1 capacities"),
-            ({"blocks.0": 0.5}, r"blocks.0 is not a routed block; routed are blocks.1, blocks.3, blocks.5"),
-        ],
-    )
-    def test_wrong_budgets(self, capacity, message: str) -> None:
-        model = mmod.route_(make_model(NAME))
-        with pytest.raises(ValueError, match=message):
-            mmod.set_capacity_(model, capacity)
-        assert set(mmod.capacities(model).values()) == {0.5}
 
     def test_thresholds_have_no_budget(self) -> None:
         model = mmod.route_(make_model(NAME), RoutingConfig(select="threshold"))

@@ -18,6 +18,7 @@ from mmod.methods import Exit, Experts, Merge, Prune
 from tests.kit.vlm_zoo import make_language
 
 Call = Callable[[Any], object]
+LINEAR = mmod.RoutingConfig(router="linear", gate="identity")
 CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
     (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig, got 'attention'"),
@@ -61,7 +62,32 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: Exit(blocks=(1.5,)), TypeError, r"method.blocks .* got \(1.5,\)"),
     (lambda m: mmod.RoutingConfig(capacity="0.5"), TypeError, r"capacity must be a number in \[0, 1\].*, got '0.5'"),
     (lambda m: mmod.RoutingConfig(router=mmod.Score), TypeError, "must be a name, a score or a function, got <class"),
-    (lambda m: mmod.RoutingConfig(router="lineer"), ValueError, "'linear', .*, got 'lineer'"),
+    (lambda m: mmod.RoutingConfig(router="atention"), ValueError, "'norm', .*, got 'atention'; .*register_score"),
+    (lambda m: mmod.RoutingConfig.from_dict({"capcity": 1}), ValueError, "option capcity; near ones: capacity"),
+    (lambda m: mmod.RoutingConfig(capacity=-0.5), ValueError, r"a number in \[0, 1\] or several .*, got -0.5"),
+    (lambda m: mmod.RoutingConfig(blocks="odd"), ValueError, "one of 'every_other', 'late', 'all' or several values"),
+    (lambda m: mmod.RoutingConfig(blocks=(), depth=4), ValueError, r"from 0 to 3, each once, got \[\]"),
+    (lambda m: mmod.RoutingConfig(blocks=(1, 1), depth=4), ValueError, r"ascending numbers from 0 to 3, .*\[1, 1\]"),
+    (lambda m: mmod.RoutingConfig(select="top-k"), ValueError, "one of 'topk', 'threshold', got 'top-k'"),
+    (lambda m: mmod.RoutingConfig(select={"name": "topk", "max_tokens": 4}), ValueError, "no options, got max_tokens"),
+    (lambda m: mmod.Threshold(min_tokens=5, max_tokens=4), ValueError, r"at least min_tokens \(5\), got 4"),
+    (lambda m: mmod.Threshold(min_tokens=-1), ValueError, "min_tokens must be an integer of at least 0, got -1"),
+    (lambda m: mmod.RoutingConfig(gate="relu"), ValueError, "'tanh', 'step', got 'relu'"),
+    (lambda m: mmod.RoutingConfig(gate="tanh"), ValueError, "gate 'tanh' needs a score that learns"),
+    (lambda m: LINEAR.replace(router="attention", losses={"membership": 1.0}), ValueError, "'attention' does not"),
+    (lambda m: LINEAR.replace(losses={"load": 1.0}), ValueError, "losses.load needs gate 'linear'"),
+    (lambda m: LINEAR.replace(losses={"load": 0.0}), ValueError, "a mapping of names to a number above 0"),
+    (lambda m: LINEAR.replace(losses={"bce": 1.0}), ValueError, "one of 'capacity', 'importance', 'load'"),
+    (lambda m: LINEAR.replace(skipped="scale"), ValueError, "skipped='scale' needs .* gate"),
+    (lambda m: mmod.RoutingConfig(router=sum).to_dict(), ValueError, "router is a function cannot be saved"),
+    (
+        lambda m: mmod.route_(m, mmod.RoutingConfig(blocks="all")),
+        ValueError,
+        "block 0 needs the importance of a dense block",
+    ),
+    (lambda m: mmod.route_(torch.nn.Linear(2, 2)), ValueError, "supported are models of open_clip, timm, transformers"),
+    (lambda m: mmod.route_(m, 0.5), TypeError, r"config must be a RoutingConfig, got 0\.5, or the name of"),
+    (lambda m: mmod.unroute_(m), ValueError, "nothing in this VisionTransformer is routed"),
     (lambda m: mmod.RoutingConfig(language="all"), TypeError, "must be options of LanguageRouting, got 'all'"),
     (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
     (lambda m: mmod.set_capacity_(m, 0.5), ValueError, "nothing in this VisionTransformer is routed"),
@@ -91,7 +117,8 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
     with torch.no_grad():
         expected = model(images)
         for call, error, message in [
-            (lambda: mmod.route_(model), ValueError, "already routed"),
+            (lambda: mmod.route_(model), ValueError, r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_"),
+            (lambda: mmod.set_capacity_(model, -1), ValueError, r"in \[0, 1\], got -1"),
             (lambda: mmod.apply_(model, Merge()), ValueError, "changed by routing, which 'merge' cannot follow"),
             (lambda: mmod.set_capacity_(model, "0.5"), TypeError, "capacity must be a number in .*, got '0.5'"),
             (lambda: mmod.set_capacity_(model, [0.5]), ValueError, "3 blocks are routed, got 1 capacities"),
