@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -85,7 +84,7 @@ def test_capacity_1_is_the_dense_model_with_sliding_windows(name: str) -> None:
     check_equal(make_language(name), batch, EVERY_TOKEN_CAUSAL)
 
 
-@pytest.mark.parametrize(("name", "attention"), [*itertools.product(JOINT, ATTENTION), *in_turn(OTHERS, ATTENTION)])
+@pytest.mark.parametrize(("name", "attention"), in_turn([*JOINT, *OTHERS], ATTENTION))
 def test_capacity_1_is_the_dense_joint_model(name: str, attention: str) -> None:
     images = (2,) if name.endswith(SLIDING) else (1, 0, 2)
     # Layer 2 of Qwen3.5 has linear attention.

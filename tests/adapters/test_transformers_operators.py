@@ -19,11 +19,11 @@ from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
 from tests.kit.vlm_types import SMALL
 from tests.kit.vlm_zoo import (
+    APART,
     IMAGE,
     JOINT,
     LANGUAGE,
     MINISTRAL,
-    OTHERS,
     lively,
     make_joint,
     make_language,
@@ -151,7 +151,7 @@ def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[st
             mmod.route_(model, language=config)
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn([*SEEING, *OTHERS], [("block", "kept"), *WAYS], times=2))
+@pytest.mark.parametrize(("name", "way"), in_turn([*SEEING, *APART], [("block", "kept"), *WAYS], times=2))
 def test_image_tokens_by_the_dense_layer_in_every_family(name: str, way: tuple[str, str]) -> None:
     model = make_joint(name).double()
     gate = "sigmoid" if way[0] == "block" else "identity"

@@ -1,15 +1,24 @@
-"""The count of image-text-to-text types in the docs."""
+"""The count of image-text-to-text types in the docs, and which of them stand for the layers of all."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 import mmod
+from mmod.adapters import find_stacks
+from mmod.adapters.transformers.families import (
+    branch_ends,
+    layer_projections,
+    parameters_of,
+    reads_positions,
+    shares_keys,
+)
 from scripts import vlm_types
 from tests.kit.vlm_types import FAMILIES
-from tests.kit.vlm_zoo import JOINT, OTHERS, make_joint
+from tests.kit.vlm_zoo import APART, JOINT, OTHERS, make_joint
 
 ROWS = json.loads(vlm_types.RESULTS.read_text())["types"]["rows"]
 PUBLISHED = {part: types.replace("`", "").split(", ") for part, _, types in ROWS}
@@ -29,6 +38,23 @@ def test_docs_name_the_types_whose_tower_is_routed(kind: str) -> None:
     except ValueError:
         routed = False
     assert routed == (kind in PUBLISHED["vision tower"]), "run python -m scripts.vlm_types"
+
+
+def ways_of(model: Any) -> set[Any]:
+    """Return what mmod reads of a model's decoder layers, once for layers that are alike."""
+    ways: set[Any] = set()
+    for layer in find_stacks(model)["language"].blocks:
+        way = [frozenset(parameters_of(layer)), frozenset(layer._modules), branch_ends(layer), reads_positions(layer)]
+        if "self_attn" in layer._modules:
+            way += [layer_projections(layer), shares_keys(layer.self_attn)]
+        ways.add(tuple(way))
+    return ways
+
+
+def test_layers_of_every_type_are_like_those_of_the_types_in_every_test() -> None:
+    known = set().union(*(ways_of(make_joint(name)) for name in (*JOINT, *APART)))
+    strange = [kind for kind in OTHERS if not ways_of(make_joint(kind)) <= known]
+    assert not strange, "mmod takes a way of its own through their layers: name them in APART"
 
 
 @pytest.mark.parametrize(("kind", "tower"), [("gemma3", True), ("got_ocr2", False)])

@@ -53,6 +53,25 @@ JOINT: dict[str, tuple[str, str | None]] = {
 }
 # Types of transformers that stand for no name above, and that the installed version knows.
 OTHERS = tuple(kind for kind in FAMILIES if kind in CONFIG_MAPPING and kind not in [kind for kind, _ in JOINT.values()])
+# Those whose decoder layers have other arguments, branches, norms behind them or attention than every name above: mmod
+# reads nothing else of a layer, so the layers of all other types take the way of one of these or of one above.
+APART = tuple(
+    kind
+    for kind in OTHERS
+    if kind
+    in (
+        "aya_vision",
+        "exaone4_5",
+        "gemma4",
+        "gemma4_unified",
+        "glm4v",
+        "hyperclovax_vision_v2",
+        "kimi_k25",
+        "molmo2",
+        "qwen3_5",
+        "qwen3_vl_moe",
+    )
+)
 # Names of models whose layers slide over fewer tokens than a prompt has.
 SLIDING = (
     "-window",

@@ -18,6 +18,7 @@ from mmod.methods import Channels, Experts, Method, Recursions, methods_of, read
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.kind import TextKind
+from tests.kit.cover import in_turn
 from tests.kit.text_configs import text_config
 from tests.kit.vlm_zoo import make_language, random_words
 from tests.kit.zoo import make_images, make_model, perturb_
@@ -45,12 +46,13 @@ CHANNELS: list[dict[str, Any]] = [
     {"into": "own", "chosen": "first"},
     {"into": "own", "chosen": "random"},
 ]
+# What is added does not depend on how ways meet; their definitions, in tests of their own, have all of them.
 METHODS: list[tuple[str, Method]] = [
     *(("vit", Experts(experts=3, blocks=(0, 2), **way)) for way in EXPERTS),
-    *(("vit", Recursions(choice=choice, **where)) for choice in ("topk", "tokens") for where in WHERE),
+    *(("vit", Recursions(choice=choice, **where)) for where, choice in in_turn(WHERE, ("topk", "tokens"))),
     *(("resnet", Channels(divisor=4, **way)) for way in CHANNELS),
     *(("llama", Experts(experts=3, **way)) for way in TEXT_EXPERTS),
-    *(("llama", Recursions(choice=way, **where)) for way in ("score", "predictor", "tokens") for where in WHERE),
+    *(("llama", Recursions(choice=way, **where)) for where, way in in_turn(WHERE, ("score", "predictor", "tokens"))),
 ]
 ROUTED = mmod.RoutingConfig(router="linear", capacity=0.25)
 DECIDED = mmod.RoutingConfig(
