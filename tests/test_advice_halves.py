@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from mmod.io.store import STORE
 from scripts import advice_halves
 from scripts.advice_halves import Recorded, advice_from, is_decided, is_right, replay
+from tests.kit.fitted import fit_roughly
 
 
 def recorded(**shares: float) -> Recorded:
@@ -45,6 +46,7 @@ def test_advice_is_wrong_where_the_others_disagree() -> None:
 
 
 def test_a_small_model_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_roughly(monkeypatch)
     generator = np.random.default_rng(0)
     for split in ("train", "test"):
         for name in ("cats", "dogs", "hens"):

@@ -83,12 +83,12 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
     check_module(model)
     if isinstance(input_size, Prompt):
         return count_prefill(model, input_size, kept)
-    routed = _meta_copy(model)
+    routed = meta_copy(model)
     images = _fix_shares(routed, kept)
     # Undone on the copy, so that the model itself is never touched.
     dense = routed
     if methods_inside(routed):
-        dense = restore_(_meta_copy(routed))
+        dense = restore_(meta_copy(routed))
         # How its blocks are called is known already.
         restore_proofs(dense, proofs_of(routed))
     stacks = _stacks(dense, input_size)
@@ -211,7 +211,7 @@ def _shape_of(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _meta_copy(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device, without copying weights."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():

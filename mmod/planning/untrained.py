@@ -8,10 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_part, find_stacks
-from mmod.analysis.flop_count import flops
+from mmod.analysis.counting import pass_flops
+from mmod.analysis.flop_count import flops, meta_copy
+from mmod.compare.table import DENSE
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, copy_of
@@ -71,7 +74,8 @@ def image_candidates(
         series = _FASTER
         budgets = dict.fromkeys(_FASTER, (round(1 / faster, 2), round(0.9 / faster, 2)))
         further = []
-    size: Any = {part: image} if len(find_stacks(model)) > 1 else tuple(image.shape[1:])
+    is_only = len(find_stacks(model)) <= 1
+    inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
     # A model of transformers that reads texts too, of which no method here changes a thing.
     tower = None
     if hasattr(model, "get_image_features"):
@@ -83,7 +87,13 @@ def image_candidates(
     def flops_of(candidate: Candidate) -> float:
         changed = copy_of(model)
         candidate.apply_(changed, part, depth)
-        return flops(changed if tower is None else changed.get_submodule(tower[0]), size).routed
+        counted = changed if tower is None else changed.get_submodule(tower[0])
+        if candidate.name == DENSE:
+            # Says why a model cannot be counted.
+            return flops(counted, tuple(image.shape[1:]) if is_only else inputs).routed
+        # Hosts may make positions in their forward without saying where.
+        with torch.device("meta"):
+            return pass_flops(meta_copy(counted), inputs)
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)

@@ -7,6 +7,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -173,16 +174,17 @@ def test_the_end_of_a_model_runs_again_from_tokens_that_were_kept() -> None:
     assert torch.equal(run(list(model.blocks)[4:], x), first)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("config", CONFIGS)
-@torch.no_grad()
-def test_a_buffer_between_stages_belongs_to_the_batch_that_it_holds(config: str) -> None:
+def test_a_buffer_between_stages_belongs_to_the_batch_that_it_holds(config: str, mode: Callable[[], Any]) -> None:
     model = make_routed(config)
     blocks = list(model.blocks)
     batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2, 3)]
-    buffer = torch.empty_like(embed(model, batches[0]))
-    for images, baseline in zip(batches, alone(model, batches)):
-        buffer.copy_(run(blocks[:4], embed(model, images)))
-        torch.testing.assert_close(run(blocks[4:], buffer), baseline)
+    with mode():
+        buffer = torch.empty_like(embed(model, batches[0]))
+        for images, baseline in zip(batches, alone(model, batches)):
+            buffer.copy_(run(blocks[:4], embed(model, images)))
+            torch.testing.assert_close(run(blocks[4:], buffer), baseline)
 
 
 @pytest.mark.parametrize("config", ["attention", "random", "redundancy", "gradual"])
@@ -353,18 +355,6 @@ def test_pruned_and_merged_batches_in_stages_do_not_mix(way: str) -> None:
     x = run(list(model.blocks)[:4], embed(model, batches[0]))
     with pytest.raises(ValueError, match=r"= \(1, 17\), and the pass that it continues has \(2, 17\)"):
         run(list(model.blocks)[4:], x[:1])
-
-
-@pytest.mark.parametrize("config", ["attention", "random", "redundancy"])
-@torch.inference_mode()
-def test_a_buffer_of_inference_mode_belongs_to_the_batch_that_it_holds(config: str) -> None:
-    model = make_routed(config)
-    blocks = list(model.blocks)
-    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2, 3)]
-    buffer = torch.empty_like(embed(model, batches[0]))
-    for images, baseline in zip(batches, alone(model, batches)):
-        buffer.copy_(run(blocks[:4], embed(model, images)))
-        torch.testing.assert_close(run(blocks[4:], buffer), baseline)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -7,13 +7,19 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from mmod.planning import trials, untrained
+from mmod.planning import budgets, trials, untrained
 
 _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
 
 
+def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let candidates have the first guess of their fit: tests ask which ones there are, not how near a budget."""
+    monkeypatch.setattr(budgets, "_TOLERANCE", 3.0)
+
+
 def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `advise` fit the candidates of equal models once."""
+    """Let `advise` fit the candidates of equal models once, and roughly."""
+    fit_roughly(monkeypatch)
 
     def fitted(
         model: nn.Module, part: str, depth: int, image: Tensor, patch: Any, faster: float | None

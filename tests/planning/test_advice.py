@@ -71,21 +71,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
 
 
 def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_path: Path) -> None:
-    clock({"smaller-image-0.60": 5.0, "gradual-0.7": 8.0})
+    clock({"smaller-image-0.7": 5.0, "gradual-0.7": 8.0})
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
     assert advice.best is not None
-    assert advice.best.name == "smaller-image-0.60"
+    assert advice.best.name == "smaller-image-0.7"
     assert advice.sentence == (
-        "Undecided: 300 more images would tell whether more than 2 % is lost if you use images of 128 px: 2.00 times "
+        "Undecided: 300 more images would tell whether more than 2 % is lost if you use images of 112 px: 2.00 times "
         "as fast at 100.0 [75.8, 100.0] % agreement with the dense model. Until then keep the dense model."
     )
     # Code is for what is decided.
     assert advice.code == ""
     assert "```" not in str(advice)
     decided = dataclasses.replace(advice, tolerance=0.5)
-    assert decided.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=128))"
+    assert decided.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     assert f"```python\n{decided.code}\n```\n\nIn a training config:" in str(decided)
     wanted = dataclasses.replace(advice, faster=1.5)
     assert wanted.sentence.endswith("Undecided: 300 more images would tell whether more than 2 % is lost.")
@@ -102,7 +102,7 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
 
 
 def test_advice_on_another_question_is_not_replaced(clock: Callable[..., None], tmp_path: Path) -> None:
-    clock({"smaller-image-0.60": 5.0})
+    clock({"smaller-image-0.7": 5.0})
     model, images = make(), pictures(4)
     options: dict[str, Any] = {
         "folder": tmp_path,
@@ -535,7 +535,8 @@ def test_images_that_are_not_square_get_smaller_in_their_own_shape(clock: Callab
     assert not advice.refused
     prefix = make(**options).num_prefix_tokens
     smaller = [row for row in advice.rows if row.series == "smaller-image"]
-    assert {row.advice for row in smaller} == {f"use images of {size} px" for size in ("112 x 256", "96 x 224")}
+    sizes = ("112 x 256", "96 x 224", "80 x 176")
+    assert {row.advice for row in smaller} == {f"use images of {size} px" for size in sizes}
     with torch.no_grad():
         dense = make(**options)(images)[:, prefix:].half().float()
         for row in smaller:

@@ -22,6 +22,7 @@ from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import config_class
 from mmod.training.table import KINDS
 from tests.kit.engine_worker import MODEL
+from tests.kit.fitted import fit_roughly
 from tests.kit.sets import SETS
 
 ROUTED = {"router": "attention", "blocks": [1], "capacity": 0.5}
@@ -113,8 +114,13 @@ RESNET = {"model": {"name": "resnet10t", "args": {"num_classes": 10, "in_chans":
     ids=["dense", "routed", "routed in training", "pruned", "pruned in training", "merged", "resnet"],
 )
 def test_a_finished_run_names_commands_that_can_follow(
-    tmp_path: Path, changes: dict[str, Any], names: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    changes: dict[str, Any],
+    names: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    fit_roughly(monkeypatch)
     config = digits_config(tmp_path / "a run", epochs=1, epoch_steps=1, **changes)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()))
