@@ -1,6 +1,7 @@
 """The scripts of the vision-language model of trained halves, on halves of random weights and pictures of noise."""
 
 import json
+import random
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmod.data.readers.chat import ChatCollator
 from mmod.training.chat.model import router_parameters
 from mmod.training.chat.processor import create_bpe_processor
-from scripts.real_halves import compare, learn, photographs, tune
+from scripts.real_halves import compare, learn, on_screens, photographs, screens, tune
 from scripts.real_halves.__main__ import make, save
 from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded
+from scripts.real_halves.questions import Thing, things_in
 from scripts.real_halves.rows import Row, families, fitted, image_share
 
 CLASSES = ("Faces_easy", "car_side", "crab", "dollar_bill", "yin_yang")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an untrained model and its questions."""
+def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the weights of a tower and a language model."""
     root = tmp_path_factory.mktemp("halves")
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        files = [f"{name}/{split}{number}.jpg" for name in CLASSES for number in range(4)]
-        for file in files:
-            path = root / "photographs/101_ObjectCategories" / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
-        (root / f"photographs/{split}.txt").write_text("\n".join([*files, "BACKGROUND_Google/a.jpg"]))
     torch.manual_seed(0)
     vit = timm.create_model("vit_small_patch14_dinov2", img_size=56, embed_dim=64, num_heads=1, num_classes=0)
     save_file(vit.state_dict(), root / "tower.safetensors")
@@ -44,19 +38,46 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2}
     text = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **fields)
     LlamaForCausalLM(text).save_pretrained(root / "language")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(photographs, "TRAINING_SCENES", 12)
-        patch.setattr(photographs, "JUDGED", 14)
-        make(root, root / "tower.safetensors", root / "language", root / "photographs")
     return root
 
 
-def test_tower_is_timms(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(halves: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an untrained model and its questions about photographs."""
+    root = tmp_path_factory.mktemp("photographs")
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        files = [f"{name}/{split}{number}.jpg" for name in CLASSES for number in range(4)]
+        for file in files:
+            path = root / "photographs/101_ObjectCategories" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
+        (root / f"photographs/{split}.txt").write_text("\n".join([*files, "BACKGROUND_Google/a.jpg"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(photographs, "TRAINING_SCENES", 12)
+        patch.setattr(photographs, "JUDGED", 14)
+        make(root, halves / "tower.safetensors", halves / "language", root / "photographs")
+    return root
+
+
+@pytest.fixture(scope="module")
+def screens_folder(halves: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an untrained model and its questions about screens and pages."""
+    root = tmp_path_factory.mktemp("screens")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(screens, "TRAINING_PICTURES", 10)
+        patch.setattr(screens, "JUDGED", 10)
+        make(root, halves / "tower.safetensors", halves / "language", None)
+    save(loaded(root / "untrained")[0], root)
+    return root
+
+
+def test_tower_is_timms(halves: Path, folder: Path) -> None:
     model, _ = loaded(folder / "untrained")
     from safetensors.torch import load_file
 
     vit = timm.create_model("vit_small_patch14_dinov2", img_size=56, embed_dim=64, num_heads=1, num_classes=0).eval()
-    vit.load_state_dict(load_file(folder / "tower.safetensors"))
+    vit.load_state_dict(load_file(halves / "tower.safetensors"))
     images = torch.randn(2, 3, 56, 56)
     with torch.no_grad():
         expected = vit.forward_intermediates(images, indices=[10], intermediates_only=True, output_fmt="NLC")[0]
@@ -97,10 +118,10 @@ def test_splits_share_no_photograph_and_all_are_named(folder: Path) -> None:
 
 
 def test_things_are_where_the_pictures_show_them(folder: Path) -> None:
-    things = [photographs.Thing(**one) for one in json.loads((folder / "questions/things.json").read_text())]
+    things = things_in(folder / "questions")
     shown = {thing.file for thing in things}
     assert shown == {talk["image"] for talk in json.loads((folder / "questions/train.json").read_text())}
-    whole, cell = things[0], photographs.Thing("pictures/scene0.jpg", "crab", (0.5, 0.0), 0.5)
+    whole, cell = things[0], Thing("pictures/scene0.jpg", "crab", (0.5, 0.0), 0.5)
     features = torch.arange(2 * 16 * 3.0).view(2, 16, 3)
     seen = learn.seen_in(features, [Path(whole.file), Path(cell.file)], [whole, cell])
     torch.testing.assert_close(seen[0], features[0].mean(0))
@@ -211,3 +232,78 @@ def test_tuned_rows_are_compared_within_a_seed(folder: Path) -> None:
     assert rows["dense"] == [87.5, None, 62.5, None, None]
     assert rows["p-MoD"] == [37.5, [-50.0] * 3, 62.5, [0.0] * 3, [12.5] * 3]
     assert rows["pooled tokens"] == [62.5, [-25.0] * 3, 12.5, [-50.0] * 3, None]
+
+
+@pytest.mark.parametrize("is_screen", [True, False])
+def test_answers_about_screens_are_those_of_what_is_drawn(is_screen: bool) -> None:
+    draw = random.Random(0)
+    for _ in range(20):
+        drawing = screens.Drawing(draw, is_screen)
+        shown = dict(drawing.boxes)
+        names = [name for name, _ in drawing.boxes]
+        answers = {question.text: question.answer for question in drawing.questions}
+        assert answers["Which word is the title?"] == names[0]
+        assert answers["Is there a table?"] == ("yes" if "table" in names else "no")
+        if is_screen:
+            button = f"{answers['What colour is the button?']} button"
+            left, top, _, bottom = shown[button]
+            # Left of its word.
+            seen = drawing.canvas.picture.getpixel((left + 6, (top + bottom) // 2))
+            assert seen == screens.COLOURS[button.split()[0]]
+            assert answers["How many cards are there?"] == str(names.count("card"))
+            shown["button"] = shown[button]
+        for name in ("button", "table", "picture"):
+            if name in shown:
+                left, top, *_ = shown[name]
+                row, column = answers[f"Where is the {name}?"].split()
+                assert (column == "right") == (left >= screens.SIDE / 2)
+                # The cells begin below the title, which is a third.
+                assert (row == "bottom") == (top >= screens.SIDE * 2 / 3)
+        for thing in drawing.things("a.png"):
+            left, top, right, bottom = shown.get(thing.name, (0, 0, screens.SIDE, screens.SIDE))
+            middle = [(place + thing.side / 2) * screens.SIDE for place in thing.corner]
+            assert thing.name in ("blank", "card", "text") or (
+                left <= middle[0] <= right and top <= middle[1] <= bottom
+            )
+
+
+def test_rows_on_screens_spend_what_duplicates_do(screens_folder: Path) -> None:
+    rows = on_screens.rows(screens_folder, screens.PATCHES)
+    kept = on_screens.kept_share(screens_folder / "questions", screens.PATCHES)
+    assert 0.3 < kept < 0.7
+    dense, _ = loaded(screens_folder / "model")
+    for name, row in rows.items():
+        if row.language is not None and "duplicates" not in name:
+            share = image_share(dense, row.language, 18, screens.PATCHES**2, screens.PATCHES**2)
+            assert 0.7 * kept < share <= kept, name
+
+
+def test_screens_are_evaluated_and_compared(screens_folder: Path) -> None:
+    found = on_screens.rows(screens_folder, screens.PATCHES)
+    chosen = {name: found[name] for name in (on_screens.DENSE, on_screens.BOTH, "fewer pixels")}
+    journal = screens_folder / f"answers-{screens.PATCHES}.jsonl"
+    evaluate(screens_folder / "model", screens_folder / "questions", chosen, journal, screens.PATCHES, limit=6)
+    records = [json.loads(line) for line in journal.read_text().splitlines()]
+    # Halves of random weights are right by chance, which is never.
+    right = {on_screens.DENSE: 6, on_screens.BOTH: 3, "fewer pixels": 0}
+    for record in records:
+        for answers in record["answers"].values():
+            assert len(answers) == 6
+            for number, one in enumerate(answers):
+                one["right"] = number < right[record["name"]]
+    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(on_screens, "_PROMPTS", 2)
+        patch.setattr(on_screens, "_ROUNDS", 1)
+        table = on_screens.table(screens_folder, screens.PATCHES)
+    columns = dict(zip(table["columns"], zip(*table["rows"])))
+    assert columns[""][:3] == tuple(chosen)
+    assert columns["right %"][:3] == (100, 50, 0)
+    assert columns["kept % of dense"][:3] == (100, 50, 0)
+    gap_of_both, gap_of_fewer_pixels = columns["to dense"][1:3]
+    low, high = gap_of_both[1:]
+    assert low < gap_of_both[0] == -50 < high
+    assert gap_of_fewer_pixels == [-100, -100, -100]
+    dense, both, fewer_pixels = columns["image tokens"][:3]
+    assert (dense, fewer_pixels) == (screens.PATCHES**2, found["fewer pixels"].patches ** 2)
+    assert 0.3 * dense < both < 0.7 * dense

@@ -1,9 +1,9 @@
 """A vision-language model of trained halves, made, trained, evaluated: `python -m scripts.real_halves COMMAND FOLDER`.
 
-FOLDER takes everything that is written. `make` needs the weights and photographs, see `--help`. Training costs an hour
-and a half of one CPU thread, evaluating two, tuning two. A stopped command goes on where it was, and several processes
-may evaluate or tune together. `torchrun --nproc_per_node 2 -m scripts.real_halves train FOLDER` trains in two
-processes.
+FOLDER takes everything that is written. `make` needs the weights, and photographs or `--screens`, see `--help`. On
+photographs, training costs an hour and a half of one CPU thread, evaluating two, tuning two; on screens, training and
+evaluating cost ten minutes each. A stopped command goes on where it was, and several processes may evaluate or tune
+together. `torchrun --nproc_per_node 2 -m scripts.real_halves train FOLDER` trains in two processes.
 """
 
 import argparse
@@ -17,22 +17,43 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import LlavaForConditionalGeneration
 
 from scripts.doc_tables import markdown
-from scripts.real_halves import compare, learn
+from scripts.real_halves import compare, learn, on_screens, photographs, screens
 from scripts.real_halves.evaluate import evaluate, loaded
 from scripts.real_halves.features import features_of
 from scripts.real_halves.model import create
-from scripts.real_halves.photographs import Thing, write_questions
+from scripts.real_halves.questions import judged_in, things_in
 from scripts.real_halves.tune import ADAPTED, journal_of, tune, tuned_table
 
-_STAGES = (learn.Stage(2, 1920, 1e-3), learn.Stage(1, 4000, 7e-4), learn.Stage(1, 3200, 7e-4))
+_ON_PHOTOGRAPHS = learn.Schedule(
+    start=1500, stages=(learn.Stage(2, 1920, 1e-3), learn.Stage(1, 4000, 7e-4), learn.Stage(1, 3200, 7e-4))
+)
+_ON_SCREENS = learn.Schedule(
+    start=600,
+    stages=(
+        learn.Stage(2, 720, 1e-3, batch=8),
+        learn.Stage(2, 480, 1e-3, batch=4),
+        learn.Stage(2, 240, 7e-4, batch=4),
+        learn.Stage(1, 120, 7e-4, batch=4),
+    ),
+)
 
 
-def make(folder: Path, tower: Path, language: Path, photographs: Path) -> None:
-    """Write the untrained model, and pictures and questions."""
-    model, processor = create(tower, language)
+def make(folder: Path, tower: Path, language: Path, source: Path | None) -> None:
+    """Write the untrained model, and pictures and questions.
+
+    Args:
+        folder: Takes them.
+        tower: Weights of the tower.
+        language: Folder of the language model.
+        source: Folder of photographs; None draws screens and pages.
+    """
+    model, processor = create(tower, language, screens.PATCHES if source is None else photographs.PATCHES)
     model.save_pretrained(folder / "untrained")
     processor.save_pretrained(folder / "untrained")
-    write_questions(photographs, folder / "questions")
+    if source is None:
+        screens.write_questions(folder / "questions")
+    else:
+        photographs.write_questions(source, folder / "questions")
 
 
 def train(folder: Path) -> None:
@@ -41,10 +62,9 @@ def train(folder: Path) -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, processor = loaded(folder / "untrained")
-    talks = {
-        name: learn.Talks(folder / f"questions/{name}.json", processor.tokenizer)
-        for name in ("naming", "places", "train")
-    }
+    judged = judged_in(folder / "questions")
+    schedule = _ON_SCREENS if screens.are_in(folder / "questions") else _ON_PHOTOGRAPHS
+    talks = {name: learn.Talks(folder / f"questions/{name}.json", processor.tokenizer) for name in ["train", *judged]}
     features = {
         name: features_of(model, processor, asked.pictures, folder / f"features/{name}")
         for name, asked in talks.items()
@@ -52,10 +72,10 @@ def train(folder: Path) -> None:
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)
     if not (folder / "training/training.pt").exists():
-        things = [Thing(**fields) for fields in json.loads((folder / "questions/things.json").read_text())]
+        things = things_in(folder / "questions")
         seen = learn.seen_in(features["train"], talks["train"].pictures, things)
         names = [thing.name for thing in things]
-        learn.start_projector(model, processor.tokenizer, features["train"], seen, names)
+        learn.start_projector(model, processor.tokenizer, features["train"], seen, names, schedule.start)
     language = model.model.language_model
     inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED), language)
     for name, weight in language.named_parameters():
@@ -63,8 +83,8 @@ def train(folder: Path) -> None:
         # Products run in half precision; the embeddings stay exact, as images join them.
         if name.endswith("base_layer.weight"):
             weight.data = weight.data.bfloat16()
-    evaluated = {name: (talks[name], features[name]) for name in ("naming", "places")}
-    learn.Training(model, talks["train"], features["train"], folder / "training", evaluated).run(_STAGES)
+    evaluated = {name: (talks[name], features[name]) for name in judged}
+    learn.Training(model, talks["train"], features["train"], folder / "training", evaluated).run(schedule.stages)
     if not dist.is_initialized() or dist.get_rank() == 0:
         save(model, folder)
 
@@ -84,7 +104,8 @@ def save(trained: LlavaForConditionalGeneration, folder: Path) -> None:
 
 def write_tables(folder: Path, patches: int) -> None:
     """Write and print the tables of what was evaluated, and of what was tuned if something was."""
-    tables = {"evaluated": compare.table(folder, patches)}
+    of_screens = screens.are_in(folder / "questions")
+    tables = {"evaluated": on_screens.table(folder, patches) if of_screens else compare.table(folder, patches)}
     if journal_of(folder, patches).exists():
         tables["tuned"] = tuned_table(folder, patches)
     for name, table in tables.items():
@@ -102,7 +123,9 @@ def main() -> None:
     making.add_argument("folder", type=Path)
     making.add_argument("--tower", type=Path, required=True, help="weights of timm's vit_small_patch14_dinov2")
     making.add_argument("--language", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
-    making.add_argument("--photographs", type=Path, required=True, help="folder of Caltech-101 with its lists")
+    pictures = making.add_mutually_exclusive_group(required=True)
+    pictures.add_argument("--photographs", type=Path, help="folder of Caltech-101 with its lists")
+    pictures.add_argument("--screens", action="store_true", help="draw screens and pages with large type")
     training = commands.add_parser("train", help="train it")
     training.add_argument("folder", type=Path)
     evaluating = commands.add_parser("evaluate", help="answer the questions with every way to spend less")
@@ -131,7 +154,10 @@ def main() -> None:
     elif options.command == "tune":
         tune(options.folder, options.patches, options.seeds, options.limit, options.rows)
     else:
-        rows = compare.rows(options.folder, options.patches, not options.no_plans)
+        if screens.are_in(options.folder / "questions"):
+            rows = on_screens.rows(options.folder, options.patches)
+        else:
+            rows = compare.rows(options.folder, options.patches, not options.no_plans)
         chosen = {name: rows[name] for name in options.rows or rows}
         journal = options.folder / f"answers-{options.patches}.jsonl"
         evaluate(

@@ -17,8 +17,8 @@ from mmod.data.readers.conversations import ConversationsConfig, open_conversati
 from mmod.io.store import STORE
 from mmod.lab import horizon
 from mmod.planning import search_plan
-from scripts.real_halves.evaluate import by_picture, gap, halve, loaded, prefill_times
-from scripts.real_halves.model import TRAINED
+from scripts.real_halves.evaluate import by_picture, costs, gap, halve, loaded
+from scripts.real_halves.photographs import PATCHES as TRAINED
 from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, fitted, image_share
 
 BUDGETS = (0.5, 0.25)
@@ -156,15 +156,15 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
     answered = by_picture(folder / f"answers-{patches}.jsonl")
     is_searched = (folder / f"plans-{patches}.json").exists()
     evaluated = {name: row for name, row in rows(folder, patches, is_searched).items() if name in answered}
-    times = prefill_times(folder / "model", folder / "questions", evaluated, patches, _ROUNDS)
+    spent = costs(folder / "model", folder / "questions", evaluated, patches, _ROUNDS)
     dense, _ = loaded(folder / "model")
     dense.to("meta")
     lines = list[list[Any]]()
     for name, row in evaluated.items():
         image = (row.tokens or row.patches or patches) ** 2
         share = image_share(dense, row.language, _TEXT, image, patches**2)
-        cache = times[name]["cache"] / times[DENSE]["cache"]
-        line = [name, share, times[name]["ms"], cache]
+        cache = spent[name].cache / spent[DENSE].cache
+        line = [name, share, spent[name].prefill, cache]
         for file, sums in answered[name].items():
             line.append(100 * sums[:, 0].sum() / sums[:, 1].sum())
             line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))

@@ -5,24 +5,29 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from mmod.analysis.memory import peak_bytes
 from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.progress import progress_bar
 from mmod.training.chat.evaluate import generate
 from mmod.training.chat.kind import fill_cache
+from scripts.real_halves.questions import judged_in
 from scripts.real_halves.rows import Row
 
 LONGEST_ANSWER = 7
 _DRAWS = 4000
+# Tokens after the first, of which decoding is timed.
+_DECODED = 8
 
 
 def loaded(folder: Path) -> tuple[Any, Any]:
@@ -56,7 +61,7 @@ def asked(model: Any, collator: ChatCollator, file: Path, batch: int, limit: int
 
 def answered(model: Any, collator: ChatCollator, questions: Path, limit: int) -> dict[str, list[dict[str, Any]]]:
     """Return what was asked, see `asked`, by file of questions."""
-    found = {file: asked(model, collator, questions / f"{file}.json", 10, limit) for file in ("naming", "places")}
+    found = {file: asked(model, collator, questions / f"{file}.json", 10, limit) for file in judged_in(questions)}
     shares = {file: f"{sum(one['right'] for one in answers) / len(answers):.3f}" for file, answers in found.items()}
     print(f"right: {shares}", flush=True)
     return found
@@ -103,12 +108,34 @@ def gap(one: np.ndarray, other: np.ndarray) -> Estimate:
     return dataclasses.replace(estimate_of(value, 100 * drawn[:, 0] / drawn[:, 1]), seeds=len(one))
 
 
-def prefill_times(
-    folder: Path, questions: Path, rows: Mapping[str, Row], patches: int, rounds: int
-) -> dict[str, dict[str, float]]:
-    """Return CPU milliseconds of reading a prompt in float32, rows interleaved, and bytes of its cache."""
+@dataclass(frozen=True)
+class Cost:
+    """What prompts cost in float32, the mean over them.
+
+    Args:
+        prefill: CPU milliseconds of reading a prompt, its picture included.
+        decoding: CPU milliseconds of each further token.
+        tokens: Tokens of the prompt in the cache, mean over layers.
+        cache: Bytes of the cache.
+        peak: Most bytes that reading it holds beyond the weights.
+    """
+
+    prefill: float
+    decoding: float
+    tokens: float
+    cache: float
+    peak: float
+
+
+def costs(
+    folder: Path, questions: Path, rows: Mapping[str, Row], patches: int, rounds: int, prompts: int = 1
+) -> dict[str, Cost]:
+    """Return what some prompts of the last file cost: medians of rounds in which the rows take turns."""
     dense, processor = loaded(folder)
-    talks = open_conversations(str(questions / "places.json"), ConversationsConfig(images=str(questions)))
+    file = questions / f"{judged_in(questions)[-1]}.json"
+    talks = open_conversations(str(file), ConversationsConfig(images=str(questions)))
+    # Neighbours are about the same picture.
+    chosen = talks.read(range(0, len(talks), len(talks) // prompts)[:prompts])
     shared = {id(value): value for value in (*dense.parameters(), *dense.buffers())}
     prepared = {}
     for name, row in rows.items():
@@ -116,16 +143,38 @@ def prefill_times(
         # The rows share weights, which fill the memory otherwise.
         model = copy.deepcopy(dense, dict(shared))
         row.apply(model, own, patches)
-        prepared[name] = model, ChatCollator(own).prompts(talks.read([0]))
-    taken: dict[str, list[float]] = {name: [] for name in rows}
-    cached = {}
+        collator = ChatCollator(own)
+        prepared[name] = model, collator, [collator.prompts([talk]) for talk in chosen]
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
+    held = {}
     with torch.inference_mode():
-        for number in range(rounds + 1):
-            for name, (model, prompt) in prepared.items():
-                started = time.process_time()
-                cache = fill_cache(model, prompt)
-                # The first round warms up.
-                if number:
-                    taken[name].append(1000 * (time.process_time() - started))
-                cached[name] = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-    return {name: {"ms": float(np.median(times)), "cache": cached[name]} for name, times in taken.items()}
+        for name, (model, _, asked_of) in prepared.items():
+            held[name] = np.mean([_held(model, prompt) for prompt in asked_of], axis=0)
+        for _ in range(rounds):
+            for name, (model, collator, asked_of) in prepared.items():
+                spent[name] += [_milliseconds(model, collator, prompt) for prompt in asked_of]
+    found = {}
+    for name, taken in spent.items():
+        prefill, decoding = np.median(np.reshape(taken, (rounds, prompts, 2)), axis=0).mean(axis=0)
+        tokens, cache, peak = held[name]
+        found[name] = Cost(float(prefill), float(decoding), float(tokens), float(cache), float(peak))
+    return found
+
+
+def _held(model: Any, prompt: Mapping[str, Tensor]) -> tuple[float, int, int]:
+    """Return the tokens in a prompt's cache, mean over layers, its bytes, and the peak of reading the prompt."""
+    caches = list[Any]()
+    peak = peak_bytes(lambda: caches.append(fill_cache(model, prompt)), torch.device("cpu"))
+    layers = caches[0].layers
+    tokens = float(np.mean([layer.keys.shape[2] for layer in layers]))
+    return tokens, sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in layers), peak
+
+
+def _milliseconds(model: Any, collator: ChatCollator, prompt: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the time of reading a prompt, and of each token that follows the first."""
+    started = time.process_time()
+    fill_cache(model, prompt)
+    read = time.process_time()
+    generate(model, collator, prompt, 1 + _DECODED, exactly=True)
+    prefill = 1000 * (read - started)
+    return prefill, (1000 * (time.process_time() - read) - prefill) / _DECODED

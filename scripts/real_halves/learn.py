@@ -18,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.real_halves.model import BEFORE
-from scripts.real_halves.photographs import Thing
+from scripts.real_halves.questions import Thing
 
 _EMBEDDING_NORM = 3.2
-_STARTING_STEPS = 1500
 _DECAY = 2e-3
 # Ratio of the number of steps that the learning rates rise in.
 _WARMUP = 0.05
 _SAVED_EVERY = 40
 _JUDGED_EVERY = 200
+# Conversations of each file.
+_JUDGED = 40
 _STATE = "training.pt"
 
 
@@ -45,6 +46,19 @@ class Stage:
     samples: int
     rate: float
     batch: int = 16
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a model is trained.
+
+    Args:
+        start: Steps in which the projector learns to write names.
+        stages: What follows.
+    """
+
+    start: int
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
@@ -97,7 +111,9 @@ def seen_in(features: Tensor, pictures: Sequence[Path], things: Sequence[Thing])
     return torch.stack(means)
 
 
-def start_projector(model: Any, tokenizer: Any, features: Tensor, seen: Tensor, names: Sequence[str]) -> None:
+def start_projector(
+    model: Any, tokenizer: Any, features: Tensor, seen: Tensor, names: Sequence[str], steps: int
+) -> None:
     """Let the projector write a mixture of names: those that a classifier of mean features sees around a patch.
 
     A projector that starts at random learns the distribution of answers and does not look at the picture.
@@ -108,6 +124,7 @@ def start_projector(model: Any, tokenizer: Any, features: Tensor, seen: Tensor, 
         features: Features (pictures, P, D) of pictures.
         seen: Mean features (things, D) of things in them.
         names: The name of each thing.
+        steps: Steps of gradient descent.
     """
     known = sorted(set(names))
     labels = torch.tensor([known.index(name) for name in names])
@@ -121,8 +138,8 @@ def start_projector(model: Any, tokenizer: Any, features: Tensor, seen: Tensor, 
         projector.linear_1.weight.copy_(torch.randn_like(projector.linear_1.weight) / features.shape[2] ** 0.5 / spread)
         projector.linear_1.bias.copy_(-projector.linear_1.weight @ center)
     optimizer = torch.optim.AdamW(projector.parameters(), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=_STARTING_STEPS)
-    for _ in range(_STARTING_STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
+    for _ in range(steps):
         x_BPD = features[torch.randint(len(features), (8,))].float()
         with torch.no_grad():
             logits = classifier((around(x_BPD) - center) / spread)
@@ -293,7 +310,7 @@ class Training:
                 self._write(number + done // steps, done % steps, optimizer)
             if _rank() == 0 and (done % _JUDGED_EVERY == 0 or done == steps):
                 for name, (asked, seen) in self.evaluated.items():
-                    print(name, right_answers(self.model, asked, seen, stage.pooled, 150), flush=True)
+                    print(name, right_answers(self.model, asked, seen, stage.pooled, _JUDGED), flush=True)
 
     def _step(self, chosen: Sequence[Talk], stage: Stage, optimizer: torch.optim.Optimizer) -> float:
         world = dist.get_world_size() if dist.is_initialized() else 1

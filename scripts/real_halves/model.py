@@ -18,8 +18,6 @@ from transformers import (
 from mmod.data.records import IMAGE
 
 PATCH = 14
-TRAINED = 10
-"""Patches a side of the pictures in training."""
 BEFORE = "A photo of a"
 """Text in front of the image: the first token is the language model's attention sink, which no image token can be."""
 DEPTH = 11
@@ -34,12 +32,13 @@ _TEMPLATE = (
 )
 
 
-def create(tower: Path, language: Path) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Return the model, with a projector of random weights, and its processor for images of `TRAINED` patches a side.
+def create(tower: Path, language: Path, patches: int) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """Return the model, with a projector of random weights, and its processor.
 
     Args:
         tower: Weights of timm's `vit_small_patch14_dinov2`, or of another width with heads of 64 channels.
         language: Folder of SmolLM2-135M-Instruct.
+        patches: Side of the images in patches.
     """
     tokenizer: Any = AutoTokenizer.from_pretrained(language)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
@@ -62,7 +61,7 @@ def create(tower: Path, language: Path) -> tuple[LlavaForConditionalGeneration, 
         image_token_index=tokenizer.convert_tokens_to_ids(IMAGE),
         vision_feature_layer=-1,
         vision_feature_select_strategy="default",
-        image_seq_length=100,
+        image_seq_length=patches**2,
         tie_word_embeddings=True,
     )
     model = LlavaForConditionalGeneration(config)
@@ -80,7 +79,7 @@ def create(tower: Path, language: Path) -> tuple[LlavaForConditionalGeneration, 
         num_additional_image_tokens=1,
         chat_template=_TEMPLATE,
     )
-    read_at(processor, TRAINED)
+    read_at(processor, patches)
     return model.eval(), processor
 
 

@@ -5,8 +5,6 @@ conversation has one picture. Those of training have several questions, each to 
 says what each training picture shows, and where.
 """
 
-import dataclasses
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,6 +14,10 @@ from typing import Any
 
 from PIL import Image
 
+from scripts.real_halves.questions import PICTURES, Question, Thing, conversation, write
+
+PATCHES = 10
+"""Patches a side of the pictures in training."""
 SIDE = 224
 """Side of the pictures in pixels."""
 _CELL = SIDE // 2
@@ -39,7 +41,6 @@ IN_SCENES = 24
 JUDGED = 500
 _PER_SCENE = 2
 _PER_TRAINING_SCENE = 6
-_PICTURES = "pictures"
 _NAMING = "What is this?"
 
 
@@ -61,15 +62,6 @@ def photographs(folder: Path, split: str) -> list[Photograph]:
     files = (folder / f"{split}.txt").read_text().split()
     classes = ((file, file.partition("/")[0]) for file in files)
     return [Photograph(file, spoken(name)) for file, name in classes if name != _UNNAMED]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question with its short answer; kinds other than "name" ask for places."""
-
-    kind: str
-    text: str
-    answer: str
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ def write_questions(source: Path, target: Path, seed: int = 0) -> None:
     """Write pictures and questions of `source`, a folder with `train.txt`, `test.txt` and the classes' folders."""
     pictures = source / "101_ObjectCategories"
     draw = random.Random(seed)
-    (target / _PICTURES).mkdir(parents=True, exist_ok=True)
+    (target / PICTURES).mkdir(parents=True, exist_ok=True)
     train, test = photographs(source, "train"), photographs(source, "test")
     known = sorted({photograph.name for photograph in train})
     draw.shuffle(train)
@@ -175,37 +167,25 @@ def write_questions(source: Path, target: Path, seed: int = 0) -> None:
         name = Question("name", _NAMING, one.name)
         file = _written(whole(pictures / one.file), target, f"photograph{len(talks)}")
         things.append(Thing(file, one.name, (0.0, 0.0), 1.0))
-        talks.append(_conversation(file, [name, is_there([one.name], known, draw)]))
+        talks.append(conversation(file, [name, is_there([one.name], known, draw)]))
     for number, scene in enumerate(scenes(train, frequent(train), TRAINING_SCENES, draw)):
         asked = draw.sample(scene.questions, min(_PER_TRAINING_SCENE, len(scene.questions)))
         file = _written(scene.draw(pictures), target, f"scene{number}")
         things += [Thing(file, one.name, (column / 2, row / 2), 0.5) for (column, row), one in scene.cells.items()]
-        talks.append(_conversation(file, asked))
+        talks.append(conversation(file, asked))
     draw.shuffle(talks)
     naming = list[dict[str, Any]]()
     for number, one in enumerate(draw.sample(test, JUDGED)):
         file = _written(whole(pictures / one.file), target, f"tested-photograph{number}")
-        naming.append(_conversation(file, [Question("name", _NAMING, one.name)]))
+        naming.append(conversation(file, [Question("name", _NAMING, one.name)]))
     places = list[dict[str, Any]]()
     for number, scene in enumerate(scenes(test, frequent(train), JUDGED, draw)):
         if len(places) >= JUDGED:
             break
         file = _written(scene.draw(pictures), target, f"tested-scene{number}")
         asked = draw.sample(scene.questions, min(_PER_SCENE, len(scene.questions)))
-        places.extend(_conversation(file, [question]) for question in asked)
-    for split, chats in {"train": talks, "naming": naming, "places": places[:JUDGED]}.items():
-        (target / f"{split}.json").write_text(json.dumps(chats, indent=1))
-    (target / "things.json").write_text(json.dumps([dataclasses.asdict(thing) for thing in things]))
-
-
-@dataclass(frozen=True)
-class Thing:
-    """What a picture shows in a square of it: its left upper corner and side, as shares of the picture's side."""
-
-    file: str
-    name: str
-    corner: tuple[float, float]
-    side: float
+        places.extend(conversation(file, [question]) for question in asked)
+    write(target, talks, things, {"naming": naming, "places": places[:JUDGED]})
 
 
 def whole(file: Path) -> Image.Image:
@@ -215,15 +195,5 @@ def whole(file: Path) -> Image.Image:
 
 
 def _written(picture: Image.Image, target: Path, name: str) -> str:
-    picture.save(target / _PICTURES / f"{name}.jpg", quality=95)
-    return f"{_PICTURES}/{name}.jpg"
-
-
-def _conversation(file: str, questions: Sequence[Question]) -> dict[str, Any]:
-    turns = list[dict[str, str]]()
-    for number, question in enumerate(questions):
-        # The template writes the picture in front of the first question.
-        turns.append({"from": "human", "value": question.text if number else f"<image>{question.text}"})
-        turns.append({"from": "gpt", "value": question.answer})
-    kinds = [question.kind for question in questions]
-    return {"id": Path(file).stem, "image": file, "conversations": turns, "kinds": kinds}
+    picture.save(target / PICTURES / f"{name}.jpg", quality=95)
+    return f"{PICTURES}/{name}.jpg"

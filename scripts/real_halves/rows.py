@@ -19,6 +19,7 @@ from scripts.real_halves.model import PATCH, read_at
 
 FASTV = "FastV: by the last token's attention"
 SPREAD = "evenly spread"
+VISIONZIP = "VisionZip: by the tower's attention"
 LAST_TOKEN = mmod.score("attention", importance="last_token")
 _TOWER = mmod.score("attention", importance="vision_tower")
 
@@ -138,7 +139,7 @@ def families(depth: int) -> dict[str, Callable[[float], RoutingConfig]]:
         "PyramidDrop": stages,
         "A-MoD: by all attention received": once(2, "attention"),
         "p-MoD's fading, by all attention received": lambda value: fading(value, "attention"),
-        "VisionZip: by the tower's attention": once(1, _TOWER),
+        VISIONZIP: once(1, _TOWER),
         "DivPrune: a max-min set": once(1, "diversity"),
         "by change": once(2, "change"),
         SPREAD: once(1, "stride"),
