@@ -130,6 +130,7 @@ class SequenceCall(Protocol):
     def layout(self) -> str:
         """The form of the sequence."""
 
+
 class SequenceImages(ModelHook):
     """Hook of a tower some of whose blocks attend within windows: tells all of them the images of the running call.
 
