@@ -85,14 +85,16 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
             raise RuntimeError("a routed layer's cache got tokens that were not announced")
         position_BK, may_be_empty, tokens = self._announced
         self._announced = None
+        is_first = self.position_BS is None
+        self._count(position_BK, tokens)
+        # A first step may have kept no token.
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         attended = None
-        if self.position_BS is None:
+        if is_first:
             attended = key_states, value_states
         elif self._displaces(key_states.shape[2]):
             attended = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-        self._count(position_BK, tokens)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         order_BK = self._newest(position_BK, may_be_empty)
         if order_BK is not None:
             position_BK = position_BK.gather(1, order_BK)
