@@ -76,6 +76,7 @@ def image_candidates(
         further = []
     is_only = len(find_stacks(model)) <= 1
     inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
+    size: Any = tuple(image.shape[1:]) if is_only else inputs
     # A model of transformers that reads texts too, of which no method here changes a thing.
     tower = None
     if hasattr(model, "get_image_features"):
@@ -90,7 +91,7 @@ def image_candidates(
         counted = changed if tower is None else changed.get_submodule(tower[0])
         if candidate.name == DENSE:
             # Says why a model cannot be counted.
-            return flops(counted, tuple(image.shape[1:]) if is_only else inputs).routed
+            return flops(counted, size).routed
         # Hosts may make positions in their forward without saying where.
         with torch.device("meta"):
             return pass_flops(meta_copy(counted), inputs)
