@@ -27,7 +27,7 @@ _ROUNDS = 3
 _PROMPTS = 4
 _PRIOR = "the most frequent answer, no picture"
 _COMMANDS = [
-    "python -m scripts.real_halves evaluate FOLDER --patches 12",
+    "python -m scripts.real_halves evaluate FOLDER --patches 12 --limit 150",
     "python -m scripts.real_halves table FOLDER --patches 12",
 ]
 
