@@ -28,7 +28,6 @@ from mmod.adapters.masks import (
 from mmod.blocks import (
     KEY_BIAS,
     NO_SHELL,
-    ROUTED,
     WINDOWS,
     Arguments,
     BlockCall,
@@ -39,12 +38,11 @@ from mmod.blocks import (
     Mixin,
     ModelHook,
     OwnerState,
-    Passes,
     ReadBlocks,
-    RoutedMixins,
     RowSource,
     SequenceImages,
     Shell,
+    Span,
     StackCalls,
     attach,
     is_converted,
@@ -87,12 +85,11 @@ class BlockStack:
         calls: The calls of the module that holds the blocks, by thread.
         readers: Modules outside the blocks that are converted with them: module, mixin and state. They begin every
             pass of `captions`.
-        captions: Passes of captions, whose padding only the model knows; None without.
+        captions: Finds passes of captions, whose padding only the model knows; None without.
         sequence: Length of the token ids that the part reads, or None for images.
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
         class_token: The first token is a class token.
-        mixins: Mixins of its blocks.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
@@ -110,13 +107,12 @@ class BlockStack:
     call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
     calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
     readers: tuple[tuple[nn.Module, type[Mixin], object], ...] = ()
-    captions: Passes | None = None
+    captions: Span | None = None
     sequence: int | None = None
     language: bool = False
     reads_images: bool = False
     class_token: bool = False
     router: type[Router] = Router
-    mixins: RoutedMixins = ROUTED
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
     read_blocks: ReadBlocks | None = None

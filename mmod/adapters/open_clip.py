@@ -30,7 +30,7 @@ from mmod.blocks import (
     Arguments,
     GridSource,
     Mixin,
-    Passes,
+    Span,
     StackCalls,
     grid_of_map,
     host_class,
@@ -93,7 +93,9 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
         )
     calls = PerThread(StackCalls)
     blocks = tower.transformer.resblocks
-    captions = Passes(calls, last=len(blocks))
+    captions = Span(
+        calls, ("the token embedding", *(f"{name}transformer.resblocks.{index}" for index in range(len(blocks))))
+    )
     causal = tower.attn_mask is not None
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions, causal)
     embedding = (tower.token_embedding, CaptionReader, CaptionMarks(tower, captions))
@@ -102,7 +104,7 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
     )
 
 
-def _stack(tower: Any, name: str, prefix: int, captions: Passes | None = None, causal: bool = False) -> BlockStack:
+def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None, causal: bool = False) -> BlockStack:
     blocks = tuple(tower.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
@@ -123,7 +125,7 @@ def _stack(tower: Any, name: str, prefix: int, captions: Passes | None = None, c
     )
 
 
-def _call_of(block: nn.Module, dim: int, captions: Passes | None, number: int, causal: bool) -> ClipBlock:
+def _call_of(block: nn.Module, dim: int, captions: Span | None, number: int, causal: bool) -> ClipBlock:
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
     multihead = isinstance(attention, nn.MultiheadAttention)
@@ -159,13 +161,13 @@ class ClipBlock(NamedArguments):
 
     Args:
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
-        captions: Passes of a text tower, which infers padding from token ids; None in an image tower.
+        captions: Finds passes of a text tower, which infers padding from token ids; None in an image tower.
         number: The block's number in these passes.
     """
 
     heads: int = 1
     flat_masks: bool = True
-    captions: Passes | None = None
+    captions: Span | None = None
     number: int = 0
     causal: bool = False
 
@@ -235,8 +237,8 @@ class CaptionMarks:
     `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
 
-    def __init__(self, tower: Any, passes: Passes) -> None:
-        self.passes = passes
+    def __init__(self, tower: Any, span: Span) -> None:
+        self.span = span
         packed = isinstance(tower, clip_models.CLIP)
         self.pool = str(tower.text_pool_type if packed else tower.pool_type)
         self.eos = int(tower.text_eos_id if packed else tower.eos_id)
@@ -249,7 +251,7 @@ class CaptionMarks:
 
     def begin(self, text_BL: Tensor) -> None:
         """Begin a forward pass."""
-        started = self.passes.begin(text_BL)
+        started = self.span.begin(text_BL)
         started.masks = self.masks(text_BL)
         assert started.masks.protect_BN is not None
         started.shape = tuple(started.masks.protect_BN.shape)

@@ -18,17 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mmod.adapters.base import MASKED, NamedArguments
+from mmod.adapters.base import MASKED
 from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches
 from mmod.adapters.probe import BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
 from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
-from mmod.blocks.inner import Inner
-from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.span import BlockState
 from mmod.random_state import drawn_from
 from mmod.routing import Kept, Routing
-from mmod.threads import PerThread
 
 # Patches of a trial, of which some run alone.
 PATCHES = 12
@@ -319,14 +318,6 @@ class _Added(nn.Module):
         )
 
 
-class _TrialState:
-    """Plain state of the block of a trial."""
-
-    def __init__(self, call: NamedArguments) -> None:
-        self.call = call
-        self.inner: PerThread[Inner] = PerThread(Inner)
-
-
 def _decision(index_BK: Tensor, x_BND: Tensor, valid_BK: Tensor | None = None) -> Routing:
     return Routing(Kept(index_BK, valid_BK), torch.zeros(x_BND.shape[:2]))
 
@@ -341,7 +332,7 @@ class _Trial:
         self.call = call_of(proof, block)
         self.block: Any = copy.copy(block)
         vars(self.block)["_modules"] = dict(block._modules)
-        convert(self.block, _TrialBlock, _TrialState(self.call), Shell(inner=self.call.shell.inner))
+        convert(self.block, _TrialBlock, BlockState(call=self.call), Shell(inner=self.call.shell.inner))
         self.block.router = _Added()
         self.arguments = self.call.bind((), inputs.arguments)
         generator = torch.Generator().manual_seed(1)

@@ -12,6 +12,7 @@ from mmod.blocks.branches import (
     warn_of_halves,
 )
 from mmod.blocks.call import Arguments, BlockCall, Halves
+from mmod.blocks.calls import ReadBlocks, StackCalls
 from mmod.blocks.conversion import (
     NO_SHELL,
     Container,
@@ -28,38 +29,27 @@ from mmod.blocks.conversion import (
     parameters_of,
     remove,
 )
-from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock, SpannedDecoderBlock
+from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.execution import Execution
 from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
 from mmod.blocks.grid import (
     GridHook,
     GridSource,
-    PatchesOfPass,
     RowHook,
     RowSource,
     check_pixels,
     cut_patches,
     grid_of_map,
+    patches_of_pass,
 )
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
-from mmod.blocks.passes import Passes, ReadBlocks, SpanPass, StackCalls, recomputing
-from mmod.blocks.record import Deciding, Record, Records, by_data, deciding_modules
+from mmod.blocks.passes import SpanPass
+from mmod.blocks.record import Deciding, Record, Records, by_data, deciding_modules, recomputing
 from mmod.blocks.remaining import Remaining, Step
-from mmod.blocks.routed import (
-    ROUTED,
-    BlockState,
-    ConvertedBlock,
-    ImportanceBlock,
-    ImportanceState,
-    RoutedBlock,
-    RoutedMixins,
-    RoutedState,
-    SpannedBlock,
-    make_importance,
-    make_routed,
-)
-from mmod.blocks.rows import Execution, Rows
+from mmod.blocks.routed import RoutedBlock, RoutedState
+from mmod.blocks.rows import Rows
 from mmod.blocks.segments import (
     GRIDS,
     MASKS,
@@ -75,4 +65,5 @@ from mmod.blocks.segments import (
     split_rows,
 )
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, NamedBlock, SuffixBlock, TupleBlock, UntupledBlock
-from mmod.blocks.span import Span
+from mmod.blocks.span import BlockState, Span
+from mmod.blocks.spanned import ImportanceBlock, ImportanceState, SpannedBlock, make_importance, make_routed

@@ -8,16 +8,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
-from mmod.blocks.inner import BranchRunner, Inner, running_branch, silencing
-from mmod.blocks.rows import Block, Execution, Host, Rows, gather_kept, in_order, write_kept
-from mmod.config import RoutingConfig
+from mmod.blocks.inner import BranchRunner, Inner, silencing
+from mmod.blocks.rows import gather_kept, write_kept
 from mmod.routing import Routing
 from mmod.threads import PerThread
 
@@ -221,33 +219,3 @@ class SilencedHalves(Halves):
         with silencing(block.mod_state.inner, self.attention):
             y: Tensor = block.run_host(x_BND, **{**dict.fromkeys(self.required), **read})
             return y
-
-
-class OneBranch(Execution):
-    """The block runs on all tokens, except for one branch, which runs on the kept tokens."""
-
-    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
-        super().__init__(call, config)
-        self.operator = str(config.operator)
-        self.among_all = config.context == "all"
-
-    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return all tokens after the host's block."""
-        call = self.call
-        routing = rows.routing
-        selected = arguments
-        attends: AttendsToAll | None = None
-        if self.operator == "attention" and not self.among_all:
-            selected = call.select_tokens(arguments, z, routing)
-            call.begin_update(arguments, z, routing)
-            if not rows.slots:
-                # Recorded attention maps keep the index of their layer.
-                call.record_no_attention(z)
-        elif self.operator == "attention" and not (call.caches and in_order(z, routing)):
-            attends = partial(call.attend_to_all, block, routing=routing)
-        elif call.caches:
-            selected = call.select_tokens(arguments, z, None)
-            call.begin_update(arguments, z, routing, all_tokens=True)
-        branch = BranchRows(routing, attends, self.operator in call.tuples)
-        with running_branch(block.mod_state.inner, branch):
-            return host(z, **selected)

@@ -53,6 +53,7 @@ class BlockCall(Protocol):
         halves: The block's attention and MLP halves, or None if they cannot run separately.
         fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
         caches: The block has a cache, which is told what its next update receives.
+        decodes: The block is a decoder layer, see `DecoderCall`, and some of its calls run all tokens.
         masks_always: `masks` says something even if the block gets the tokens alone.
         narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
         cross: Numbers of the block's calls of attention whose keys are other than its tokens, in their order.
@@ -64,6 +65,7 @@ class BlockCall(Protocol):
     halves: Halves | None = None
     fused_norm: str = ""
     caches: bool = False
+    decodes: bool = False
     masks_always: bool = False
     narrows_always: bool = False
     cross: tuple[int, ...] = ()
@@ -135,17 +137,17 @@ class BlockCall(Protocol):
 class DecoderCall(BlockCall, Protocol):
     """How a host library calls a decoder layer, whose cache is told which tokens come next."""
 
-    def groups(self, arguments: Arguments) -> TokenGroups | None:
-        """Return the groups of the tokens, or None if all of them run."""
-
-    def hides_nothing(self, arguments: Arguments) -> bool:
-        """Return whether all tokens run and see all earlier ones, so that the arguments need no change."""
-
-    def has_static_cache(self, arguments: Arguments) -> bool:
-        """Return whether the cache also holds empty slots of future tokens."""
-
     def open_cache(self, arguments: Arguments) -> None:
         """Replace the layer's cache, if any, by one of kept tokens."""
+
+    def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
+        """Open the cache, and return the arguments by name if all tokens run, which the cache is told; else None."""
+
+    def whole(self, arguments: Arguments, x_BND: Tensor) -> Arguments:
+        """Return the arguments of a dense layer whose importance is read; a static cache becomes one of kept tokens."""
+
+    def shares(self, arguments: Arguments) -> bool:
+        """Return whether layers share scores in a call: only where some tokens may be skipped."""
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream: the "mlp" branch, or all "branches"."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.calls import StackCalls
 from mmod.blocks.conversion import host_class
 from mmod.blocks.hook import ModelHook
-from mmod.blocks.passes import StackCalls
 from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
 
@@ -210,13 +210,7 @@ def _padded(value_BN: Tensor, longest: int) -> Tensor:
     return torch.cat([value_BN, torch.zeros_like(behind) if value_BN.is_floating_point() else behind], dim=1)
 
 
-class PatchesOfPass:
-    """Returns what is known of the patches of the forward pass that entered a block last in this thread."""
-
-    def __init__(self, calls: PerThread[StackCalls]) -> None:
-        self.calls = calls
-
-    def __call__(self) -> Patches:
-        """Return rows and columns, and what a score has seen."""
-        entered = self.calls.value.entered
-        return Patches() if entered is None else entered.patches
+def patches_of_pass(calls: PerThread[StackCalls]) -> Patches:
+    """Return what is known of the patches of the forward pass that entered a block last in this thread."""
+    entered = calls.value.entered
+    return Patches() if entered is None else entered.patches

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from mmod.blocks.calls import ReadBlocks, StackCall, StackCalls
 from mmod.blocks.conversion import Mixin, convert, is_converted, mixins_of, remove
 from mmod.blocks.hook import runs_code_of
-from mmod.blocks.passes import ReadBlocks, StackCall, StackCalls
 from mmod.threads import PerThread
 
 Run = Callable[..., Any]

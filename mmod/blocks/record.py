@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.passes import recomputing
 from mmod.routing import Routing
 from mmod.threads import PerThread
 
 UNCOLLECTED = 16
 """How many forward passes of a module keep a loss that nobody collects."""
+
+
+def recomputing() -> bool:
+    """Return whether this code runs inside a backward pass, that is, recomputes a checkpointed forward."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._current_graph_task_id() != -1
 
 
 def _while_tracing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,26 +1,22 @@
-"""The rows that a routed block computes: how they are gathered, run and written back.
+"""The rows that a routed block computes: how they are gathered and written back.
 
 Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.call import BlockCall
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import Inner, running_branch
-from mmod.config import RoutingConfig
+from mmod.blocks.inner import Inner
 from mmod.ops import (
     Packing,
     add_updates,
     attend_weighed,
-    attend_within,
     backend,
     gather_norm,
     gather_rows,
@@ -30,7 +26,6 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.casting import autocasts
-from mmod.ops.intercept import unseen_attention
 from mmod.ops.rows import batch_rows, put_rows, take_rows
 from mmod.routing import Routing, Rule
 from mmod.threads import PerThread
@@ -112,65 +107,49 @@ def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
     return x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
-class FilledRows(NamedTuple):
-    """Where the filled slots of a decision are, of which images keep different numbers.
-
-    Args:
-        lengths: Filled slots of each image that has any.
-        bias_T: Bias of keys, by which a row counts as the tokens of its group; None for one each.
-    """
-
-    routing: Routing
-    packing: Packing
-    lengths: list[int]
-    bias_T: Tensor | None
-
-    @classmethod
-    def of(cls, routing: Routing, tokens: int) -> FilledRows:
-        """Return the filled slots of a decision about so many tokens; their lengths are read on the host, once."""
-        index_BK, valid_BK, total, *_ = routing.kept
-        assert valid_BK is not None
-        assert total is not None
-        packing = pack_rows(index_BK, valid_BK, total, tokens)
-        lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
-        bias = routing.joined.bias
-        return cls(routing, packing, lengths, None if bias is None else bias.flatten()[packing.slot_T])
-
-
 class Rows:
     """The rows that blocks run on instead of all tokens.
 
-    Blocks of a span pass on one object: each gathers the rows of its decision, and the last writes all of them back.
+    Blocks of a span pass on one object: each takes the rows of its decision, and the last writes all of them back.
 
     Args:
+        x_BND: All tokens.
         norm: The first norm of the first block, see `gather_kept`.
         weighs: The gate weighs what is written back; False if it weighs branches inside the block.
 
     Attributes:
+        z: The rows that the first block runs on.
         routing: The last decision.
         rule: The rule of the last decision, if blocks pass on the rows.
         selected: The arguments of blocks of a class that get the rows alone.
         packing: Sources of packed rows; None for padded ones.
-        filled: The filled ones of padded rows of groups, once a block has run on them alone.
+        filled: What packs the filled ones of padded rows of groups, once a block has run on them alone.
     """
 
-    routing: Routing
     rule: Rule
     selected: tuple[type, Mapping[str, Any]] | None = None
     packing: Packing | None = None
-    filled: FilledRows | None = None
-    # The rows that `routing` kept of those before it.
-    _z_BKD: Tensor
-    # The same numbered over the batch, if they are single tokens and torch copies whole rows.
+    filled: attend_weighed | None = None
+    # The rows numbered over the batch, if they are single tokens and torch copies whole rows.
     _row_T: Tensor | None = None
     # Earlier narrowings, each with the rows before it, the rows that it kept, and its decision about those before.
     _earlier: tuple[tuple[Tensor, Tensor, Routing], ...] = ()
 
-    def __init__(self, x_BND: Tensor, norm: nn.Module | None = None, weighs: bool = True) -> None:
+    def __init__(self, x_BND: Tensor, routing: Routing, norm: nn.Module | None = None, weighs: bool = True) -> None:
         self.x_BND = x_BND
-        self.norm = norm
+        self.routing = routing
         self.weighs = weighs
-        self._among: Routing | None = None
+        # The rows before the last decision, and what it says about those.
+        self._from_BND = x_BND
+        self._among = routing if weighs else without_gate(routing)
+        kept = routing.kept
+        single = kept.valid_BK is None and kept.image_S is None and routing.joined.slot_BN is None
+        if single and routing.skipped_BN is None and not backend.forced:
+            self._row_T = batch_rows(x_BND, kept.index_BK)
+        if self._row_T is None:
+            self.z = gather_kept(x_BND, routing, norm)
+        else:
+            self.z = take_rows(x_BND, kept.index_BK, self._row_T)
 
     @property
     def slots(self) -> int:
@@ -183,68 +162,67 @@ class Rows:
         fills = self.routing.kept.valid_BK is None or self.routing.joined.slot_BN is not None
         return fills and self.slots < self.x_BND.shape[1]
 
-    def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the rows of a decision about all tokens, from all of them or from rows of the previous decision."""
-        if self._among is None:
-            self._from_BND = rows_BND
-            self._among = routing if self.weighs else without_gate(routing)
-            kept = routing.kept
-            single = kept.valid_BK is None and kept.image_S is None and routing.joined.slot_BN is None
-            if single and routing.skipped_BN is None and not backend.forced:
-                self._row_T = batch_rows(rows_BND, kept.index_BK)
-            if self._row_T is None:
-                self._z_BKD = gather_kept(rows_BND, routing, self.norm)
-            else:
-                self._z_BKD = take_rows(rows_BND, kept.index_BK, self._row_T)
-        elif self.routing is routing:
-            return self._gated(rows_BND)
-        else:
-            self._earlier = (*self._earlier, (self._from_BND, self._z_BKD, self._among))
-            among, z_BKD = self._narrow(rows_BND, routing)
-            self._from_BND = rows_BND
-            self._among = among if self.weighs else without_gate(among)
-            self.selected = None
-            self._z_BKD = z_BKD
-        self.routing = routing
-        return self._z_BKD
+    def follow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
+        """Return the rows of the next block's decision, from the rows after the block before."""
+        if self.routing is not routing:
+            return self._narrow(rows_BND, routing)
+        gate_BK = self._among.gate_BK
+        if gate_BK is None:
+            return rows_BND
+        # The gate weighs each block's update, not that of all together.
+        self.z = lerp_rows(self.z, rows_BND, gate_BK)
+        return self.z
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the last block, from its rows."""
         among = self._among
-        assert among is not None
         if self._row_T is None:
-            y_BKD = write_kept(self._from_BND, self._z_BKD, y_BKD, among)
+            y_BKD = write_kept(self._from_BND, self.z, y_BKD, among)
         else:
             gate_BK = among.gate_BK
-            if gate_BK is not None or y_BKD.dtype != self._z_BKD.dtype:
-                y_BKD = lerp_rows(self._z_BKD, y_BKD, gate_BK)
+            if gate_BK is not None or y_BKD.dtype != self.z.dtype:
+                y_BKD = lerp_rows(self.z, y_BKD, gate_BK)
             y_BKD = put_rows(self._from_BND, among.kept.index_BK, y_BKD, self._row_T)
         for x_BND, z_BKD, routing in reversed(self._earlier):
             # Each narrowing is undone by its own decision, the last one first.
             y_BKD = write_kept(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
-    def _gated(self, rows_BND: Tensor) -> Tensor:
-        """Return the rows after a block that another one with the same decision follows."""
-        assert self._among is not None
-        gate_BK = self._among.gate_BK
-        if gate_BK is None:
-            return rows_BND
-        # The gate weighs each block's update, not that of all together.
-        self._z_BKD = lerp_rows(self._z_BKD, rows_BND, gate_BK)
-        return self._z_BKD
+    def fill(self) -> attend_weighed:
+        """Return what packs the filled slots of the decision and keeps attention within images.
 
-    def _narrow(self, rows_BND: Tensor, routing: Routing) -> tuple[Routing, Tensor]:
-        """Return a decision about all tokens as one about the rows of the decision before, and its rows."""
+        Their numbers are read on the host, once for all blocks on the same rows.
+        """
+        index_BK, valid_BK, total, *_ = self.routing.kept
+        assert valid_BK is not None
+        assert total is not None
+        if self.filled is None:
+            packing = pack_rows(index_BK, valid_BK, total, self.x_BND.shape[1])
+            lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
+            bias = self.routing.joined.bias
+            self.filled = attend_weighed(packing, lengths, None if bias is None else bias.flatten()[packing.slot_T])
+        self.filled.calls = 0
+        return self.filled
+
+    def _narrow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
+        """Return the rows of a decision about all tokens, from rows of the decision before."""
         before = self.routing
+        self._earlier = (*self._earlier, (self._from_BND, self.z, self._among))
         assert before.joined.slot_BN is not None
         assert routing.joined.slot_BN is not None
         slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
         among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
         size_BK = routing.joined.size_BK
         if size_BK is None:
-            return among, gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
-        return among, mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=routing.joined.all)
+            self.z = gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
+        else:
+            self.z = mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=routing.joined.all)
+        self._from_BND = rows_BND
+        self._among = among if self.weighs else without_gate(among)
+        self.selected = None
+        self.filled = None
+        self.routing = routing
+        return self.z
 
 
 def without_gate(routing: Routing) -> Routing:
@@ -255,10 +233,11 @@ def without_gate(routing: Routing) -> Routing:
 class AllTokens(Rows):
     """All tokens in order, so nothing is gathered; a branch inside the block selects."""
 
-    def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the tokens."""
+    def __init__(self, x_BND: Tensor, routing: Routing, weighs: bool = True) -> None:
+        self.x_BND = x_BND
         self.routing = routing
-        return rows_BND
+        self.weighs = weighs
+        self.z = x_BND
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return the tokens after the block."""
@@ -288,234 +267,28 @@ def in_order(x_BND: Tensor, routing: Routing) -> bool:
 class PackedRows(Rows):
     """Kept tokens of all images as one sequence (1, T, D) without padding."""
 
-    def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the packed rows of a decision whose total of valid slots is known."""
+    packing: Packing
+
+    def __init__(self, x_BND: Tensor, routing: Routing, weighs: bool = True) -> None:
+        self.x_BND = x_BND
+        self.routing = routing
+        self.weighs = weighs
         index_BK, valid_BK, total, *_ = routing.kept
         assert valid_BK is not None
         assert total is not None
-        self.routing = routing
-        self.packing = pack_rows(index_BK, valid_BK, total, rows_BND.shape[1])
-        self._z_TD = rows_BND.flatten(0, 1).index_select(0, self.packing.row_T)
-        return self._z_TD.unsqueeze(0)
+        self.packing = pack_rows(index_BK, valid_BK, total, x_BND.shape[1])
+        self._z_TD = x_BND.flatten(0, 1).index_select(0, self.packing.row_T)
+        self.z = self._z_TD.unsqueeze(0)
 
     @property
     def gate_1T(self) -> Tensor | None:
         """Gates of the packed rows (1, T); None for 1."""
-        assert self.packing is not None
         gate_BK = self.routing.gate_BK
         return None if gate_BK is None else gate_BK.flatten()[self.packing.slot_T].unsqueeze(0)
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the block, from its packed rows."""
-        assert self.packing is not None
         gate_1T = self.gate_1T if self.weighs else None
         new_TD = lerp_rows(self._z_TD, y_BKD.squeeze(0), None if gate_1T is None else gate_1T.squeeze(0))
         x_BND = reweigh(self.x_BND, self.routing.skipped_BN)
         return x_BND.flatten(0, 1).index_copy(0, self.packing.row_T, new_TD).view_as(x_BND)
-
-
-class Block(Protocol):
-    """What an execution reads of a routed block."""
-
-    @property
-    def mod_state(self) -> HasInner:
-        """The block's plain state."""
-
-
-class HasInner(Protocol):
-    """State that tells modules inside the block how to run."""
-
-    inner: PerThread[Inner]
-
-
-Host = Callable[..., Tensor]
-
-
-class WeighedBranch(NamedTuple):
-    """Runs a branch whose output is weighed (B, K) before the residual sum; None for 1."""
-
-    gate_BK: Tensor | None
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the weighed output; of a tuple, the first element is weighed."""
-        output = forward(*args, **kwargs)
-        if self.gate_BK is None:
-            return output
-        # Attention of a decoder layer also returns its map.
-        first = output[0] if isinstance(output, tuple) else output
-        first = first * self.gate_BK.unsqueeze(-1).to(first.dtype)
-        return (first, *output[1:]) if isinstance(output, tuple) else first
-
-
-class Execution:
-    """How a routed block runs on the rows of a decision, chosen once from its config.
-
-    Attributes:
-        between_halves: The block decides between its attention and its MLP.
-        scores_norm: The router scores the output of the block's first norm instead of the block's input.
-        weighs: The gate weighs the block's update; False if it weighs branches inside the block.
-    """
-
-    between_halves = False
-
-    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
-        self.call = call
-        self.joins = config.joins
-        self.scores_norm = config.language.scored == "norm"
-        self.weighs = config.language.gate_on == "update"
-
-    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the rows that the block runs on, not yet gathered."""
-        return AllTokens(x)
-
-    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the block, from those that `rows.gather` returned; `host` is the host's forward."""
-        raise NotImplementedError
-
-    def first_norm(self, block: Block) -> nn.Module | None:
-        """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
-        return getattr(block, self.call.fused_norm) if self.call.fused_norm else None
-
-    def gated(self, block: Block, gate: Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which the gate weighs the block's branches, if the config says so."""
-        return nullcontext() if self.weighs else running_branch(block.mod_state.inner, WeighedBranch(gate))
-
-
-class KeptTokens(Execution):
-    """The block runs on the kept tokens, which attend to each other."""
-
-    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
-        kept = routing.kept
-        # Without the total, packing would wait for the device to know its shapes. Rows of groups are packed inside.
-        differ = kept.valid_BK is not None and kept.total and not self.joins
-        if differ and self.call.can_pack(cast(nn.Module, block), arguments):
-            return PackedRows(x, weighs=self.weighs)
-        return Rows(x, self.first_norm(block) if backend.forced or not x.is_cpu else None, self.weighs)
-
-    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the host's block."""
-        if rows.packing is not None:
-            return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
-        kept = rows.routing.kept
-        # Hosts take no empty sequence.
-        if not kept.index_BK.shape[1]:
-            return z
-        if self.joins and kept.valid_BK is not None and kept.total:
-            # A bias of keys goes with no causal attention.
-            is_plain = not (block.mod_state.inner.value.expects_batch or arguments.get("is_causal"))
-            if is_plain and self.call.can_pack(cast(nn.Module, block), arguments):
-                return self._run_filled(host, z, arguments, rows)
-        plain = kept.valid_BK is None and rows.routing.joined.size_BK is None
-        if arguments or not plain or self.call.narrows_always:
-            arguments = self._narrowed(block, arguments, rows)
-        return host(z, **arguments)
-
-    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
-        routing = rows.routing
-        if rows.filled is None or rows.filled.routing is not routing:
-            rows.filled = FilledRows.of(routing, rows.x_BND.shape[1])
-        packing, lengths, bias_T = rows.filled[1:]
-        attention = attend_weighed(packing, lengths, bias_T)
-        packed = self.call.pack(arguments, rows.x_BND, routing, packing)
-        y = attention.run(host, (z.flatten(0, 1)[packing.slot_T].unsqueeze(0),), packed)
-        if not attention.calls:
-            raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)
-        empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
-        return empty_SD.index_copy(0, packing.slot_T, y.squeeze(0)).view_as(z)
-
-    def _narrowed(self, block: Block, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
-        """Return the block's arguments for the rows."""
-        call = self.call
-        routing = rows.routing
-        if arguments or call.narrows_always:
-            return call.select_tokens(arguments, rows.x_BND, routing)
-        # They follow from the decision alone, and so are the same for all blocks of a class on the same rows.
-        if rows.selected is None or rows.selected[0] is not type(block):
-            rows.selected = type(block), call.select_tokens(arguments, rows.x_BND, routing)
-        return rows.selected[1]
-
-    def run_packed(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows) -> Tensor:
-        """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
-        assert rows.packing is not None
-        packed = self.call.pack(arguments, rows.x_BND, rows.routing, rows.packing)
-        self.call.begin_update(arguments, rows.x_BND, rows.routing, rows.packing)
-        attention = attend_within(rows.packing)
-        with self.gated(block, rows.gate_1T):
-            y: Tensor = attention.run(host, (z,), packed)
-        # Otherwise the images of the sequence attended to each other.
-        if not attention.calls:
-            raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)
-        return y
-
-
-class CachedTokens(KeptTokens):
-    """The block has a cache: kept tokens also attend to those in it, and it is told what its next update receives."""
-
-    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return all tokens where they are if each sample has one, else as without a cache."""
-        rows = super().make_rows(block, x, arguments, routing)
-        alone = getattr(routing.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
-        return RowsInPlace(x, weighs=self.weighs) if alone and not isinstance(rows, PackedRows) else rows
-
-    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the host's block."""
-        if rows.packing is not None:
-            return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
-        call = self.call
-        routing = rows.routing
-        # With one token per sample, all kept, the arguments need no change.
-        unchanged = isinstance(rows, RowsInPlace) and routing.kept.valid_BK is None
-        narrowed_to = None if unchanged else routing
-        # The mask joins the cache's keys with the new ones, so it is narrowed before the cache hears of these.
-        selected = call.select_tokens(arguments, rows.x_BND, narrowed_to)
-        call.begin_update(arguments, rows.x_BND, narrowed_to)
-        # Hosts take no empty sequence.
-        if not rows.slots:
-            call.record_no_attention(rows.x_BND)
-            return z
-        with self.gated(block, routing.gate_BK):
-            return host(z, **selected)
-
-
-class AmongAll(Execution):
-    """The block runs on the kept tokens, which attend to all tokens; a cache receives all."""
-
-    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return all tokens where they are if a block with a cache keeps them all, else the kept ones."""
-        if self.call.caches and in_order(x, routing):
-            return RowsInPlace(x, weighs=self.weighs)
-        return Rows(x, self.first_norm(block) if backend.forced or not x.is_cpu else None, self.weighs)
-
-    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the kept tokens after the host's block."""
-        call = self.call
-        routing = rows.routing
-        if not call.caches and not rows.slots:
-            return z
-        with self.gated(block, routing.gate_BK):
-            if not isinstance(rows, RowsInPlace):
-                return cast(Tensor, call.attend_to_all(block, host, arguments, rows.x_BND, z, routing))
-            selected = call.select_tokens(arguments, rows.x_BND, None)
-            call.begin_update(arguments, rows.x_BND, routing, all_tokens=True)
-            return host(z, **selected)
-
-
-class MlpOfKept(Execution):
-    """Attention runs on the rows of the previous decision; then the block decides, and its MLP runs on fewer rows."""
-
-    between_halves = True
-
-    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the means of merged tokens."""
-        return Rows(x)
-
-    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the host's MLP."""
-        halves = self.call.halves
-        assert halves is not None
-        if halves.fed and arguments:
-            # Rows that stand for several tokens have the arguments of the one that was kept.
-            arguments = self.call.select_tokens(arguments, rows.x_BND, rows.routing)
-        return halves.feed(cast(nn.Module, block), z, arguments)

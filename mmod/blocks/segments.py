@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from mmod.blocks.calls import StackCalls
 from mmod.blocks.conversion import Mixin, parameters_of
 from mmod.blocks.hook import ModelHook
-from mmod.blocks.passes import StackCalls
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, run_inside
 from mmod.ops import attend_by_image, attend_by_length
 from mmod.ops.views import is_visible, mask_bias

@@ -1,221 +1,338 @@
-"""Spans: runs of consecutive blocks that share scores, decisions and rows.
+"""Spans of consecutive blocks, and how a block finds the forward pass of its input.
 
-A `Span` is made when the model is routed, and is known to its blocks. What they share in one forward pass is a
-`SpanPass`, which each block finds by its input or by the order of the blocks (`mmod/blocks/passes.py`).
+- In an ordinary call of the model nothing reads the tokens between blocks: the pass is the `latest` one of the running
+  call, which its blocks enter in order.
+- Otherwise a thread may have several batches between two blocks, as in a pipeline or a user's own loop. State then
+  belongs to the tensors: a pass is found by the tensor that one block returned and the next one got.
 
-The dense block in front belongs to a span whose blocks read its importance. A span of blocks is not
-`language.tokens="span"`, which is about runs of image tokens.
-
-Axes: B images or samples, N tokens.
+Axes: B images, N tokens, K rows that a block passed on, D channels.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn, Protocol, cast
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mmod.blocks.conversion import Mixin
-from mmod.blocks.passes import Decision, Passes, SpanPass, StackCalls, recomputing
-from mmod.blocks.rows import Execution, Rows, gather_kept
-from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
+from mmod.blocks.call import BlockCall
+from mmod.blocks.calls import UNFINISHED, StackCall, StackCalls
+from mmod.blocks.inner import Inner
+from mmod.blocks.passes import SpanPass
+from mmod.blocks.record import Records
 from mmod.threads import PerThread
 
 
-class StateInSpan(Protocol):
-    """What a span reads of a block's state.
-
-    Compilers guard on every number that they read. A graph that reads `place`, or the `number` in the stack, serves one
-    block; one that reads only `begins` and `ends` serves all blocks between the first and the last.
-    """
-
-    place: int
-    number: int
-    begins: bool
-    ends: bool
-    passes_rows: bool
-    execution: Execution
-
-
-class InSpan(Protocol):
-    """What a span reads of a routed block."""
-
-    training: bool
-    router: Router
-
-    @property
-    def mod_state(self) -> StateInSpan:
-        """The block's plain state."""
-
-    def normed(self, x: Tensor) -> Tensor:
-        """Return the output of the block's first norm."""
-
-
-class Span(Passes):
-    """A run of consecutive blocks that share scores or rows.
-
-    The dense block whose importance routed blocks read, if any, has place 0. Blocks that read the same scores by the
-    same rule decide once.
+class _Remembered(NamedTuple):
+    """A tensor between two modules, and the pass that it belongs to.
 
     Args:
-        names: Names of the modules, in order.
+        tensor: The tensor, or what it is a view of.
+        address: Where the values of `tensor` lie.
+        look: See `_look`.
+    """
+
+    tensor: weakref.ref[Tensor]
+    address: int
+    look: tuple[int, ...]
+    found: SpanPass
+
+
+class Span:
+    """A run of consecutive blocks that share scores or rows, or what is known of their tokens.
+
+    It finds the forward pass that the input of one of its modules belongs to.
+
+    - The first module begins a pass. A later one finds it by their order in an uninterrupted call.
+    - In any other call a later module finds it by its input, the tensor that the module before returned.
+    - Code between two modules may make a new tensor (a hook, a move to another device), and compilers cannot compare
+      tensors. The input then belongs to the only unfinished pass of the running call, or outside calls to the only
+      one of the thread. If there are several, the module raises instead of guessing.
+    - A pass is unfinished until its last module is entered, or the call of the model in which it runs ends. After a
+      failure in a module, it goes on only if that module gets the same tensor again.
+    - Gradient checkpointing recomputes modules in a backward pass, perhaps in another thread. The first module of a
+      segment finds the pass by its input, which is the same tensor; those after it also by the running backward pass.
+
+    Copies and pickles know no pass. A span of blocks is not `language.tokens="span"`, which is about runs of image
+    tokens.
+
+    Args:
+        calls: The calls of the stack, by thread.
+        names: Names of the modules, in order. The dense block whose importance routed blocks read, if any, has place 0.
         scored_by_first: The first routed block computes the scores; otherwise they are importance, or none are shared.
         for_loss: Importance serves a loss only, and is computed in training only.
+
+    Attributes:
+        last: Place of the last module.
     """
 
     def __init__(
         self,
         calls: PerThread[StackCalls],
-        names: tuple[str, ...],
+        names: Sequence[str],
         scored_by_first: bool = False,
         for_loss: bool = False,
     ) -> None:
-        super().__init__(calls, len(names) - 1)
-        self.names = names
+        self.calls = calls
+        self.names = tuple(names)
         self.scored_by_first = scored_by_first
         self.for_loss = for_loss
+        self.last = len(names) - 1
+        # As a fact of its own: compilers guard on numbers that they read, and runs of other lengths share a graph.
+        self.goes_on = self.last > 0
+        self._by_address: dict[int, _Remembered] = {}
+        # The pass that a backward pass recomputes in a thread, with the number of that backward pass.
+        self._recomputed: PerThread[list[tuple[int, SpanPass]]] = PerThread(list)
 
-    def enter(self, x: Tensor, block: Mixin) -> SpanPass | None:
-        """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the passes out of copies and pickles."""
+        # A copy's tensors lie elsewhere, and a weak reference cannot be pickled.
+        return {**vars(self), "_by_address": {}}
 
-        The first module of the span begins the pass: a routed block here, or an `ImportanceBlock` by `begin`.
+    def enter(self, x: Tensor, state: BlockState) -> SpanPass | None:
+        """Return the pass of a block's input, tokens (B, N, D) or rows that were passed on (B, K, D).
+
+        The first block begins it. None where no pass has reached the block.
 
         Raises:
-            ValueError: The first block, whose scores this block reads, was not run; or the shape changed since.
-            RuntimeError: See `Passes.find`.
+            ValueError: The number of images or tokens changed since the block before.
+            RuntimeError: See `find`.
         """
-        if self.for_loss and not block.training:
-            return None
-        state = block.mod_state
         calls = self.calls.value
-        found: SpanPass | None
         if state.begins:
-            found = self.begin(x)
+            shared = self.begin(x)
         else:
-            # Outside calls of the model, where batches may be in flight in stages, places tell them apart.
+            # Outside calls of the model, where batches may be in flight in stages, places tell them apart. A graph that
+            # reads a place serves one block: one that reads only `begins` and `ends` serves all blocks between.
             in_order = torch.compiler.is_dynamo_compiling() and calls.running.outer is not None
             found = self.find(x, None if in_order else state.place)
-        if found is None:
-            if self.scored_by_first:
-                self._check_begun(cast(InSpan, block))
-            return None
+            if found is None:
+                return None
+            shared = found
         # An uninterrupted pass may hand on rows instead of all tokens.
-        if not found.uninterrupted and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
-            self._refuse_shape(x, found)
-        found.busy = True
-        calls.entered = found
-        score_BN = found.score_BN
-        if score_BN is not None and score_BN.device != x.device:
-            found.score_BN = score_BN.to(x.device)
-        return found
-
-    def _check_begun(self, block: InSpan) -> None:
-        """Raise a ValueError if a block that no pass has reached cannot decide alone."""
-        score = block.router.config.router
-        if not score.learns and not score.same_everywhere:
+        if not shared.uninterrupted and not torch.compiler.is_compiling() and shared.shape != x.shape[:2]:
             raise ValueError(
-                f"{self.names[block.mod_state.place]} decides by the scores that {self.names[0]} computes, and its "
-                f"input comes from no pass through that block: run the whole model, or begin at {self.names[0]}"
+                f"a block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
+                f"{shared.shape}: the batch or the sequence changed between the two blocks, which share scores or "
+                "rows. Keep all images and tokens between them, or route with a router that shares none, such as "
+                "'linear'"
             )
+        shared.busy = True
+        calls.entered = shared
+        score_BN = shared.score_BN
+        if score_BN is not None and score_BN.device != x.device:
+            shared.score_BN = score_BN.to(x.device)
+        return shared
 
-    def _refuse_shape(self, x: Tensor, found: SpanPass) -> NoReturn:
-        raise ValueError(
-            f"a block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has {found.shape}: "
-            "the batch or the sequence changed between the two blocks, which share scores or rows. Keep all images and "
-            "tokens between them, or route with a router that shares none, such as 'linear'"
-        )
-
-    def decide(
-        self, x_BND: Tensor, block: InSpan, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups
-    ) -> Routing:
-        """Return a block's decision: one that the span knows, one among the tokens kept before, or the router's.
-
-        Args:
-            x_BND: All tokens, or the rows that the previous block passed on.
-        """
-        state = block.mod_state
-        routing = None
-        if shared.decisions:
-            routing = self._decided(x_BND, block, shared, rule, tokens)
-        if routing is None:
-            scored = block.normed(x_BND) if state.execution.scores_norm else x_BND
-            routing = block.router(scored, shared.score_BN, tokens)
-        if state.ends:
-            return routing
-        if shared.score_BN is None and self.scored_by_first:
-            shared.score_BN = routing.score_BN
-            learns = rule.config.router.learns
-            shared.trains = learns and any(weight.requires_grad for weight in block.router.parameters())
-        if self._reuses(block.router, rule):
-            shared.decisions[state.place] = Decision(rule, tokens, routing)
-        return routing
-
-    def _decided(
-        self, x_BND: Tensor, block: InSpan, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups
-    ) -> Routing | None:
-        """Return a decision that the span knows, or one among the tokens kept before; else None."""
-        if shared.trains and recomputing() and not (shared.score_BN is not None and shared.score_BN.requires_grad):
-            raise RuntimeError(
-                "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
-                "use_reentrant=False, or set router.shared=False"
-            )
-        if not self._reuses(block.router, rule):
-            return None
-        place = block.mod_state.place
-        known = self._same_rule(shared, place, rule, x_BND.device, tokens)
-        if known is not None or not rule.config.joins:
-            return known
-        earlier = self.before(shared, place, x_BND.device)
-        if earlier is None:
-            return None
-        # Scores that are shared where tokens join never learn.
-        with torch.no_grad():
-            rows_BKD = gather_kept(x_BND, earlier) if shared.rows is None else x_BND
-            narrowed: Routing = block.router(rows_BKD, None, tokens, earlier)
-        return narrowed
-
-    def before(self, shared: SpanPass, place: int, device: torch.device) -> Routing | None:
-        """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
-        # A block in between may have been removed from the model.
-        for number in range(place - 1, -1, -1):
-            if number in shared.decisions:
-                routing = shared.decisions[number].routing
-                return None if routing.joined.slot_BN is None else routing.to(device)
-        return None
-
-    def leave(self, y: Tensor, shared: SpanPass, rows: Rows, rule: Rule, block: InSpan) -> Tensor:
-        """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
-        state = block.mod_state
+    def leave(self, y: Tensor, shared: SpanPass, state: BlockState) -> Tensor:
+        """Return all tokens after a block, by which the next one finds the pass."""
         shared.busy = False
-        if state.passes_rows and shared.uninterrupted:
-            # The block's number is read only where there are some to compare, see `InSpan`.
-            is_read = bool(shared.read_blocks) and state.number in shared.read_blocks
-            if not is_read and (rows is shared.rows or (rows.shrinks and block.router.shares_decisions)):
-                rows.rule = rule
-                shared.rows = rows
-                return y
-        shared.rows = None
-        y = rows.write_back(y)
         if not state.ends and not shared.uninterrupted:
             self.hand_on(shared, y)
         return y
 
-    def _reuses(self, router: Router, rule: Rule) -> bool:
-        # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
-        # on the block that decides.
-        return router.shares_decisions and (rule.config.joins or not torch.compiler.is_compiling())
+    def begin(self, x: Tensor) -> SpanPass:
+        """Begin a pass with the input of the first module."""
+        started = SpanPass()
+        started.owner = self
+        started.shape = tuple(x.shape[:2])
+        calls = self.calls.value
+        started.patches = calls.take_patches()
+        call = calls.running
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
+            # A part of the model is recomputed.
+            self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
+            look = _look(x)
+            match = self._by_address.get(look[0])
+            if match is not None and match.look == look:
+                started.patches = match.found.patches
+            return started
+        started.is_first = call.is_first(self)
+        started.ends_for_head = started.is_first and call.ends_for_head
+        started.uninterrupted = started.is_first and call.uninterrupted
+        if started.uninterrupted and call.read_blocks is not None:
+            # Known only now: hosts decide what to collect inside their forward.
+            read = call.read_blocks()
+            started.uninterrupted = read is not None
+            started.read_blocks = () if read is None else read
+        if started.uninterrupted:
+            call.latest = started
+            return started
+        if call.outer is None:
+            # Outside calls nothing says when a pass was given up, so the oldest are forgotten.
+            del call.passes[: 1 - UNFINISHED]
+        if self.goes_on:
+            call.passes.append(started)
+        if started.patches.grid is not None or started.patches.seen is not None:
+            # A recomputed first block finds them by its input.
+            self.hand_on(started, x)
+        return started
 
-    def _same_rule(
-        self, shared: SpanPass, place: int, rule: Rule, device: torch.device, tokens: TokenMasks | TokenGroups
-    ) -> Routing | None:
-        """Return the block's earlier decision, or that of a block before it by the same rule on the same tokens."""
-        for number in range(place, -1, -1):
-            made = shared.decisions.get(number)
-            if made is None or not made.rule.matches(rule):
-                continue
-            if rule.config.joins:
-                return made.routing.to(device)
-            if made.routing.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
-                return made.routing
+    def find(self, x: Tensor, place: int | None) -> SpanPass | None:
+        """Return the pass that the input of a later module belongs to; None if no pass reached it.
+
+        Args:
+            place: The module's place; None in a compiled call of the model, whose modules run in order: a graph that
+                reads no place serves several modules.
+
+        Raises:
+            RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
+        """
+        call = self.calls.value.running
+        latest = call.latest
+        if latest is not None and latest.owner is self and not latest.busy:
+            # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
+            if place is None:
+                return latest
+            if latest.place < place:
+                latest.place = place
+                return latest
+        found = None
+        if not torch.compiler.is_compiling():
+            found = self._pass_of(x)
+            if torch._C._current_graph_task_id() != call.task:
+                return self._find_recomputed(found)
+        if found is None:
+            found = self._only_unfinished(x, place, call)
+            if found is None:
+                return None
+            if torch.compiler.is_compiling() or not x.is_inference():
+                # To be found again where it is recomputed. A buffer of inference mode may hold another batch later.
+                self.hand_on(found, x)
+        if place is not None:
+            found.place = place
+            if place >= self.last and call.outer is None:
+                call.passes = [other for other in call.passes if other is not found]
+        return found
+
+    def hand_on(self, current: SpanPass, y: Tensor) -> None:
+        """Remember that a tensor between two modules belongs to a pass."""
+        if torch.compiler.is_compiling():
+            return
+        look = _look(y)
+        address = look[0]
+        # Wrapped tensors and those on meta have no address to be told by.
+        if not address:
+            return
+        remembered = self._by_address
+
+        def forget(tensor: weakref.ref[Tensor]) -> None:
+            # Another tensor may lie there by now.
+            if address in remembered and remembered[address].tensor is tensor:
+                del remembered[address]
+
+        # FSDP2 gives a block a view of the tensor that checkpointing keeps.
+        kept = y if y._base is None else y._base
+        remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
+
+    def follow(self, x: Tensor, y: Tensor) -> None:
+        """Remember that a tensor belongs to the pass of another one, if that is known, whose values it rearranges."""
+        found = None if torch.compiler.is_compiling() else self._pass_of(x)
+        if found is not None:
+            self.hand_on(found, y)
+
+    def _pass_of(self, x: Tensor) -> SpanPass | None:
+        """Return the pass that a tensor is remembered to belong to, or None."""
+        look = _look(x)
+        match = self._by_address.get(look[0])
+        tensor = None if match is None or match.look != look else match.tensor()
+        # Memory may be given to another tensor while the first one lives.
+        if match is None or tensor is None or tensor.data_ptr() != match.address:
+            return None
+        return match.found
+
+    def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> SpanPass | None:
+        """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
+        level: StackCall | None = call
+        while level is not None:
+            reachable = [other for other in level.passes if other.owner is self and _can_reach(other, place)]
+            if len(reachable) > 1:
+                # Batches of another size cannot be meant.
+                reachable = [other for other in reachable if other.shape == x.shape[:2]]
+            if len(reachable) > 1:
+                # Passes that were given up should raise this error only once.
+                level.passes = [other for other in level.passes if all(other is not item for item in reachable)]
+                raise RuntimeError(
+                    f"{len(reachable)} forward passes are unfinished at this routed block, and its input is none of "
+                    "the tensors that the block before returned, so the pass that it belongs to is unknown: pass the "
+                    "tensors on unchanged, or run one batch after the other, or call the whole model. The unfinished "
+                    "passes are forgotten now"
+                )
+            if reachable:
+                found = reachable[0]
+                if level is not call:
+                    # The embedding of captions, for one, stands in front of the module that holds the blocks.
+                    level.passes = [other for other in level.passes if other is not found]
+                    call.passes.append(found)
+                return found
+            level = level.outer
         return None
+
+    def _find_recomputed(self, found: SpanPass | None) -> SpanPass | None:
+        """Return the pass that the running backward pass recomputes: the one found by the input, or the last such."""
+        task = torch._C._current_graph_task_id()
+        if found is not None:
+            self._recomputed.value[:] = [(task, found)]
+            return found
+        for number, current in self._recomputed.value:
+            if number == task:
+                return current
+        raise RuntimeError(
+            "gradient checkpointing runs a routed block again on an input that it never had: checkpointing that "
+            "moves or copies inputs in between cannot be combined with this router"
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class BlockState:
+    """Plain state of a block in a span, invisible to state_dict and export.
+
+    Args:
+        call: How the host calls the block.
+        span: The span that the block is part of; None if it shares nothing.
+        place: The block's place in its span.
+        number: The block's number in its stack.
+
+    Attributes:
+        begins: The block is the first module of its span. Where the span reads importance of the dense block in front,
+            that `ImportanceBlock` is, and no routed block.
+        ends: The block is the last module of its span.
+    """
+
+    call: BlockCall
+    span: Span | None = None
+    place: int = 0
+    number: int = 0
+    inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
+    records: Records = field(default_factory=Records, init=False, repr=False)
+    begins: bool = field(init=False)
+    ends: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begins = self.place == 0
+        self.ends = self.span is None or self.place == self.span.last
+
+    @property
+    def passes(self) -> Span | None:
+        """What finds the pass of the block's input."""
+        return self.span
+
+
+def _can_reach(unfinished: SpanPass, place: int | None) -> bool:
+    """Return whether a pass may enter a module at a place next."""
+    return not unfinished.busy and (place is None or unfinished.place < place)
+
+
+def _look(x: Tensor) -> tuple[int, ...]:
+    """Return what a tensor is told by: where its values lie, how often they were changed in place, and their layout.
+
+    The first number is 0 for a tensor without values of its own.
+    """
+    if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
+        return (0,)
+    # Tensors of inference mode do not count changes.
+    version = 0 if x.is_inference() else x._version
+    return (x.data_ptr(), version, *x.shape[:2], *x.stride())

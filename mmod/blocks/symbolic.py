@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from mmod.blocks.conversion import Mixin, host_class
-from mmod.blocks.passes import recomputing
+from mmod.blocks.record import recomputing
 
 
 def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

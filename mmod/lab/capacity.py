@@ -162,11 +162,8 @@ class LearnedRouter(Router):
     """
 
     partial: PerThread[PartialSlots | None]
-
-    @property
-    def shares_decisions(self) -> bool:
-        """Return False: the weights of a decision belong to one block."""
-        return False
+    # The weights of a decision belong to one block.
+    shares_decisions = False
 
     def forward(
         self,
@@ -201,6 +198,8 @@ def end_learning(model: nn.Module) -> None:
 class CapacityHook(ModelHook):
     """Lets routed blocks decide by the learned capacities, in the thread of a forward pass."""
 
+    # Undoing the routing removes it too.
+    kind = "routing"
     model: nn.Module
     module: LearnedCapacity
     names: tuple[str, ...]

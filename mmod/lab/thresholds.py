@@ -164,8 +164,10 @@ def _steps(blocks: dict[str, RoutedBlock]) -> list[dict[str, RoutedBlock]]:
 
 def _shares_decision(one: RoutedBlock, other: RoutedBlock) -> bool:
     """Return whether consecutive blocks of a span decide by one rule."""
-    is_span = one.mod_state.span is not None and one.mod_state.span is other.mod_state.span
-    return is_span and one.router.shares_decisions and one.router.capacity == other.router.capacity
+    if one.mod_state.span is None or one.mod_state.span is not other.mod_state.span:
+        return False
+    shares = one.router.shares_decisions and one.router.config.router.shared
+    return shares and one.router.capacity == other.router.capacity
 
 
 def _decide(step: dict[str, RoutedBlock], select: dict[str, float | None]) -> None:

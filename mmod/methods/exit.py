@@ -25,8 +25,8 @@ from mmod.blocks import (
     convert,
     host_class,
 )
-from mmod.blocks.passes import StackCall
-from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.calls import StackCall
+from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.symbolic import check_once
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
@@ -237,13 +237,12 @@ class ExitBlock(Deciding, ConvertedBlock):
         elif state.turn is not None and y.shape[0]:
             y = self._leave(y, call)
             shared.shape = tuple(y.shape[:2])
-        state.span.hand_on(shared, y)
-        return y
+        return state.span.leave(y, shared, state)
 
     def _enter(self, x: Tensor, call: ExitCall) -> SpanPass:
         """Return the pass of a block's input, which the first block begins."""
-        span = self.mod_state.span
-        shared = span.enter(x, self) or span.begin(x)
+        state = self.mod_state
+        shared = state.span.enter(x, state) or state.span.begin(x)
         if not shared.is_first:
             raise RuntimeError(
                 "the blocks of an early-exit model got a second batch while the model ran on a first one, as from a "

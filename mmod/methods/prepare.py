@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,12 +16,12 @@ from mmod.blocks import (
     BlockCall,
     ImportanceState,
     Mixin,
-    PatchesOfPass,
     RoutedBlock,
     RoutedState,
     Span,
     check_pixels,
     is_converted,
+    patches_of_pass,
 )
 from mmod.config import CHANGE, Merged, RoutingConfig, Threshold, presets, spelled
 from mmod.config.plan import Row
@@ -290,7 +291,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         prefix=stack.prefix if config.protect_prefix and not config.router.per_image else 0,
         device=parameter.device,
         dtype=parameter.dtype,
-        patches=None if stack.grid is None and stack.rows is None else PatchesOfPass(stack.calls),
+        patches=None if stack.grid is None and stack.rows is None else partial(patches_of_pass, stack.calls),
     )
     return router.train(block.training)
 

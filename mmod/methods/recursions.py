@@ -15,8 +15,17 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, WholeBatchHook, attach, convert
-from mmod.blocks.inner import Inner
+from mmod.blocks import (
+    BlockState,
+    ConvertedBlock,
+    Deciding,
+    ReadBlocks,
+    Records,
+    Shell,
+    WholeBatchHook,
+    attach,
+    convert,
+)
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -38,7 +47,6 @@ from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
 from mmod.routing.score.drawn import Added
 from mmod.routing.score.linear import LinearScore
-from mmod.threads import PerThread
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -181,17 +189,6 @@ class CycleState(NamedTuple):
         return self.calls[0]
 
 
-class SharedState(NamedTuple):
-    """Plain state of a `SharedBlock`."""
-
-    call: Any
-    inner: PerThread[Inner]
-
-
-class SharedBlock(Mixin):
-    """Mixin of a shared block, for the shell that gives it the interface that a `Cycle` expects."""
-
-
 class Cycle(Added, Deciding):
     """Module that replaces the middle blocks and applies the shared blocks recursively.
 
@@ -207,9 +204,10 @@ class Cycle(Added, Deciding):
         calls = [stack.call_of(block, None) for block in shared]
         for block, call in zip(shared, calls):
             if call.shell.inner is not None:
-                convert(block, SharedBlock, SharedState(call, PerThread(Inner)), Shell(inner=call.shell.inner))
-        read_blocks = stack.read_blocks
-        self.mod_state = CycleState(config, stack.prefix, stack.language, read_blocks, calls, removed, Records())
+                # The shell gives the block the interface that a cycle expects.
+                convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
+        records = Records()
+        self.mod_state = CycleState(config, stack.prefix, stack.language, stack.read_blocks, calls, removed, records)
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)

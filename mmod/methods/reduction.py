@@ -37,9 +37,9 @@ from mmod.blocks import (
     make_observed,
     warn_of_halves,
 )
+from mmod.blocks.calls import StackCall
+from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.hook import runs_code_of
-from mmod.blocks.passes import StackCall
-from mmod.blocks.routed import ConvertedBlock
 from mmod.blocks.symbolic import check_once
 from mmod.methods.base import owner_of
 from mmod.ops.intercept import AttentionIntercept
@@ -82,7 +82,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         check_once(self, x)
         # The first block begins a pass, or one that is called directly.
-        shared = state.span.enter(x, self) or state.span.begin(x)
+        shared = state.span.enter(x, state) or state.span.begin(x)
         shared.busy = True
         if shared.remaining is None:
             shared.remaining = Remaining(restores=not (shared.uninterrupted and shared.ends_for_head))
@@ -96,10 +96,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         shared.busy = False
         if self._passes_on(shared):
             return y
-        y = rows.restore(y)
-        if not state.ends and not shared.uninterrupted:
-            state.span.hand_on(shared, y)
-        return y
+        return state.span.leave(rows.restore(y), shared, state)
 
     def _passes_on(self, shared: SpanPass) -> bool:
         """Return whether what follows takes the remaining tokens alone."""

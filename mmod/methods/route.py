@@ -204,9 +204,9 @@ class Route(Method):
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):
                     assert router is not None
-                    make_routed(block, router, state, stack.mixins)
+                    make_routed(block, router, state)
                 else:
-                    make_importance(block, state, stack.mixins)
+                    make_importance(block, state)
             owner = owner_of(model, stack)
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])

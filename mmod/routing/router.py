@@ -38,6 +38,8 @@ class Router(nn.Module):
     """
 
     chooses_among: type[TokenMasks] | type[TokenGroups] = TokenMasks
+    shares_decisions = True
+    """Whether blocks that share scores also share decisions, if they decide by the same rule."""
 
     def __init__(
         self,
@@ -96,11 +98,6 @@ class Router(nn.Module):
     def always_keeps(self) -> bool:
         """Whether some token runs at any capacity."""
         return self.prefix > 0
-
-    @property
-    def shares_decisions(self) -> bool:
-        """Whether blocks that share scores also share decisions, if they decide by the same rule."""
-        return self.config.router.shared
 
     def extra_repr(self) -> str:
         """Describe the router in a printed model."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.layers import CompactRotary
-from mmod.blocks import Span, StackCalls
+from mmod.blocks import Span, SpannedBlock, StackCalls
 from mmod.routing import Kept, Router, Routing, TokenMasks, share_score
 from mmod.threads import PerThread
 
@@ -39,11 +39,15 @@ def make_span(scored_by_first: bool) -> Span:
     return Span(PerThread(StackCalls), names, scored_by_first=scored_by_first, for_loss=False)
 
 
-def at(place: int, router: Router) -> Any:
-    """Return what a span reads of one of its blocks."""
+def at(span: Span, place: int, router: Router) -> SpannedBlock:
+    """Return a block of a span."""
+    block = SpannedBlock()
+    block.router = router
     execution = SimpleNamespace(scores_norm=False)
-    state = SimpleNamespace(place=place, begins=place == 0, ends=place == 2, passes_rows=False, execution=execution)
-    return SimpleNamespace(training=False, router=router, mod_state=state)
+    block.mod_state = SimpleNamespace(
+        span=span, place=place, begins=place == 0, ends=place == 2, passes_rows=False, execution=execution
+    )
+    return block
 
 
 @pytest.mark.parametrize("decided", [False, True], ids=["a score", "a decision"])
@@ -53,8 +57,8 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
     shared = span.begin(torch.empty(2, 6, 8))
     shared.score_BN = torch.rand(2, 6)
     if decided:
-        span.decide(torch.rand(2, 6, 8), at(1, decides), shared, decides.rule, TokenMasks())
-    assert span.enter(x, at(2, decides)) is shared
+        at(span, 1, decides).decide_in_span(torch.rand(2, 6, 8), shared, decides.rule, TokenMasks())
+    assert span.enter(x, at(span, 2, decides).mod_state) is shared
     recorded = []
 
     def choose(score_BN: Tensor) -> Routing:
@@ -62,7 +66,7 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
         return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), score_BN)
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
-    routing = span.decide(x, at(2, decides), shared, decides.rule, TokenMasks())
+    routing = at(span, 2, decides).decide_in_span(x, shared, decides.rule, TokenMasks())
     assert recorded == [FAR]
     assert routing.kept.index_BK.device == FAR
 
@@ -73,11 +77,11 @@ def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
     span = make_span(scored_by_first=True)
     near = torch.rand(2, 8, 8)
     shared = span.begin(near)
-    span.decide(near, at(0, decides), shared, decides.rule, TokenMasks())
+    at(span, 0, decides).decide_in_span(near, shared, decides.rule, TokenMasks())
     reads = Router(decides.config, dim=8, block=2, capacity=capacity)
     x = torch.empty(2, 8, 8, device=FAR)
-    assert span.enter(x, at(1, reads)) is shared
-    routing = span.decide(x, at(1, reads), shared, reads.rule, TokenMasks())
+    assert span.enter(x, at(span, 1, reads).mod_state) is shared
+    routing = at(span, 1, reads).decide_in_span(x, shared, reads.rule, TokenMasks())
     assert routing.kept.index_BK.shape == (2, int(8 * capacity))
     assert routing.joined.slot_BN is not None
     assert {routing.kept.index_BK.device, routing.joined.slot_BN.device} == {FAR}

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import Passes, StackCalls
-from mmod.blocks.passes import StackCall
+from mmod.blocks import Span, StackCalls
+from mmod.blocks.calls import StackCall
 from mmod.threads import PerThread
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
@@ -98,14 +98,14 @@ def test_copies_and_pickles_know_no_running_call() -> None:
     assert calls.value.running.outer is not None
 
 
-def test_copies_and_pickles_of_passes_know_no_tensor() -> None:
-    passes = Passes(PerThread(StackCalls), last=2)
+def test_copies_and_pickles_of_spans_know_no_tensor() -> None:
+    span = Span(PerThread(StackCalls), ("0", "1", "2"))
     x = torch.randn(1, 3, 4)
-    started = passes.begin(x)
-    passes.hand_on(started, x)
-    for other in (copy.deepcopy(passes), pickle.loads(pickle.dumps(passes))):
+    started = span.begin(x)
+    span.hand_on(started, x)
+    for other in (copy.deepcopy(span), pickle.loads(pickle.dumps(span))):
         assert other.find(x, 1) is None
-    assert passes.find(x, 1) is started
+    assert span.find(x, 1) is started
 
 
 @pytest.mark.parametrize("router", ["attention", "random"])

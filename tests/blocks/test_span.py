@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import rows
+from mmod.blocks.execution import KeptTokens
+from mmod.blocks.rows import Rows
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
 
@@ -265,8 +266,8 @@ def test_rows_are_handed_on_in_the_hosts_own_forward_of_the_model_and_its_copies
 def entered(model: nn.Module, images: Tensor) -> int:
     """Return in how many blocks rows are gathered from all tokens."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        calls, make_rows = [], rows.KeptTokens.make_rows
-        patch.setattr(rows.KeptTokens, "make_rows", lambda *args: calls.append(args) or make_rows(*args))
+        calls, make_rows = [], KeptTokens.make_rows
+        patch.setattr(KeptTokens, "make_rows", lambda *args: calls.append(args) or make_rows(*args))
         model(images)
     return len(calls)
 
@@ -366,8 +367,8 @@ def test_gradients_are_those_of_blocks_that_return_all_tokens(config: RoutingCon
     def step() -> tuple[int, list[Tensor]]:
         model.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
-            write_back, written = rows.Rows.write_back, []
-            patch.setattr(rows.Rows, "write_back", lambda *args: (written.append(1), write_back(*args))[1])
+            write_back, written = Rows.write_back, []
+            patch.setattr(Rows, "write_back", lambda *args: (written.append(1), write_back(*args))[1])
             model(images).square().sum().backward()
         return len(written), [weight.grad for weight in model.parameters() if weight.grad is not None]
 

@@ -26,15 +26,7 @@ from mmod.adapters.transformers.families import (
 from mmod.adapters.transformers.groups import GroupHook, LabelHook, MaskHook
 from mmod.adapters.transformers.images import ImageTokens
 from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
-from mmod.blocks import (
-    ImportanceDecoderBlock,
-    Mixin,
-    ModelHook,
-    RoutedDecoderBlock,
-    RoutedMixins,
-    SpannedDecoderBlock,
-    host_class,
-)
+from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
 from mmod.routing import DecoderRouter
 
@@ -66,7 +58,6 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         language=True,
         reads_images=entry is not text or bool(ImageTokens(config).ids),
         router=DecoderRouter,
-        mixins=RoutedMixins(RoutedDecoderBlock, SpannedDecoderBlock, ImportanceDecoderBlock),
         hooks=lambda routing: _hooks(
             GroupHook(entry, text, name.rpartition(".")[2], routing, plain), entry, text, labelled_modules(model, owner)
         ),

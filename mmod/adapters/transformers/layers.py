@@ -64,6 +64,7 @@ class DecoderLayerCall(DecoderCall):
     operators = OPERATORS
     tuples = TUPLES
     caches = True
+    decodes = True
 
     @property
     def config(self) -> Any:
@@ -170,6 +171,36 @@ class DecoderLayerCall(DecoderCall):
         collected = _active_collector.get()
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
             collected["attentions"].append(x_BND.new_zeros(x_BND.shape[0], self.config.num_attention_heads, 0, 0))
+
+    def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
+        """Return the arguments of a call in which all tokens run, see `DecoderCall.begin_whole`."""
+        # Python overhead dominates decoding.
+        if not args and self.hides_nothing(kwargs):
+            self.begin_update(kwargs, x_BND, None)
+            return kwargs
+        arguments = self.bind(args, kwargs)
+        groups = self.groups(arguments)
+        self.open_cache(arguments)
+        if groups is not None:
+            return None
+        selected = self.select_tokens(arguments, x_BND, None)
+        self.begin_update(arguments, x_BND, None)
+        return selected
+
+    def whole(self, arguments: Arguments, x_BND: Tensor) -> Arguments:
+        """Return the arguments of a dense layer whose importance is read."""
+        if not self.has_static_cache(arguments):
+            return arguments
+        # A static cache also returns unused slots; a cache of kept tokens, here all, returns no others.
+        self.open_cache(arguments)
+        selected = self.select_tokens(arguments, x_BND, None)
+        self.begin_update(arguments, x_BND, None)
+        return selected
+
+    def shares(self, arguments: Arguments) -> bool:
+        """Return whether layers share scores in a call: only where some tokens may be skipped."""
+        groups = self.groups(arguments)
+        return groups is not None and groups.skips
 
     def hides_nothing(self, arguments: Arguments) -> bool:
         """Return whether all tokens run and see all earlier tokens, so that the arguments need no change."""

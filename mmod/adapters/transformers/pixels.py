@@ -18,7 +18,7 @@ from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.tower import Noted, TowerReader, scatter_values
 from mmod.adapters.transformers.vision import row_source, takes_rows
 from mmod.blocks import Arguments, ModelHook, RowSource, check_pixels, cut_patches
-from mmod.blocks.passes import recomputing
+from mmod.blocks.record import recomputing
 from mmod.config import Score
 from mmod.ops import FIRST
 from mmod.threads import PerThread

@@ -25,7 +25,7 @@ from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
 from mmod.blocks import (
     Deciding,
     Mixin,
-    RoutedDecoderBlock,
+    RoutedBlock,
     convert,
     host_class,
     host_of,
@@ -172,7 +172,8 @@ def _changed_modules(model: nn.Module) -> list[nn.Module]:
 def describe(model: DescribedModel) -> dict[str, Any]:
     """Return the methods of a changed model as plain values."""
     finds_tokens = any(isinstance(hook, GroupHook) for hook in model_hooks(model))
-    if not finds_tokens and any(isinstance(module, RoutedDecoderBlock) for module in model.modules()):
+    routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
+    if not finds_tokens and any(block.mod_state.call.decodes for block in routed):
         raise ValueError(
             f"cannot save this {type(model).__name__} alone: the model around it determines the tokens that its routed "
             "layers may skip. Save the full model, or call mmod.unroute_ on that first"

@@ -23,7 +23,7 @@ from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.vision import vision_part
 from mmod.blocks import Arguments, BlockCall, ConvertedBlock, ModelHook, convert, is_converted
 from mmod.blocks.inner import Inner
-from mmod.blocks.passes import recomputing
+from mmod.blocks.record import recomputing
 from mmod.threads import PerThread
 
 # How many layouts of images a model remembers.

@@ -1,0 +1,269 @@
+"""Blocks that share scores, decisions and rows with those around them, and dense blocks that compute importance.
+
+What the modules of a `Span` share in one forward pass is a `SpanPass` (`mmod/blocks/passes.py`).
+
+Axes: B images or samples, N tokens, K slots per image, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mmod.blocks.branches import Branch, BranchState, make_branch, make_halves, make_observed
+from mmod.blocks.call import DecoderCall
+from mmod.blocks.conversion import convert, is_converted
+from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.passes import Decision, SpanPass
+from mmod.blocks.record import recomputing
+from mmod.blocks.routed import NO_MASKS, RoutedBlock, RoutedState
+from mmod.blocks.rows import FusedNorm, Rows, gather_kept
+from mmod.blocks.span import BlockState, Span
+from mmod.blocks.symbolic import trace_as_node
+from mmod.config import CHANGE
+from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
+
+
+class SpannedBlock(RoutedBlock):
+    """Mixin of a routed block in a span, which shares scores, decisions and rows with the blocks around it."""
+
+    title = "Routed"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Route tokens (B, N, D), or rows that the block before passed on (B, K, D), see `RoutedBlock.forward`."""
+        if not isinstance(x, Tensor):
+            return trace_as_node(self, x, args, kwargs)
+        state = self.mod_state
+        call = state.call
+        span = state.span
+        assert span is not None
+        if call.decodes and not cast(DecoderCall, call).shares(kwargs):
+            return super().forward(x, *args, **kwargs)
+        shared = span.enter(x, state) if self.training or not span.for_loss else None
+        if shared is None:
+            self._check_alone(span)
+            return super().forward(x, *args, **kwargs)
+        arguments = call.bind(args, kwargs) if args or kwargs else {}
+        if call.decodes:
+            cast(DecoderCall, call).open_cache(arguments)
+        execution = state.execution
+        rule = self.router.rule
+        rows = shared.rows
+        routing = None
+        if rows is not None:
+            if rule.matches(rows.rule):
+                routing = rows.routing
+            elif not rule.config.joins:
+                x = rows.write_back(x)
+                rows = shared.rows = None
+        if execution.between_halves:
+            x = self.attend_in_span(x, arguments, shared, rows)
+        if routing is None:
+            tokens = call.masks(arguments, x) if arguments or call.masks_always else NO_MASKS
+            routing = self.decide_in_span(x, shared, rule, tokens)
+        if self.training or state.records.value.traced:
+            self.note(routing, x)
+        if rows is None:
+            rows = execution.make_rows(self, x, arguments, routing)
+            z = rows.z
+        else:
+            z = rows.follow(x, routing)
+        y = execution.run(self, super(RoutedBlock, self).forward, z, arguments, rows)
+        if state.passes_rows and shared.uninterrupted and self._next_takes(rows, shared):
+            rows.rule = rule
+            shared.rows = rows
+            shared.busy = False
+            return y
+        shared.rows = None
+        return span.leave(rows.write_back(y), shared, state)
+
+    def _next_takes(self, rows: Rows, shared: SpanPass) -> bool:
+        """Return whether the next block takes the rows, where a pass may hand them on."""
+        # Compilers guard on the block's number, so it is read only where there are some to compare.
+        if shared.read_blocks and self.mod_state.number in shared.read_blocks:
+            return False
+        return rows is shared.rows or (rows.shrinks and self.router.shares_decisions)
+
+    def _check_alone(self, span: Span) -> None:
+        """Raise a ValueError if a block that no pass has reached cannot decide alone."""
+        score = self.router.config.router
+        if span.scored_by_first and not score.learns and not score.same_everywhere:
+            raise ValueError(
+                f"{span.names[self.mod_state.place]} decides by the scores that {span.names[0]} computes, and its "
+                f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
+            )
+
+    def attend_in_span(
+        self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass, passed_on: Rows | None
+    ) -> Tensor:
+        """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
+        state = self.mod_state
+        call = state.call
+        rows = passed_on
+        z = x
+        if rows is None:
+            earlier = self._joined_before(shared, x.device)
+            if earlier is not None:
+                rows = Rows(x, earlier)
+                z = rows.z
+        if rows is not None:
+            arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
+        if state.observes:
+            queries_BN = call.masks(arguments, z).queries_BN
+            attend = partial(self.attend, z, arguments)
+            y, shared.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
+        else:
+            y = self.attend(z, arguments)
+        # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
+        if rows is passed_on or rows is None:
+            return y
+        return rows.write_back(y)
+
+    def decide_in_span(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
+        """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
+
+        Args:
+            x_BND: All tokens, or the rows that the previous block passed on.
+        """
+        state = self.mod_state
+        span = state.span
+        assert span is not None
+        reuses = self.router.shares_decisions and rule.config.router.shared
+        if not rule.config.joins and torch.compiler.is_compiling():
+            # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins
+            # depends on the block that decides.
+            reuses = False
+        routing = None
+        if shared.decisions:
+            self._check_recomputed(shared)
+            if reuses:
+                routing = self._known(x_BND, shared, rule, tokens)
+        if routing is None:
+            scored = self.normed(x_BND) if state.execution.scores_norm else x_BND
+            routing = self.router(scored, shared.score_BN, tokens)
+        if state.ends:
+            return routing
+        if shared.score_BN is None and span.scored_by_first:
+            shared.score_BN = routing.score_BN
+            learns = rule.config.router.learns
+            shared.trains = learns and any(weight.requires_grad for weight in self.router.parameters())
+        if reuses:
+            shared.decisions[state.place] = Decision(rule, tokens, routing)
+        return routing
+
+    def _check_recomputed(self, shared: SpanPass) -> None:
+        """Raise a RuntimeError if a checkpoint that recomputes the block has lost the gradient of a shared score."""
+        if shared.trains and recomputing() and not (shared.score_BN is not None and shared.score_BN.requires_grad):
+            raise RuntimeError(
+                "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
+                "use_reentrant=False, or set router.shared=False"
+            )
+
+    def _known(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing | None:
+        """Return a decision by the same rule on the same tokens, or one among the tokens kept before; else None."""
+        device = x_BND.device
+        for number in range(self.mod_state.place, -1, -1):
+            made = shared.decisions.get(number)
+            if made is None or not made.rule.matches(rule):
+                continue
+            if rule.config.joins:
+                return made.routing.to(device)
+            if made.routing.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
+                return made.routing
+        earlier = self._joined_before(shared, device) if rule.config.joins else None
+        if earlier is None:
+            return None
+        # Scores that are shared where tokens join never learn.
+        with torch.no_grad():
+            rows_BKD = gather_kept(x_BND, earlier) if shared.rows is None else x_BND
+            narrowed: Routing = self.router(rows_BKD, None, tokens, earlier)
+        return narrowed
+
+    def _joined_before(self, shared: SpanPass, device: torch.device) -> Routing | None:
+        """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
+        # A block in between may have been removed from the model.
+        for number in range(self.mod_state.place - 1, -1, -1):
+            if number in shared.decisions:
+                routing = shared.decisions[number].routing
+                return None if routing.joined.slot_BN is None else routing.to(device)
+        return None
+
+
+@dataclass(eq=False, kw_only=True)
+class ImportanceState(BlockState):
+    """Plain state of the dense block at place 0 of a span, whose importance the others read.
+
+    Args:
+        routers: The routers of the span.
+        importance: What importance is, see `RoutingConfig.importance`.
+    """
+
+    span: Span
+    routers: Sequence[Router]
+    importance: str
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any block reads importance in this forward pass."""
+        return not self.span.for_loss or any(router.training for router in self.routers)
+
+
+class ImportanceBlock(ConvertedBlock):
+    """Mixin that shares the importance of a dense block's tokens with the routed blocks after it."""
+
+    mod_state: ImportanceState
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the host's block on tokens (B, N, D) and share their importance."""
+        if not isinstance(x, Tensor):
+            return trace_as_node(self, x, args, kwargs)
+        state = self.mod_state
+        call = state.call
+        arguments: Mapping[str, Any] = call.bind(args, kwargs)
+        wanted = state.wanted
+        if call.decodes:
+            decoder = cast(DecoderCall, call)
+            # Where all tokens run nothing reads it, and with a filled cache the map is not square.
+            wanted = wanted and decoder.shares(arguments)
+            arguments = decoder.whole(arguments, x)
+        # A loss alone reads the importance, and only in training.
+        if not wanted:
+            return super().forward(x, **arguments)
+        shared = state.span.enter(x, state)
+        assert shared is not None
+        queries_BN = call.masks(arguments, x).queries_BN
+        run = partial(super().forward, x, **arguments)
+        y, shared.score_BN = self.observe(run, x, queries_BN, state.importance)
+        return state.span.leave(y, shared, state)
+
+
+def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
+    """Convert a dense block into a routed one."""
+    call = state.call
+    convert(block, RoutedBlock if state.span is None else SpannedBlock, state, call.shell)
+    block.router = router
+    # A `FusedNorm` takes what the kernel that gathers the rows has normalised. Norms of other methods stay as they are.
+    if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
+        convert(block.get_submodule(call.fused_norm), FusedNorm, state.inner)
+    config = router.config
+    operator = str(config.operator)
+    if operator != "block":
+        make_branch(block, call.operators[operator], state.inner)
+    if config.merges_inside:
+        make_halves(block, call, state.inner)
+    if config.language.gate_on != "update":
+        for branch in cast(DecoderCall, call).branches(block, config.language.gate_on):
+            convert(branch, Branch, BranchState(state.inner, ""))
+
+
+def make_importance(block: nn.Module, state: ImportanceState) -> None:
+    """Convert a dense block into one that shares its importance."""
+    convert(block, ImportanceBlock, state, state.call.shell)
+    if state.importance != CHANGE:
+        # The change of a token is measured around the block.
+        make_observed(block, state.call, state.inner)
