@@ -38,8 +38,7 @@ from mmod.blocks import (
     remove,
 )
 from mmod.config.registry import Registry, check_frozen
-from mmod.methods.enclosed import watch_saving
-from mmod.methods.loading import watch_loading
+from mmod.methods.state import watch_state
 from mmod.routing import Routing
 from mmod.values import Checked, check_module
 
@@ -386,8 +385,7 @@ def undo_(model: Model) -> Model:
 
 def restore_(model: Model) -> Model:
     """Restore the host's classes and keys in a model, or in a copy of a part of one; see `undo_`."""
-    for module in training_only_models(model):
-        _release(module)
+    undo_training_only_(model)
     for owner in method_owners(model):
         undo_last_(owner, len(methods_of(owner)))
     for method in methods_inside(model):
@@ -448,8 +446,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
         forget(model)
     # A model is saved and loaded without the others.
     methods = tuple(method for method in methods if not method.training_only)
-    watch_saving(model, bool(methods))
-    watch_loading(model, bool(methods))
+    watch_state(model, bool(methods))
     library = find_library(model)
     describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)
     if describe is not None:
