@@ -90,7 +90,7 @@ class Resize(Method):
             )
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Make the model resize its input, and the patch embedding of a timm model too."""
+        """Make the model resize its images, in timm the patch embedding."""
         owner = owner_of(model, stack)
         height, width = _height_and_width(self.size)
         if not hasattr(owner, "dynamic_img_size"):
@@ -99,10 +99,7 @@ class Resize(Method):
             attach(model.get_submodule(name), ResizeHook(TargetSize(height, width, int(side[1])), options))
             return
         patch_embed: Any = owner.get_submodule("patch_embed")
-        target = TargetSize(height, width, patch_width=int(patch_embed.patch_size[1]))
-        convert(owner, ResizingModel, target)
-        # For code of others that embeds patches itself.
-        convert(patch_embed, ResizingPatches, target)
+        convert(patch_embed, ResizingPatches, TargetSize(height, width, patch_width=int(patch_embed.patch_size[1])))
 
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes, and remove the hook."""
@@ -158,32 +155,11 @@ def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-class ResizingModel(Mixin):
-    """Mixin of a model that first resizes its images (B, C, H, W) to the size `mod_state`.
-
-    The host reads the size of a map of features from the images, so they are resized before it sees them.
-    """
-
-    keeps_name = True
-    mod_state: TargetSize
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns for the resized images."""
-        return super().forward(resized(x, self.mod_state), *args, **kwargs)
-
-    def forward_features(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the tokens of the resized images."""
-        host: Any = super()
-        return host.forward_features(resized(x, self.mod_state), *args, **kwargs)
-
-    def forward_intermediates(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the maps of the resized images."""
-        host: Any = super()
-        return host.forward_intermediates(resized(x, self.mod_state), *args, **kwargs)
-
-
 class ResizingPatches(Mixin):
-    """Mixin of a patch embedding that first resizes its images (B, C, H, W) to the size `mod_state`."""
+    """Mixin of a patch embedding that first resizes its images (B, C, H, W) to the size `mod_state`.
+
+    timm's models ask it, too, for the size of a map of features.
+    """
 
     mod_state: TargetSize
 
