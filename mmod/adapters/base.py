@@ -35,7 +35,6 @@ from mmod.blocks import (
     FirstGrid,
     GridSource,
     Halves,
-    Mixin,
     ModelHook,
     OwnerState,
     ReadBlocks,
@@ -83,9 +82,7 @@ class BlockStack:
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
         calls: The calls of the module that holds the blocks, by thread.
-        readers: Modules outside the blocks that are converted with them: module, mixin and state. They begin every
-            pass of `captions`.
-        captions: Finds passes of captions, whose padding only the model knows; None without.
+        captions: Finds passes of captions, whose padding only the model knows and a hook tells; None without.
         sequence: Length of the token ids that the part reads, or None for images.
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
@@ -106,7 +103,6 @@ class BlockStack:
     dim: int
     call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
     calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
-    readers: tuple[tuple[nn.Module, type[Mixin], object], ...] = ()
     captions: Span | None = None
     sequence: int | None = None
     language: bool = False

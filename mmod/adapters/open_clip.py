@@ -29,7 +29,7 @@ from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import (
     Arguments,
     GridSource,
-    Mixin,
+    ModelHook,
     Span,
     StackCalls,
     grid_of_map,
@@ -98,9 +98,9 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
     )
     causal = tower.attn_mask is not None
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions, causal)
-    embedding = (tower.token_embedding, CaptionReader, CaptionMarks(tower, captions))
+    hook = (tower.token_embedding, CaptionHook(tower, captions))
     return dataclasses.replace(
-        stack, calls=calls, captions=captions, readers=(embedding,), sequence=int(tower.context_length)
+        stack, calls=calls, captions=captions, hooks=lambda routing: [hook], sequence=int(tower.context_length)
     )
 
 
@@ -229,8 +229,8 @@ class ClipBlock(NamedArguments):
         return mask.expand(-1, self.heads, queries, -1).flatten(0, 1) if self.flat_masks else mask
 
 
-class CaptionMarks:
-    """Begins a text tower's forward pass with facts that its blocks do not know: where captions end.
+class CaptionHook(ModelHook):
+    """Begins a text tower's forward pass at its embedding, with facts that its blocks do not know: where captions end.
 
     A token is padding if the dense tower's embedding does not depend on it: it follows the token that a causal tower
     reads the embedding from, or the tower masks it. A tower that attends to its padding has none. The tower is a
@@ -249,8 +249,9 @@ class CaptionMarks:
         # Published CoCa weights were trained with the mask of the class token shifted by one.
         self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
 
-    def begin(self, text_BL: Tensor) -> None:
-        """Begin a forward pass."""
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a forward pass with token ids (B, L)."""
+        (text_BL,) = (*args, *kwargs.values())
         started = self.span.begin(text_BL)
         started.masks = self.masks(text_BL)
         assert started.masks.protect_BN is not None
@@ -285,17 +286,6 @@ class CaptionMarks:
             return valid_BL
         class_B1 = torch.ones_like(valid_BL[:, :1])
         return torch.cat([class_B1, valid_BL] if self.class_mask_shifted else [valid_BL, class_B1], dim=1)
-
-
-class CaptionReader(Mixin):
-    """Mixin of a tower's token embedding that begins the forward pass with its token ids."""
-
-    mod_state: CaptionMarks
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return the embedded tokens (B, L, D) of ids (B, L)."""
-        self.mod_state.begin(input)
-        return super().forward(input)
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:

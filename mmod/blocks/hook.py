@@ -12,13 +12,15 @@ from mmod.values import check_module
 
 
 class ModelHook:
-    """A forward pre-hook that gives routed blocks facts which only their model knows; adapters derive from it.
+    """A forward pre-hook of a method, such as one by which blocks know facts that only their model knows.
 
     Attributes:
         reads: A block of another part that `install` converts, because it knows some of the facts.
+        kind: Kind of the method that attached it, which also removes it; empty for none.
     """
 
     reads: nn.Module | None = None
+    kind: str = ""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return changed arguments of the module's forward, or None."""
@@ -41,7 +43,7 @@ def attach(module: nn.Module, hook: ModelHook) -> None:
 
 
 def model_hooks(model: nn.Module) -> list[ModelHook]:
-    """Return the routing hooks of a model."""
+    """Return the hooks of a model that belong to methods."""
     check_module(model)
     found: list[ModelHook] = []
     for module in model.modules():
@@ -49,11 +51,11 @@ def model_hooks(model: nn.Module) -> list[ModelHook]:
     return found
 
 
-def detach_hooks(model: nn.Module, hook_class: type = ModelHook) -> None:
-    """Remove the hooks of a class from a model, by default all of its routing."""
+def detach_hooks(model: nn.Module, hook_class: type[ModelHook] = ModelHook, kind: str | None = None) -> None:
+    """Remove hooks from a model: those of a class, or of a kind of method."""
     for module in model.modules():
         for before in list(module._forward_pre_hooks.values()):
-            if isinstance(before, hook_class):
+            if isinstance(before, hook_class) and kind in (None, before.kind):
                 detach(module, before)
 
 

@@ -24,8 +24,6 @@ from mmod.blocks import (
     HiddenClass,
     Mixin,
     OnceHook,
-    SequenceImages,
-    WholeBatchHook,
     attach,
     convert,
     detach_hooks,
@@ -34,6 +32,7 @@ from mmod.blocks import (
     is_converted,
     make_dense,
     mixins_of,
+    model_hooks,
     modules_of,
     remove,
 )
@@ -117,6 +116,7 @@ class Method(Checked, ABC, group="method"):
             )
         target = self.find(model)
         self.check(model, target)
+        hooks = model_hooks(model)
         earlier = {module for module in model.modules() if isinstance(module, Mixin) and not _is_free(module)}
         with _unchanged_on_error(model):
             self.change(model, target)
@@ -133,6 +133,9 @@ class Method(Checked, ABC, group="method"):
                 if stack.windows is not None:
                     attach(owner_of(model, stack), stack.windows)
             attach(owner_of(model, stack) if isinstance(stack, BlockStack) else model, FirstCall())
+        for hook in model_hooks(model):
+            if not any(hook is other for other in hooks):
+                hook.kind = self.kind
         _record(model, self.joined(vars(model).get("mod_methods", ())))
         return model
 
@@ -223,8 +226,7 @@ class Method(Checked, ABC, group="method"):
 
     def restore(self, model: nn.Module) -> None:
         """Undo the method alone: by default, remove its hooks and restore the host's classes that it changed."""
-        for hook_class in (WholeBatchHook, SequenceImages):
-            detach_hooks(model, hook_class)
+        detach_hooks(model, kind=self.kind)
         disown(model)
         for module in modules_of(model, self.kind):
             if is_converted(module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Record, Records, convert, detach_hooks, host_class
+from mmod.blocks import Deciding, ModelHook, Record, Records, attach, convert, host_class
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -155,22 +155,14 @@ class Experts(Mixture):
             mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
             if attention and not stack.language:
-                stack.blocks[index].get_submodule(attention).register_forward_pre_hook(
-                    _SeenTokens(mlp.mod_state.records), with_kwargs=True
-                )
+                attach(stack.blocks[index].get_submodule(attention), _SeenTokens(mlp.mod_state.records))
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
         if stack.language:
             text = owner_of(model, stack)
             names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-            text.register_forward_pre_hook(_CompleteTexts(names), with_kwargs=True)
-
-    def restore(self, model: nn.Module) -> None:
-        """Remove the experts and the hooks."""
-        for kind in (_CompleteTexts, _SeenTokens):
-            detach_hooks(model, kind)
-        super().restore(model)
+            attach(text, _CompleteTexts(names))
 
     def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:
         """Return the MLP of a block; None if no module computes it alone."""
@@ -183,8 +175,8 @@ class Experts(Mixture):
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
 
 
-@dataclass(frozen=True)
-class _CompleteTexts:
+@dataclass(eq=False)
+class _CompleteTexts(ModelHook):
     """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
 
     Args:
@@ -194,6 +186,7 @@ class _CompleteTexts:
     names: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse such texts."""
         # Layers may have been removed since the method was applied.
         mixture = next((child for child in module.modules() if isinstance(child, ExpertMlp)), None)
         if mixture is None or not mixture.chooses_together(module.training):
@@ -228,13 +221,14 @@ class ExpertRecord(Record):
         self.valid_BN: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _SeenTokens:
+@dataclass(eq=False)
+class _SeenTokens(ModelHook):
     """A forward pre-hook of an attention, after which an MLP of experts runs on the same tokens: reads its mask."""
 
     records: Records
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the mask."""
         names = list(inspect.signature(host_class(module).forward).parameters)[1:]
         named = {**dict(zip(names, args)), **kwargs}
         mask = next((named[name] for name in ("attn_mask", "attention_mask", "mask") if name in named), None)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.adapters.probe import PIXELS, inputs_of_call
-from mmod.blocks import Mixin, ModelHook, attach, convert, detach_hooks, host_class
+from mmod.blocks import Mixin, ModelHook, attach, convert, host_class
 from mmod.methods.base import Method, owner_of, register_method
 
 # The option of transformers' models that resamples position embeddings.
@@ -100,11 +100,6 @@ class Resize(Method):
             return
         patch_embed: Any = owner.get_submodule("patch_embed")
         convert(patch_embed, ResizingPatches, TargetSize(height, width, patch_width=int(patch_embed.patch_size[1])))
-
-    def restore(self, model: nn.Module) -> None:
-        """Restore the host's classes, and remove the hook."""
-        detach_hooks(model, ResizeHook)
-        super().restore(model)
 
 
 def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:

@@ -21,8 +21,6 @@ from mmod.blocks import (
     RowHook,
     WholeBatchHook,
     attach,
-    convert,
-    detach_hooks,
     is_converted,
     make_importance,
     make_routed,
@@ -216,8 +214,6 @@ class Route(Method):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
                 stack.own_(owner)
-            for module, mixin, reader in stack.readers:
-                convert(module, mixin, reader)
         for module, hook in hooks:
             attach(module, hook)
         if self.capacities:
@@ -229,7 +225,6 @@ class Route(Method):
 
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""
-        detach_hooks(model)
         super().restore(model)
         for module in model.modules():
             unshare_score(module)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import RoutedBlock, host_class
+from mmod.adapters.open_clip import CaptionHook
+from mmod.blocks import RoutedBlock, host_class, model_hooks
 from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
 from tests.kit.cover import in_turn
 
@@ -188,9 +189,15 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         attention_BN = maps[block_name].mean(1)
         valid_BN = torch.ones_like(routing.keep_BN)
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
-            valid_BN = getattr(model, "text", model).token_embedding.mod_state.masks(captions).valid_BN
+            valid_BN = caption_hook(model).masks(captions).valid_BN
         expected = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
         torch.testing.assert_close(routing.importance_BN, expected, atol=1e-6, rtol=1e-5)
+
+
+def caption_hook(model: nn.Module) -> CaptionHook:
+    """Return what begins the passes of a text tower."""
+    (hook,) = (hook for hook in model_hooks(model) if isinstance(hook, CaptionHook))
+    return hook
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -266,12 +273,12 @@ def test_copies_carry_no_tensors_of_the_last_call(config: RoutingConfig) -> None
     mmod.route_(model, config)
     expected = outputs(model, images, captions)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.token_embedding.mod_state is not model.token_embedding.mod_state
-        passes = other.token_embedding.mod_state.passes
-        assert not passes._by_address
-        assert not passes.calls.value.running.passes
+        assert caption_hook(other) is not caption_hook(model)
+        span = caption_hook(other).span
+        assert not span._by_address
+        assert not span.calls.value.running.passes
         assert all(torch.equal(*pair) for pair in zip(outputs(other, images, captions), expected))
-        assert passes is other.transformer.resblocks[1].mod_state.call.captions
+        assert span is other.transformer.resblocks[1].mod_state.call.captions
 
 
 @pytest.mark.parametrize(
