@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.image import imread
 
-from mmod.analysis.fronts import Mark, draw_marks, finish
+from mmod.analysis.fronts import Mark, draw_marks, name_panels
 from mmod.analysis.style import FAINT, INK, looks, new_figure, tidy
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +45,7 @@ def main() -> None:
     front.set(xlabel="times as fast, batches of 32", ylabel="top-1 accuracy in %")
     front.set_title("arrows: MoD without training, at 36 and 41 %", fontsize=9, color=FAINT, loc="right")
     tidy(front, "both")
-    finish(figure, [front], [models], styles, faster=True)
+    name_panels(figure, [front], [models], styles, faster=True)
     figure.savefig(options.picture, dpi=120)
     print(options.picture)
 

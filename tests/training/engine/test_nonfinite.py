@@ -59,7 +59,7 @@ def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(t
 def test_the_module_and_the_batch_are_named(
     name: str, losses: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def finish(kind: ImageKind, model: nn.Module) -> None:
+    def freeze(kind: ImageKind, model: nn.Module) -> None:
         calls = iter(range(10**6))
 
         def poison(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
@@ -68,7 +68,7 @@ def test_the_module_and_the_batch_are_named(
 
         model.get_submodule(name).register_forward_hook(poison)
 
-    monkeypatch.setattr(ImageKind, "finish", finish)
+    monkeypatch.setattr(ImageKind, "freeze", freeze)
     config = tiny_config(output=tmp_path / "run", epochs=1, routing={**ROUTED, "losses": losses}, accumulate=2)
     message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
@@ -77,13 +77,13 @@ def test_the_module_and_the_batch_are_named(
 
 
 def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def finish(kind: ImageKind, model: nn.Module) -> None:
+    def freeze(kind: ImageKind, model: nn.Module) -> None:
         calls = iter(range(10**6))
         model.get_parameter("blocks.0.mlp.fc1.weight").register_hook(
             lambda gradient: gradient * torch.inf if next(calls) == 3 else None
         )
 
-    monkeypatch.setattr(ImageKind, "finish", finish)
+    monkeypatch.setattr(ImageKind, "freeze", freeze)
     config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=1)
     with pytest.raises(FloatingPointError, match=r"or its gradient, .*at step 4 .*good checkpoint: .*step-000000003"):
         run(config)
