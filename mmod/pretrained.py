@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +17,7 @@ from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
 from mmod.io.tensors import WEIGHTS, read_tensors, write_tensors
-from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, training_only_models
+from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.values import brief, check_module
 
 CONFIG = "mmod.json"
@@ -95,7 +95,8 @@ def load_pretrained(
         folder: The folder, or "hf-hub:owner/name" of the Hugging Face hub, with "@revision" behind it for another one
             than the latest.
         device: Where the model goes; None means the CPU.
-        model: For a class of your own, a dense model as it was built for training; it is changed in place.
+        model: For a class of your own, a dense model as it was built for training; it is changed in place. Its weights
+            must have the names and shapes of the saved ones; the class may be imported from another module.
         options: For a transformers model, what its `from_pretrained` takes: `dtype`, `device_map`,
             `quantization_config` ... With `device_map`, leave `device` alone.
 
@@ -132,10 +133,13 @@ def load_pretrained(
         _OWN_SAVING.check_description(config["model"])
         if model is None:
             _build_own(config["model"])
-        _check_class(model, config["model"])
-        _check_depth(state, config["proofs"], model, folder)
+        _check_dense(model, state, config, folder)
         apply_again(model, _changes(config))
-        _check_fits(state, model.state_dict(), folder)
+        try:
+            _check_fits(state, model.state_dict(), folder)
+        except ValueError:
+            restore_(model)
+            raise
     else:
         _refuse_model(model, config["library"])
         model = _build_that_fits(config, state, folder)
@@ -155,26 +159,26 @@ def _refuse_model(model: nn.Module | None, library: str) -> None:
         raise TypeError(f"model is for classes of your own: this folder holds a model of {library}, which mmod builds")
 
 
-def _check_class(model: nn.Module, description: Mapping[str, Any]) -> None:
-    """Raise a ValueError unless a dense model is of the class that was saved."""
+def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    """Raise a ValueError if a dense model lacks blocks of the one that was saved, or has weights that it lacked.
+
+    The class is not compared: the same code has another name where it is imported, `__main__.ViT` or `vit.ViT`.
+    """
     check_module(model)
-    actual = _describe_own(model, None)["class"]
-    if actual != description["class"]:
-        raise ValueError(f"the folder holds weights of the class {description['class']}, got a {actual}")
-
-
-def _check_depth(state: Mapping[str, Tensor], blocks: Iterable[str], model: nn.Module, folder: Path) -> None:
-    """Raise a ValueError if a dense model has fewer blocks than the one that was saved, in a list of blocks."""
+    refusal = f"the weights in {str(folder)!r} do not fit: saved from {config['model']['class']} with"
+    actual = f"this {type(model).__name__}"
     lists = dict(model.named_modules())
-    for name in blocks:
+    for name in config["proofs"]:
         numbers = {key.removeprefix(f"{name}.").partition(".")[0] for key in state if key.startswith(f"{name}.")}
         present = len(list(lists[name].children())) if name in lists else 0
         # It may have more: a method may have put one module in the place of several blocks.
         if present < len(numbers):
-            raise ValueError(
-                f"the weights in {str(folder)!r} do not fit: saved from {len(numbers)} blocks in {name}, this model "
-                f"has {present}"
-            )
+            raise ValueError(f"{refusal} {len(numbers)} blocks in {name}, {actual} has {present}")
+    inside = tuple(f"{name}." for name in config["proofs"])
+    # Inside blocks, methods replace weights; what they make of them is compared with the saved ones later.
+    unknown = [key for key in model.state_dict() if key not in state and not key.startswith(inside)]
+    if unknown:
+        raise ValueError(f"{refusal}out {', '.join(unknown[:3])}, which {actual} has")
 
 
 def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: Path) -> nn.Module:

@@ -114,7 +114,13 @@ def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockSt
     block_list: Any = model.get_submodule(proof.blocks)
     grid = None
     if proof.projection:
-        grid = GridSource(model.get_submodule(proof.projection), grid_of_map)
+        try:
+            projection = model.get_submodule(proof.projection)
+        except AttributeError as error:
+            raise ValueError(
+                f"this {type(model).__name__} has no module {proof.projection!r}, which the model that was saved had"
+            ) from error
+        grid = GridSource(projection, grid_of_map)
     stack = BlockStack(
         library=library,
         names=tuple(f"{proof.blocks}.{number}" for number in range(len(block_list))),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold
@@ -34,7 +36,7 @@ class Registry(Generic[Entry]):
         check_value(f"the name passed to mmod.{self._register}", name, str)
         if not callable(source):
             raise TypeError(f"mmod.{self._register} decorates a class or a function, got {brief(source)}")
-        place = f"{source.__module__}.{source.__qualname__}"
+        place = f"{_importable(source.__module__)}.{source.__qualname__}"
         if not place.startswith("mmod."):
             # Names of this package come first, so that another one finds them taken.
             importlib.import_module(self._home)
@@ -63,6 +65,16 @@ class Registry(Generic[Entry]):
     def __iter__(self) -> Iterator[str]:
         importlib.import_module(self._home)
         return iter(self._entries)
+
+
+def _importable(module: str) -> str:
+    """Return the name under which a module is imported, also for the script that runs."""
+    if module != "__main__":
+        return module
+    script = sys.modules[module]
+    spec = getattr(script, "__spec__", None)
+    # `python -m` knows the name; a notebook has no file.
+    return spec.name if spec is not None else Path(getattr(script, "__file__", module)).stem
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from mmod.values import from_plain
 from tests.kit import proven_worker as worker
 from tests.kit.clip_zoo import make_clip
 from tests.kit.counting import flop_counter
-from tests.kit.own_vits import DIM, REFUSED, ROUTED, Mlp, OwnBlock, OwnViT, make_own, make_own_images
+from tests.kit.own_vits import DIM, REFUSED, ROUTED, Einsum, Mlp, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.processes import run_processes
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of, table
 from tests.kit.zoo import make_images, make_model
@@ -231,7 +231,10 @@ def test_a_model_of_ones_own_class_is_saved_and_put_on_a_dense_one(name: str, tm
     inputs = inputs_of(name, 2)
     mmod.save_pretrained(model, tmp_path)
     torch.manual_seed(7)
-    loaded = mmod.load_pretrained(tmp_path, model=ROUTED[name]())
+    dense: Any = ROUTED[name]()
+    # The same code under another name, as a class of a script that another script imports.
+    dense.__class__ = type("Renamed", (OwnViT,), {})
+    loaded = mmod.load_pretrained(tmp_path, model=dense)
     assert torch.equal(run(loaded, inputs), run(model, inputs))
 
 
@@ -243,10 +246,24 @@ def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
         mmod.load_pretrained(folder)
     with pytest.raises(FileNotFoundError, match=f"it has no mmod.json. '{folder}' may be meant"):
         mmod.load_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"class tests.kit.own_vits.OwnViT, got a torch.nn.modules.linear.Linear"):
+    saved = r"do not fit: saved from tests\.kit\.own_vits\.OwnViT"
+    with pytest.raises(ValueError, match=f"{saved} with 5 blocks in stages, this Linear has 0"):
         mmod.load_pretrained(folder, model=nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="do not fit: saved from 5 blocks in stages, this model has 4"):
+    with pytest.raises(ValueError, match=f"{saved} with 5 blocks in stages, this OwnViT has 4"):
         mmod.load_pretrained(folder, model=OwnViT(lambda _: OwnBlock(), depth=4))
+    other = OwnViT(lambda _: OwnBlock())
+    other.tail = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=rf"{saved} without tail\.weight, tail\.bias, which this OwnViT has"):
+        mmod.load_pretrained(folder, model=other)
+    narrow = OwnViT(lambda _: OwnBlock(Einsum))
+    narrow.classes = nn.Linear(DIM, 3)
+    classes = [type(module) for module in narrow.modules()]
+    with pytest.raises(ValueError, match=r"classes.bias has shape \(10,\), the model's is \(3,\)"):
+        mmod.load_pretrained(folder, model=narrow)
+    assert [type(module) for module in narrow.modules()] == classes
+    del narrow.patchify
+    with pytest.raises(ValueError, match="this OwnViT has no module 'patchify', which the model that was saved had"):
+        mmod.load_pretrained(folder, model=narrow)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,16 @@ def test_names_are_not_taken_twice_and_scores_are_checked() -> None:
             learns = True
             shared = True
 
+    assert mmod.register_score("contrast")(Contrast) is Contrast
+
+
+def test_a_script_that_imports_itself_registers_its_names_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"__module__": "__main__", "__qualname__": "Contrast"}
+    of_script = dataclasses.dataclass(frozen=True)(type("Contrast", (Contrast,), names))
+    with pytest.raises(ValueError, match=r"Contrast already; choose another name for .*\.Contrast"):
+        mmod.register_score("contrast")(of_script)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", ModuleSpec(Contrast.__module__, None))
+    assert mmod.register_score("contrast")(of_script) is of_script
     assert mmod.register_score("contrast")(Contrast) is Contrast
 
 
