@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from mmod.io.configs import config_names, existing_config
 from mmod.io.refusals import one_line_errors
 from mmod.training.table import KINDS
+from mmod.values import near_names
 
 
 class Command(NamedTuple):
@@ -92,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] == ["--complete"]:
         print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
         return
+    _refuse_misspelt(words)
     known, rest = make_parser().parse_known_args(words)
     sys.argv[0] = " ".join(["mmod", *_words(known.command)])
     run(known.command, rest)
@@ -107,6 +109,18 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """List the commands and name the fault, which stands last to be seen."""
         self.exit(2, f"{self.format_help()}\nerror: {message}\n")
+
+
+def _refuse_misspelt(words: Sequence[str]) -> None:
+    """End the program with one line if a word looks like a command and is none; the parser lists all for others."""
+    for depth, word in enumerate(words[:2]):
+        group = list(words[:depth])
+        valid = sorted({name[depth] for name in map(_words, COMMANDS) if name[:depth] == group and len(name) > depth})
+        near = "" if word in valid else near_names(word, valid)
+        if near:
+            listing = " ".join(["mmod", *group, "--help"])
+            sys.stderr.write(f"error: no command {' '.join(['mmod', *group, word])!r}; {near}; `{listing}` lists all\n")
+            sys.exit(2)
 
 
 def make_parser() -> CommandParser:
@@ -186,7 +200,8 @@ def _check_config(command: str, arguments: Sequence[str]) -> None:
         sys.exit(2)
     # A folder may be that of a run.
     if not arguments[0].startswith("-") and not Path(arguments[0]).is_dir():
-        existing_config(arguments[0])
+        has_folders = command.endswith("_OR_RUN")
+        existing_config(arguments[0], "run, config or folder" if has_folders else "config file")
 
 
 def _words(command: str) -> list[str]:

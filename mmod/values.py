@@ -115,6 +115,7 @@ def check_fields(config: object, group: str = "") -> None:
     limits = _limits(cls)
     for name, hint in _hints(cls).items():
         value = getattr(config, name)
+        _check_named(cls, name, f"{group}.{name}" if group else name, value)
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
         plain = _builtin(value)
         options = (hint, *typing.get_args(hint))
@@ -156,6 +157,26 @@ def check_value(name: str, value: object, hint: Any, limit: Limit | None = _FINI
     fault = _fault(value, hint, limit)
     if fault is not None:
         raise fault(f"{name} must be {describe(hint, limit)}, got {brief(value)}")
+
+
+def _check_named(cls: Any, field: str, name: str, value: object) -> None:
+    """Raise a TypeError if a mapping lacks the names that a field's metadata lists, and has what belongs below one."""
+    names = cls.__dataclass_fields__[field].metadata.get("names")
+    if not names or not isinstance(value, Mapping) or not value:
+        return
+    hint = _hints(cls)[field]
+    if not fits(value, hint) and fits({names[0]: value}, hint):
+        raise TypeError(
+            f"{name} is a mapping of {' and '.join(names)}: write {name}: {{{names[0]}: {_flow(value)}}}, got "
+            f"{brief(value)}"
+        )
+
+
+def _flow(value: object) -> str:
+    """Return a mapping of a message as YAML in one line."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_flow(item)}' for key, item in value.items())}}}"
+    return str(value)
 
 
 def fits(value: object, hint: Any) -> bool:
@@ -230,6 +251,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
             if key not in hints:
                 raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; {_known_keys(config_class, key, name)}")
             fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
+            _check_named(cls, key, f"{prefix}{key}", fields[key])
             check_value(f"{prefix}{key}", fields[key], hints[key], limit)
         except (TypeError, ValueError) as error:
             errors.append(error)

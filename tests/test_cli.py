@@ -86,7 +86,8 @@ def test_options_without_a_config_say_so(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("command", CONFIGURED)
 def test_an_unknown_config_is_refused_and_help_is_shown_without_torch(command: str, lean: Lean) -> None:
     _, said = lean(*words_of(command), "digits/dens")
-    assert said.startswith("error: no config file at 'digits/dens'; near ones: digits/dense, ")
+    noun = "run, config or folder" if command.endswith("_OR_RUN") else "config file"
+    assert said.startswith(f"error: no {noun} at 'digits/dens'; near ones: digits/dense, ")
     shown, _ = lean(*words_of(command), "--help")
     assert any("--output" in line for line in shown)
 
@@ -113,9 +114,10 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
         ([], "usage: mmod COMMAND"),
         (["train"], "mmod train pairs CONFIG"),
         (["--vers"], "usage: mmod COMMAND"),
-        (["trade", "digits"], "invalid choice: 'trade'"),
-        (["trian", "image"], "invalid choice: 'trian'"),
-        (["train", "images", "x.yaml"], "invalid choice: 'images'"),
+        (["xyz", "digits"], "invalid choice: 'xyz'"),
+        (["trade", "digits"], "no command 'mmod trade'; near ones: tradeoff"),
+        (["trian", "image"], "no command 'mmod trian'; near ones: train; `mmod --help` lists all"),
+        (["train", "images", "x.yaml"], "no command 'mmod train images'; near ones: image; `mmod train --help` lists"),
     ],
 )
 def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,13 +61,13 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
 
     Args:
         images: A batch (B, C, H, W), or batches of them.
-        patch_size: Side of a patch in pixels; pixels beyond the last full patch are ignored.
+        patch_size: Side of a patch in pixels, of which the images' sides are multiples.
         tolerance: A patch is flat if the standard deviation of every channel is at most this share of the range of
             values in all images.
 
     Raises:
         TypeError: A batch is not a tensor.
-        ValueError: No images, values that are not finite, or images smaller than a patch.
+        ValueError: No images, values that are not finite, or images whose sides are no multiples of a patch's.
 
     Example:
         >>> left, right = torch.zeros(4, 3, 32, 16), torch.rand(4, 3, 32, 16)
@@ -98,12 +98,25 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
     return RedundancyReport(sum(map(len, variances)), patch_size, flat, kept_99, kept_95)
 
 
+def whole_patches(images_BCHW: Tensor, patch_size: int) -> Tensor:
+    """Return images without the pixels beyond the last full patch, which a model leaves out (B, C, H, W)."""
+    height, width = (side // patch_size * patch_size for side in images_BCHW.shape[2:])
+    return images_BCHW[:, :, :height, :width]
+
+
 def _variances(images: Tensor, patch_size: int) -> Tensor:
     """Return the variance within each patch (B, N, C) in float64."""
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be tensors (B, C, H, W), got {type(images).__name__}")
     if images.ndim != 4 or not images.numel() or min(images.shape[2:]) < patch_size:
         raise ValueError(f"images must be (B, C, H, W) of at least {patch_size} pixels, got {tuple(images.shape)}")
+    height, width = images.shape[2:]
+    fitting = [side // patch_size * patch_size for side in (height, width)]
+    if fitting != [height, width]:
+        raise ValueError(
+            f"images of {height} x {width} pixels are no multiples of patch_size={patch_size}: crop them, as to "
+            f"{fitting[0]} x {fitting[1]}, or pass the side of the model's patches"
+        )
     check_finite("images", images)
     patches = images.detach().double().unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)
     return patches.flatten(4).var(dim=4, unbiased=False).flatten(2).transpose(1, 2)

@@ -46,8 +46,12 @@ def shipped_config(path: str | Path) -> Path | None:
     return folder / f"{matches[0]}.yaml" if matches else None
 
 
-def existing_config(path: str | Path) -> Path:
-    """Return the config file for a path or a name; a FileNotFoundError suggests similar names."""
+def existing_config(path: str | Path, noun: str = "config file") -> Path:
+    """Return the config file for a path or a name; a FileNotFoundError suggests similar names.
+
+    Args:
+        noun: What else the path may be, for the message.
+    """
     file = find_config(path)
     if not file.is_file():
         is_shipped = file.parts[:1] == ("configs",)
@@ -64,7 +68,7 @@ def existing_config(path: str | Path) -> Path:
             if "/" not in name:
                 known = [full.rpartition("/")[2] for full in known]
             hint = f"; {near_names(name, known, '`mmod configs`')}"
-        raise FileNotFoundError(f"no config file at {str(file)!r}{hint}")
+        raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
     return file
 
 

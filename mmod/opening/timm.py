@@ -18,7 +18,7 @@ from mmod.adapters import image_facts
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import run_classes
 from mmod.opening.weights import classifier_names, converted, load_weights, read_weights
-from mmod.values import near_names
+from mmod.values import brief, near_names
 
 # What stands before a name that is not one of timm's own.
 _SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
@@ -58,6 +58,10 @@ def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: st
         check_published(name, args, advice)
     try:
         model: nn.Module = timm.create_model(full_name, pretrained=pretrained, **args)
+    except (AssertionError, ArithmeticError, ValueError, RuntimeError) as error:
+        if not args:
+            raise
+        raise ValueError(f"timm cannot build {name!r} with model.args {brief(dict(args))}: {error}") from error
     except TypeError as error:
         # A TypeError of the model's own code is a fault, not a wrong argument.
         if "unexpected keyword argument" not in str(error):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
-from mmod.analysis.repeats import RedundancyReport, redundancy
+from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
 from mmod.blocks import by_data
@@ -94,7 +94,10 @@ class Images:
     def redundancy(self) -> RedundancyReport | None:
         """The redundancy of the images at the model's patches; None where these are unknown or not square."""
         sides = set(self.patches or ())
-        return redundancy(self.pixels, *sides) if len(sides) == 1 else None
+        if len(sides) != 1:
+            return None
+        (side,) = sides
+        return redundancy(whole_patches(self.pixels, side), side)
 
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a sample: none."""

@@ -77,6 +77,17 @@ def main(arguments: Sequence[str]) -> None:
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 
 
+def _share(text: str) -> float:
+    """Return a share that a command line names."""
+    try:
+        return float(text)
+    except ValueError:
+        percent = text.removesuffix("%").strip()
+        is_percent = percent != text and percent.replace(".", "", 1).isdecimal()
+        hint = f"; write {float(percent) / 100:g}" if is_percent else ""
+        raise argparse.ArgumentTypeError(f"must be a share such as 0.02, got {text!r}{hint}") from None
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Try ways to make a model cheaper without training, on your images or prompts and this machine.",
@@ -114,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--number", type=int, default=256, help="images or prompts to use, spread evenly (256)")
     parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
-        "--tolerance", type=float, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
+        "--tolerance", type=_share, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
     )
     parser.add_argument(
         "--faster",

@@ -15,7 +15,7 @@ from torch import nn
 
 from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
-from mmod.analysis.repeats import redundancy
+from mmod.analysis.repeats import redundancy, whole_patches
 from mmod.analysis.statistics import as_cheap, unbeaten
 from mmod.analysis.timing import relative_times
 from mmod.analysis.tracing import draw_sample_maps
@@ -312,7 +312,7 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     patch = image_facts(model).patch
     if patch is None:
         return images
-    report = redundancy(sample_images(config, _MEASURED), patch[0])
+    report = redundancy(whole_patches(sample_images(config, _MEASURED), patch[0]), patch[0])
     return f"{images}; {report}."
 
 

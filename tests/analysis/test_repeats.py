@@ -34,18 +34,18 @@ def defined(images: np.ndarray, side: int, tolerance: float) -> tuple[float, flo
 @given(
     batch=st.integers(1, 3),
     channels=st.integers(1, 3),
-    height=st.integers(6, 20),
-    width=st.integers(6, 20),
+    rows=st.integers(1, 5),
+    columns=st.integers(1, 5),
     side=st.integers(1, 6),
     empty=st.floats(0, 1),
     seed=st.integers(0, 2**16),
 )
 def test_shares_are_those_of_a_loop(
-    batch: int, channels: int, height: int, width: int, side: int, empty: float, seed: int
+    batch: int, channels: int, rows: int, columns: int, side: int, empty: float, seed: int
 ) -> None:
     generator = np.random.default_rng(seed)
-    images = generator.normal(size=(batch, channels, height, width))
-    images[..., : int(empty * width)] *= 1e-3
+    images = generator.normal(size=(batch, channels, rows * side, columns * side))
+    images[..., : int(empty * columns * side)] *= 1e-3
     result = mmod.redundancy(torch.from_numpy(images), side)
     assert (result.images, result.patch_size) == (batch, side)
     assert (result.flat, result.kept_99, result.kept_95) == pytest.approx(defined(images, side, 0.01), abs=1e-9)
@@ -85,12 +85,13 @@ def test_noise_is_not_redundant_and_one_colour_is() -> None:
         ([], "at least one batch"),
         (torch.zeros(2, 8, 8), r"\(B, C, H, W\) of at least 4 pixels, got \(2, 8, 8\)"),
         (torch.zeros(2, 1, 3, 8), "at least 4 pixels"),
+        (torch.rand(1, 3, 15, 16), r"15 x 16 pixels are no multiples of patch_size=4: crop them, as to 12 x 16"),
         (torch.zeros(0, 3, 8, 8), r"got \(0, 3, 8, 8\)"),
         (torch.full((1, 1, 4, 4), torch.nan), "must be finite"),
         (["image.png"], "got str"),
         (torch.zeros(1, 1, 4, 4, dtype=torch.uint8), "floating-point"),
     ],
-    ids=["none", "one image", "small", "empty", "nan", "a path", "integers"],
+    ids=["none", "one image", "small", "no multiple", "empty", "nan", "a path", "integers"],
 )
 def test_what_is_no_image_is_refused(images: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

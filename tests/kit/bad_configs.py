@@ -220,6 +220,12 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         "eval_strategy asks questions in training: set data.val",
     ),
     (ChatConfig, {"routing": {}}, "names no part"),
+    (
+        ChatConfig,
+        {"routing": {"preset": "p-mod"}},
+        "write routing: {language: {preset: p-mod}}, got {'preset': 'p-mod'}",
+    ),
+    (PairsConfig, {"routing": {"capacity": 0.5}}, "write routing: {image: {capacity: 0.5}}, got"),
     (ChatConfig, {"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
     (ChatConfig, {"model.args": {"tp_plan": "auto"}}, "model.args tp_plan: a run does not train"),
     (ChatConfig, {"model": {}}, "either"),

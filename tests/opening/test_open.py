@@ -254,6 +254,10 @@ REFUSED: dict[str, tuple[Refused, str]] = {
         lambda _: open_model("test_vit", pretrained=False, image_size=100).preprocessing,
         "image_size must be a multiple of the model's patches, 16 px",
     ),
+    "arguments that do not fit each other": (
+        lambda _: open_model("test_vit", pretrained=False, args={"embed_dim": 65}),
+        r"timm cannot build 'test_vit' with model\.args \{'embed_dim': 65\}: .*divisible",
+    ),
     "a size of a model of any size": (
         lambda _: open_model("resnet10t", pretrained=False, image_size=96),
         "resnet10t takes no img_size",

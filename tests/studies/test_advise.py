@@ -277,6 +277,18 @@ def test_options_out_of_range_are_refused(model: str, more: tuple[str, str], mes
         main(["advise", model, "--no_pretrained", "--images", str(folder), "--output", str(tmp_path / "out"), *more])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("5%", "got '5%'; write 0.05\n"), ("2.5 %", "got '2.5 %'; write 0.025\n"), ("few%", "got 'few%'\n")],
+)
+def test_a_tolerance_in_percent_is_refused_with_the_share(
+    text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["advise", "test_vit", "--tolerance", text])
+    assert capsys.readouterr().err.endswith(f"argument --tolerance: must be a share such as 0.02, {message}")
+
+
 def test_folders_without_images_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"error: .*empty"):

@@ -130,7 +130,7 @@ class TrainConfig(RunConfig):
     kind: Literal["chat"] = "chat"
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
-    routing: dict[str, dict[str, Any]] | None = None
+    routing: dict[str, dict[str, Any]] | None = field(default=None, metadata={"names": ("language", "vision")})
     lora: dict[str, Any] | None = None
     frozen: Annotated[list[str], TOWERS] = field(default_factory=list)
     optim: str | None = None

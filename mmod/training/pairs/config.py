@@ -76,7 +76,7 @@ class TrainConfig(LoopConfig):
     kind: Literal["pairs"] = "pairs"
     model: ModelConfig
     data: PairsConfig = field(default_factory=PairsConfig)
-    routing: dict[str, dict[str, Any]] | None = None
+    routing: dict[str, dict[str, Any]] | None = field(default=None, metadata={"names": ("image", "text")})
     augment: dict[str, Any] | None = field(default_factory=dict)
     loss: Literal["clip", "siglip", "coca"] = "clip"
     zero_shot: str | None = None
