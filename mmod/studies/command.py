@@ -63,5 +63,5 @@ def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:
 def _shown(result: Any) -> Path:
     """Print the outcome of a study and return its folder."""
     used = sum(os.times()[:4])
-    print(f"\n{result.summary}\nTable, pictures and code: {result.folder}, after {used:.0f} CPU seconds")
+    print(f"\n{result.summary}\nTable and pictures: {result.folder}, after {used:.0f} CPU seconds")
     return Path(result.folder)

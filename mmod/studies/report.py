@@ -116,7 +116,7 @@ class StudyResult:
     points: list[Any]
     rows: Sequence[Mapping[str, Any]]  # Of the table.
     table: str
-    summary: str  # The most important columns and the text, as printed: code is in the files.
+    summary: str  # The most important columns, the text and the code, as printed.
     cpu_seconds: float  # Of all processes since the study was last started.
 
 
@@ -154,7 +154,8 @@ def write_study(
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)
-    return StudyResult(folder, list(points), told.rows, page, f"{summary}\n\n{text}", machine["cpu_seconds"])
+    printed = "\n\n".join(filter(None, [summary, text, told.code]))
+    return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
 def points_of(kind: StudyKind, table: Table, runs: Runs, score: str, suffixes: Mapping[int, str]) -> list[Point]:
