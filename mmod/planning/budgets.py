@@ -28,12 +28,14 @@ def at_budgets(
     sides: Sequence[Any],
     patches: int,
     refused: dict[str, str] | None = None,
+    merged: dict[str, Candidate] | None = None,
 ) -> list[Candidate]:
     """Return candidates that are fitted to their budgets and named by their shares: see `fitted`, `named_by_share`.
 
     Args:
         flops_of: Asked once for each model.
         refused: Receives why series cannot be fitted; None raises.
+        merged: See `named_by_share`.
     """
     known: dict[str, float | None] = {}
 
@@ -58,7 +60,7 @@ def at_budgets(
                 raise
             # The same for all budgets, mostly.
             refused[candidate.series] = str(refusal)
-    return named_by_share(chosen, share_of)
+    return named_by_share(chosen, share_of, merged)
 
 
 def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches: int) -> Candidate:
@@ -159,11 +161,17 @@ def _with(candidate: Candidate, value: Any) -> Candidate:
     )
 
 
-def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> list[Candidate]:
+def named_by_share(
+    candidates: Sequence[Candidate], share_of: Share, merged: dict[str, Candidate] | None = None
+) -> list[Candidate]:
     """Return candidates named by their share of the dense FLOPs where that is more than 3 % off the budget in the name.
 
     Of several that are the same model, such as one size of images for two budgets, one stays.
+
+    Args:
+        merged: Receives the one that stays, by the names of the others.
     """
+    merged = {} if merged is None else merged
     shares: dict[str, float] = {}
     for candidate in candidates:
         budget = candidate.budget
@@ -181,8 +189,11 @@ def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> list[Can
             continue
         share = shares[candidate.name]
         names[candidate.name] = f"{candidate.series}-{share:.2f}"
-        if not any(_are_equal(candidate, other) for other in (*on_budget, *named)):
+        equal = next((other for other in (*on_budget, *named) if _are_equal(candidate, other)), None)
+        if equal is None:
             named.append(dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2)))
+        else:
+            merged[candidate.name] = equal
     return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named]
 
 

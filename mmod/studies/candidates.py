@@ -19,10 +19,11 @@ from mmod.studies.config import ChatStudyConfig, TimmStudyConfig, refuse_set_by_
 from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 
+Chosen = tuple[list[Candidate], Mapping[str, str]]
+"""The candidates of a study, and why others are left out, by name."""
 
-def image_candidates(
-    config: TimmStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any
-) -> list[Candidate]:
+
+def image_candidates(config: TimmStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any) -> Chosen:
     """Return candidates with shallower dense models and baselines, fitted to the budgets that the study names."""
     candidates = [*candidates]
     epochs = dense.epochs + (tuned.epochs if config.tune else 0)
@@ -32,7 +33,7 @@ def image_candidates(
     for series, budgets in config.baselines.items():
         baselines[series] = {budget: fields for budget, fields in budgets.items() if config.is_run(budget)}
     candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
-    return _fitted(candidates, dense) if _names_budgets(config) else candidates
+    return _fitted(candidates, dense) if _names_budgets(config) else (candidates, {})
 
 
 def _names_budgets(config: TimmStudyConfig) -> bool:
@@ -44,14 +45,12 @@ def _names_budgets(config: TimmStudyConfig) -> bool:
     return is_fitted or any("budgets" in series for series in config.routers.values())
 
 
-def chat_candidates(
-    config: ChatStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any
-) -> list[Candidate]:
+def chat_candidates(config: ChatStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any) -> Chosen:
     """Return candidates with baselines of smaller images."""
-    return [*candidates, *create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)]
+    return [*candidates, *create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)], {}
 
 
-def _fitted(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
+def _fitted(candidates: Sequence[Candidate], dense: Any) -> Chosen:
     """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
     plain = without_weights(dense)
     model = kind_of(plain).sketch()
@@ -71,7 +70,20 @@ def _fitted(candidates: Sequence[Candidate], dense: Any) -> list[Candidate]:
         except (ValueError, AssertionError) as error:
             raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
 
-    return at_budgets(candidates, flops_of, sides, height * width)
+    equals: dict[str, Candidate] = {}
+    chosen = at_budgets(candidates, flops_of, sides, height * width, merged=equals)
+    # The side of the dense model's images stands behind the smaller ones.
+    sides.append(patch * height)
+    budgets = {candidate.name: candidate.budget for candidate in candidates}
+    return chosen, {name: _no_nearer(budgets[name], equal, sides) for name, equal in equals.items()}
+
+
+def _no_nearer(budget: float | None, equal: Candidate, sides: Sequence[int]) -> str:
+    """Say why the model of a budget is that of another candidate."""
+    side = equal.image_size
+    if not isinstance(side, int) or side not in sides[:-1]:
+        return f"no setting is nearer to {budget} of the dense FLOPs than {equal.name}"
+    return f"no size between {side} and {sides[sides.index(side) + 1]} px; {side} px is {equal.name}"
 
 
 def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[Candidate]:

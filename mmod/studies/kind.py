@@ -12,6 +12,7 @@ from mmod.analysis.timing import Reading
 from mmod.compare.table import Measured, Table, Weigh
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
+from mmod.studies.candidates import Chosen
 from mmod.studies.compare import Run, readings_of
 from mmod.training.engine.kind import Kind
 
@@ -60,8 +61,9 @@ class StudyKind:
 
     Attributes:
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
-        candidates: What is compared, from the study's config, the routed models of its series, and the training configs
-            of the dense model and of fine-tuning it; None compares the dense model with the routed ones alone.
+        candidates: What is compared and why other candidates are left out, from the study's config, the routed models
+            of its series, and the training configs of the dense model and of fine-tuning it; None compares the dense
+            model with the routed ones alone.
         count: Counts the costs of a candidate.
         draw: Draws the tokens that a candidate keeps, by the name of the picture.
         tell: Says what follows from the table.
@@ -76,7 +78,7 @@ class StudyKind:
     times: Mapping[str, tuple[str, str]]
     count: Callable[[Any, Run, nn.Module, Measured], dict[str, float]]
     tell: Callable[[Any, Table, Runs, Lines, Facts], Told]
-    candidates: Callable[[Any, list[Candidate], Any, Any], list[Candidate]] | None = None
+    candidates: Callable[[Any, list[Candidate], Any, Any], Chosen] | None = None
     measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Any, Any], Facts] | None = None

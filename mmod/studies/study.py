@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import BASE, Measure, Rates, Run, Timing, compare, measure_run, runs_of
 from mmod.studies.config import StudyConfig
-from mmod.studies.kind import StudyKind
+from mmod.studies.kind import Facts, StudyKind
 from mmod.studies.report import StudyResult, epochs_of, points_of, write_study
 from mmod.training.kinds import kind_of
 
@@ -28,12 +29,13 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
     study = study_kind(config.kind)
-    compared = _compared(config, study)
+    compared, left_out = _compared(config, study)
     names = [candidate.name for candidate in compared["candidates"]]
     suffixes = config.size_suffixes
     runner = Runner(config.processes, progress)
     dense = compared["kind"].config
-    facts = {} if study.describe is None else study.describe(dense, compared["train"])
+    facts: Facts = {} if study.describe is None else study.describe(dense, compared["train"])
+    runner.say("; ".join([f"{len(names)} models", *_left_out(left_out)]))
     # The runs of the first seed that are done.
     done: dict[str, Run] = {}
     is_announced = False
@@ -53,7 +55,8 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
             before = dense.epochs if config.train_dense else None
             rows = [{**row, "epochs": epochs_of(runs[row["name"]], before)} for row in rows]
         told = study.tell(config, table, runs, rows, facts)
-        return write_study(config, table, runs, points, told, facts, runner.facts)
+        text = "\n\n".join(filter(None, [told.text, *_left_out(left_out)]))
+        return write_study(config, table, runs, points, told._replace(text=text), facts, runner.facts)
 
     def each(table: Table, run: Run) -> None:
         nonlocal is_announced
@@ -89,14 +92,14 @@ def study_kind(kind: str) -> StudyKind:
 
 def candidates_and_runs(config: StudyConfig) -> tuple[list[Candidate], list[Run]]:
     """Return the compared models, and the runs in the order they must be done."""
-    compared = _compared(config, study_kind(config.kind))
+    compared, _ = _compared(config, study_kind(config.kind))
     for name in ("rates", "measure"):
         del compared[name]
     return compared["candidates"], runs_of(**compared)
 
 
-def _compared(config: Any, study: StudyKind) -> dict[str, Any]:
-    """Return what a study compares, as arguments of `compare`."""
+def _compared(config: Any, study: StudyKind) -> tuple[dict[str, Any], Mapping[str, str]]:
+    """Return what a study compares, as arguments of `compare`, and why other candidates are left out."""
     if study.measure is None:
         before = config.score if config.before else None
         # Models of several seeds are paired by seed.
@@ -112,12 +115,13 @@ def _compared(config: Any, study: StudyKind) -> dict[str, Any]:
     dense, tuned = config.run_configs()
     dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
     candidates = [dense_candidate, *(Candidate(**fields) for fields in config.routed_models())]
+    left_out: Mapping[str, str] = {}
     if study.candidates is not None:
-        candidates = study.candidates(config, candidates, dense, tuned)
+        candidates, left_out = study.candidates(config, candidates, dense, tuned)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
-    return {
+    compared = {
         "candidates": candidates,
         "kind": kind_of(dense),
         "train": tuned,
@@ -127,3 +131,9 @@ def _compared(config: Any, study: StudyKind) -> dict[str, Any]:
         "rates": rates,
         "measure": measure,
     }
+    return compared, left_out
+
+
+def _left_out(left_out: Mapping[str, str]) -> list[str]:
+    """Say which candidates are left out and why, as advice does."""
+    return [f"Left out: {name}: {reason}" for name, reason in left_out.items()]

@@ -54,11 +54,13 @@ def test_of_equal_models_of_several_budgets_one_stays_with_its_share() -> None:
     ]
     other = Candidate("a-0.5", image_size=64, series="a", budget=0.5, control="small-0.64")
     shares = {80: 0.683, 64: 0.5}
-    named = named_by_share([*smaller, other], lambda candidate: shares[candidate.image_size])
+    merged: dict[str, Candidate] = {}
+    named = named_by_share([*smaller, other], lambda candidate: shares[candidate.image_size], merged)
     assert [(one.name, one.image_size, one.control) for one in named] == [
         ("small-0.68", 80, None),
         ("a-0.5", 64, "small-0.68"),
     ]
+    assert {name: one.name for name, one in merged.items()} == dict.fromkeys(["small-0.71", "small-0.64"], "small-0.68")
     # One whose name tells the truth is not renamed for one whose name does not.
     assert [one.name for one in named_by_share(smaller, lambda _: 0.71)] == ["small-0.71"]
 

@@ -422,6 +422,9 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     assert {point.series for point in result.points} == {"dense", "pixelprune", *FITTED}
     assert "12 test images, on which models are paired: differences below" in result.table
+    # Each of the 19 models that the config names is compared, or said to be left out.
+    assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
+    assert result.summary.endswith(json.loads((tmp_path / "study/tradeoff.json").read_text())["code"])
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
