@@ -20,7 +20,6 @@ import pytest
 
 import mmod
 from mmod.cli import COMMANDS
-from tests.kit.fitted import fit_roughly
 from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
@@ -212,8 +211,7 @@ def test_package_is_imported_without_its_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit_roughly(monkeypatch)
+def test_examples_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted
     assert result.failed == 0

@@ -1,10 +1,10 @@
 """Check conversations in LLaVA's JSON format: every record, and every image to its last byte.
 
     mmod data conversations data/llava_v1_5_mix665k.json data/checked --images data/images
-    mmod data conversations data/mine.jsonl data/checked --on_fault drop --shards true
+    mmod data conversations data/mine.jsonl data/checked --on_corrupt skip --shards true
 
 The checked set is OUTPUT/conversations.json in the same format; dropped.csv lists invalid records with the reason. The
-same command resumes an interrupted check. Invalid records are dropped only with `--on_fault drop`.
+same command resumes an interrupted check. Invalid records are left out only with `--on_corrupt skip`.
 """
 
 from __future__ import annotations
