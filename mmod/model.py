@@ -9,7 +9,7 @@ from typing import Any
 from mmod.adapters import adapted_model, find_parts, own_name
 from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared
-from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, preset, preset_arguments
+from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
@@ -132,8 +132,8 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
 
 
 def _are_options(names: Iterable[str], options: Sequence[str]) -> bool:
-    """Return whether all names are options, or misspelt ones."""
-    return all(similar(name, options, cutoff=0.8) for name in names)
+    """Return whether all names are options, or misspelt ones, or belong to a part of a config."""
+    return all(similar(name, options, cutoff=0.8) or place_of(name, None, {}) for name in names)
 
 
 def _configs_by_part(

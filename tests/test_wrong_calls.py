@@ -27,6 +27,19 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, preset="gradual"), ValueError, r"^call mmod.route_\(model, 'gradual'\): "),
     (lambda m: mmod.route_(m, "gradual", capacity=2), ValueError, r"^capacity must be a number in \[0, 1\], got 2"),
     (lambda m: mmod.route_(m, "gradual", capacty=0.5), ValueError, "option capacty; near ones: capacity"),
+    (lambda m: mmod.route_(m, "pixelprune", cell=8), ValueError, r"pass router=mmod\.score\('duplicate', cell=8\)$"),
+    (lambda m: mmod.preset("mod", scale=0.1), ValueError, r"to gate, pass gate=\{'name': 'linear', 'scale': 0\.1\}$"),
+    (lambda m: mmod.preset("a-mod", before="mlp"), ValueError, r"pass skipped=\{'before': 'mlp'\}$"),
+    (
+        lambda m: mmod.preset("pixelprune-language", tolerance=6),
+        ValueError,
+        r"score 'duplicate', pass router=mmod\.score\('duplicate', cell=None, tolerance=6\)$",
+    ),
+    (
+        lambda m: mmod.RoutingConfig.from_dict({"router": "norm", "seed": 3}),
+        ValueError,
+        r"the score 'random', pass router=mmod\.score\('random', seed=3\)$",
+    ),
     (lambda m: mmod.route_(m, capacity=2), ValueError, r"^capacity must be a number in \[0, 1\]"),
     (lambda m: mmod.route_(m, "gamma-mod"), ValueError, "no layer of a language model: .* for images are 'a-mod', "),
     (lambda m: mmod.route_(m, language="gamma-mod"), ValueError, "no part language; it has image$"),
@@ -124,6 +137,7 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             (lambda: mmod.set_capacity_(model, [0.5]), ValueError, "3 blocks are routed, got 1 capacities"),
             (lambda: mmod.set_capacity_(model, {"blocks.0": 0.5}), ValueError, "routed are blocks.1, blocks.3"),
             (lambda: mmod.routing_config(model, "text"), ValueError, "'text' .* routed are image"),
+            (lambda: mmod.flops(model, 160, kept=0.5), ValueError, "leave kept out: it is for .* by a threshold"),
             (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
             (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "'nowhere' is no folder"),
         ]:

@@ -103,7 +103,10 @@ def count_prefill(
 def check_read(model: nn.Module, kept: object) -> None:
     """Raise a ValueError if kept shares are given for a model whose cost follows from its config alone."""
     if kept is not None and not by_data(model):
-        raise ValueError("kept is for models whose cost follows from the data; this one's follows from its config")
+        raise ValueError(
+            "leave kept out: it is for models that decide by a threshold, whose cost follows from the data; this one's "
+            "follows from its config"
+        )
 
 
 def _shares_of_free(model: nn.Module, decisions: Trace) -> dict[str, float]:

@@ -20,5 +20,15 @@ from mmod.config.parts import (
     spelled,
 )
 from mmod.config.plan import rational, rescaled
-from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score, revised, score
+from mmod.config.registry import (
+    LOSSES,
+    PRESETS,
+    SCORES,
+    place_of,
+    register_loss,
+    register_preset,
+    register_score,
+    revised,
+    score,
+)
 from mmod.config.routing import LAYOUTS, ROUTING_FIELDS, RoutingConfig

@@ -10,10 +10,10 @@ from typing import Any
 
 from mmod.config.parts import Score, spelled
 from mmod.config.plan import DEPTH, rescaled
-from mmod.config.registry import PARTS, PRESETS, revised
+from mmod.config.registry import PARTS, PRESETS, check_options, revised
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
 from mmod.io.tables import markdown_table
-from mmod.values import check_value, one_of, refuse_unknown
+from mmod.values import check_value, one_of
 
 # Stands for a depth that is not known yet, or that changes leave nothing to.
 _USUAL_DEPTH = 24
@@ -51,7 +51,8 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     """
     make = PRESETS[name]
     accepted = inspect.signature(make).parameters
-    refuse_unknown("routing option", changes, preset_arguments(name))
+    if not set(changes) <= set(preset_arguments(name)):
+        check_options(changes, preset_arguments(name), vars(preset(name)))
     if depth is not None:
         check_value("depth", depth, int, DEPTH)
     elif "depth" in accepted and not set(_BY_DEPTH) <= set(changes):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold
+from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold, spelled
 from mmod.values import brief, check_value, near_names, one_of, refuse_unknown
 
 if TYPE_CHECKING:
@@ -222,6 +222,53 @@ def read_part(field: str, value: Any) -> Any:
             return name
     refuse_unknown(f"option of {field}", options, [item.name for item in dataclasses.fields(cls)])
     return cls(**options)
+
+
+def check_options(values: Mapping[str, Any], valid: Sequence[str], fields: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless all names are valid options of a routing; that of a part's option says where it goes.
+
+    Args:
+        fields: The routing that the options change, which says what its parts are.
+
+    Example:
+        >>> check_options({"scale": 0.1}, ("gate",), {"gate": "sigmoid"})
+        Traceback (most recent call last):
+        ValueError: unknown routing option scale: it belongs to gate, pass gate={'name': 'sigmoid', 'scale': 0.1}
+    """
+    for name in [name for name in values if name not in valid]:
+        parts = {field: values.get(field, fields.get(field)) for field in PARTS}
+        place = place_of(name, values[name], {field: value for field, value in parts.items() if value is not None})
+        if place:
+            raise ValueError(f"unknown routing option {name}: it belongs to {place}")
+    refuse_unknown("routing option", values, valid)
+
+
+def place_of(option: str, value: Any, fields: Mapping[str, Any]) -> str:
+    """Return the part of a routing that has an option, and how it is passed there; empty if none has it."""
+    for field, part in read_parts(fields).items():
+        cls = _PARTS[field][0] if isinstance(part, str) else type(part)
+        if option not in _options_of(cls):
+            continue
+        present = {} if isinstance(part, str) else _named_options(part)
+        if field == "router":
+            return _place_in_score(part.name, {**present, option: value})
+        return f"{field}, pass {field}={brief({**present, option: value})}"
+    others = [name for name in SCORES if option in _options_of(SCORES[name])]
+    return _place_in_score(others[0], {option: value}) if others else ""
+
+
+def _place_in_score(name: str, options: Mapping[str, Any]) -> str:
+    arguments = "".join(f", {option}={brief(value)}" for option, value in options.items() if option != "name")
+    return f"the score {name!r}, pass router=mmod.score({name!r}{arguments})"
+
+
+def _options_of(cls: type[Any]) -> list[str]:
+    return [item.name for item in dataclasses.fields(cls) if item.name != "name"]
+
+
+def _named_options(part: Any) -> dict[str, Any]:
+    short = spelled(part)
+    return {"name": short} if isinstance(short, str) else dict(short)
 
 
 def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from mmod.config.plan import (
     check_context,
     table_of,
 )
-from mmod.config.registry import LOSSES, SCORES, read_parts, revised
+from mmod.config.registry import LOSSES, SCORES, check_options, read_parts, revised
 from mmod.io.files import check_free, check_regular, parse_json, write_atomically
-from mmod.values import check_fields, check_value, refuse_unknown
+from mmod.values import check_fields, check_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -440,7 +440,7 @@ class RoutingConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
         """Build a config from plain values; missing fields have their defaults."""
         check_value("a routing config", values, Mapping)
-        refuse_unknown("routing option", values, _FIELDS)
+        check_options(values, _FIELDS, {})
         return cls(**values)
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:

@@ -273,7 +273,7 @@ def test_arguments_by_name_are_the_example_by_which_blocks_are_found(name: str) 
 
 def test_errors_name_what_is_wrong() -> None:
     model, side = make("vit")
-    with pytest.raises(ValueError, match="kept is for models whose cost follows from the data"):
+    with pytest.raises(ValueError, match="leave kept out: it is for models that decide by a threshold"):
         flops(mmod.route_(model), side, kept=0.5)
     with pytest.raises(ValueError, match=r"input_size must be .* got Tensor \(2, 3, 32, 32\)") as error:
         flops(model, torch.zeros(2, 3, 32, 32))  # type: ignore[arg-type]

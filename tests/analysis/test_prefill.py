@@ -168,7 +168,7 @@ def test_thresholds_need_the_kept_share() -> None:
         with pytest.raises((TypeError, ValueError), match=r"^kept must be "):
             flops(model, Prompt(10), kept)
     for fixed in (make_language("llama"), mmod.route_(make_language("llama"), mmod.RoutingConfig())):
-        with pytest.raises(ValueError, match=r"^kept is for models whose cost follows from the data"):
+        with pytest.raises(ValueError, match=r"^leave kept out: it is for models that decide by a threshold"):
             flops(fixed, Prompt(10), 0.07)
 
 
