@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, Changes, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
-from mmod.blocks import host_class
+from mmod.blocks import MethodWarning, host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
 from mmod.io.tensors import WEIGHTS, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
@@ -212,8 +213,11 @@ def apply_again(model: nn.Module, changes: Changes) -> None:
     from mmod.methods.read import read_method
 
     restore_proofs(model, changes.proofs)
-    for values in methods:
-        read_method(values).apply_(model)
+    with warnings.catch_warnings():
+        # Who changed the model was told.
+        warnings.simplefilter("ignore", MethodWarning)
+        for values in methods:
+            read_method(values).apply_(model)
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:

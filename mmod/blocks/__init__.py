@@ -4,6 +4,7 @@
 # ruff: noqa: F401
 from mmod.blocks.branches import (
     Branch,
+    MethodWarning,
     SilencedHalves,
     Unchanged,
     Zero,

@@ -135,6 +135,10 @@ def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> N
             convert(module, Branch, BranchState(inner, name, name in call.operators.values()))
 
 
+class MethodWarning(UserWarning):
+    """A method was applied that saves little in this model, or runs no patch; not repeated where it is loaded."""
+
+
 def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = "") -> None:
     """Warn if most blocks of a model run their halves separately, and compute attention in both.
 
@@ -149,7 +153,8 @@ def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = ""
             f"{twice[0]} and {len(twice) - 1} other blocks compute their attention in their own forward, so that it "
             "runs twice where a block decides between attention and MLP, which saves few FLOPs (see mmod.flops): give "
             f"the attention a module of its own{remedy}",
-            stacklevel=6,
+            MethodWarning,
+            stacklevel=7,
         )
 
 

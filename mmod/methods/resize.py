@@ -83,7 +83,10 @@ class Resize(Method):
                 first = inputs_of_call(inner, blocks, {pixels: images, **options})
         # A host may raise anything for a size that it was not made for.
         except Exception as error:
-            raise ValueError(f"this {type(model).__name__} takes images of a fixed size: {error}") from error
+            raise ValueError(
+                f"this {type(model).__name__} takes images of a fixed size: let its forward resample the position "
+                f"embeddings to the grid of the patches, as by torch.nn.functional.interpolate. It raised: {error}"
+            ) from error
         if first.x_BND.shape[1] != stack.prefix + patches:
             raise ValueError(
                 f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}"

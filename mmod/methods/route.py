@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_parts, own_name
 from mmod.blocks import (
     GridHook,
+    MethodWarning,
     ModelHook,
     RoutedBlock,
     RoutedState,
@@ -39,6 +41,9 @@ from mmod.methods.base import (
 from mmod.methods.prepare import Conversion, prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
+
+# Capacity, operator and context of a block in which tokens that are always kept see no others.
+_ZERO = (0, "block", "kept")
 
 
 @register_method("routing")
@@ -221,13 +226,35 @@ class Route(Method):
         for name, stack in stacks.items():
             routed = [state for *_, state in conversions[name] if isinstance(state, RoutedState)]
             halved = {stack.names[state.number]: state.call for state in routed if state.execution.between_halves}
-            warn_of_halves(halved, len(stack.blocks), ", or decide before the block by skipped={'before': 'block'}")
+            warn_of_halves(
+                halved,
+                len(stack.blocks),
+                ", or decide before the block, as mmod.preset('gradual', skipped={'before': 'block'}) does",
+            )
+            _warn_of_zero(stack, self.parts[name])
 
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""
         super().restore(model)
         for module in model.modules():
             unshare_score(module)
+
+
+def _warn_of_zero(stack: BlockStack, config: RoutingConfig) -> None:
+    """Warn if whole blocks of a model of images run on class and register tokens alone."""
+    if stack.language or config.select != "topk":
+        return
+    # Where they attend to all, or miss one branch alone, they see the patches.
+    rows = config.resolved(len(stack.blocks)).rows
+    numbers = [block for block, capacity, operator, context in rows if (capacity, operator, context) == _ZERO]
+    if numbers:
+        names = ", ".join(stack.names[number] for number in numbers)
+        warnings.warn(
+            f"capacity 0: no patch runs in {names}, only tokens that are always kept, such as the class token, which "
+            "see no patch. Set a capacity above 0, such as 0.5",
+            MethodWarning,
+            stacklevel=7,
+        )
 
 
 def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:

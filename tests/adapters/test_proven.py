@@ -158,10 +158,32 @@ def test_the_halves_of_a_block_are_the_block(name: str, recwarn: pytest.Warnings
     ],
 )
 def test_attention_that_runs_in_both_halves_is_told_once(
-    method: Any, told: int, recwarn: pytest.WarningsRecorder
+    method: Any, told: int, recwarn: pytest.WarningsRecorder, tmp_path: Path
 ) -> None:
-    mmod.apply_(make("attention in the block"), method)
+    name = "attention in the block"
+    mmod.save_pretrained(mmod.apply_(make(name), method), tmp_path)
+    mmod.load_pretrained(tmp_path, model=make(name))
     assert sum("compute their attention in their own forward" in str(warning.message) for warning in recwarn) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "told"),
+    [
+        ("test_vit", mmod.preset("mod", capacity=0), 1),
+        ("sdpa, registers", mmod.preset("mod", capacity=0), 1),
+        ("test_vit", mmod.RoutingConfig(router="stride", blocks=(1, 2), capacity=(0.5, 0.0)), 1),
+        ("test_vit", mmod.RoutingConfig(router="stride", capacity=0, context="all"), 0),
+        ("test_vit", mmod.RoutingConfig(router="stride", capacity=0, operator="mlp"), 0),
+        ("sdpa, registers", mmod.preset("mod"), 0),
+    ],
+)
+def test_blocks_in_which_no_patch_runs_are_told_once(
+    name: str, config: mmod.RoutingConfig, told: int, recwarn: pytest.WarningsRecorder, tmp_path: Path
+) -> None:
+    made = [make(name) if name in ROUTED else make_model(name) for _ in range(2)]
+    mmod.save_pretrained(mmod.route_(made[0], config), tmp_path)
+    mmod.load_pretrained(tmp_path, **({"model": made[1]} if name in ROUTED else {}))
+    assert sum(str(warning.message).startswith("capacity 0: no patch runs in ") for warning in recwarn) == told
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "dinov3", "siglip"])

@@ -17,7 +17,7 @@ from mmod.adapters import find_stack
 from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions, Resize, undo_
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.clip_zoo import make_images as make_clip_images
-from tests.kit.own_vits import ROUTED, make_own, make_own_images
+from tests.kit.own_vits import GRID, ROUTED, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
 
 ALL = [*VISION_ZOO, *ROUTED]
@@ -353,6 +353,29 @@ def test_resized_images_are_those_that_the_model_gets(name: str) -> None:
     assert torch.equal(run(model, {"pixel_values": small}, **options), actual)
     assert state_of(model) == state
     assert torch.equal(run(model, inputs), dense)
+
+
+class Resampling(OwnViT):
+    """A model of images of any size, as the refusal of one size advises."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images)
+        places = self.places.transpose(1, 2).unflatten(2, (GRID, GRID))
+        x = x + nn.functional.interpolate(places, size=x.shape[2:], mode="bicubic")
+        x = torch.cat([self.special.expand(len(x), -1, -1), x.flatten(2).transpose(1, 2)], dim=1)
+        for stage in self.stages:
+            x = stage(x)
+        return self.classes(self.final(x).mean(dim=1))
+
+
+def test_a_model_of_one_size_is_told_what_helps() -> None:
+    with pytest.raises(ValueError, match=r"let its forward resample the position embeddings .*interpolate\. It"):
+        Resize(32).apply_(make("own softmax"))
+    model = Resize(32).apply_(Resampling(lambda _: OwnBlock()).eval())
+    images = make_own_images(2)
+    small = nn.functional.interpolate(images, size=(32, 32), mode="bicubic", antialias=True)
+    with torch.no_grad():
+        assert torch.equal(model(images), undo_(model)(small))
 
 
 @pytest.mark.parametrize("name", ["aimv2", "siglip2", "videomae", "mae", "own softmax"])
