@@ -18,12 +18,12 @@ _GROWTH = 0.5
 # A longer time without work, in seconds, is a pause: while it lasts the process computes for less than a share of it.
 _PAUSE = 30
 _IDLE = 0.05
+# What tqdm says before it knows the time left.
+_UNKNOWN = ", ? left"
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
 
 say = tqdm.write
 """Print a line above the bars."""
-Bar = tqdm
-"""A bar that `progress_bar` returns."""
 
 
 @functools.cache
@@ -37,13 +37,13 @@ def warn_once(message: str, about: object = None) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> tqdm:
+def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> Bar:
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
     A line is printed every 30 seconds, then ever more seldom, and at the end unless `leave=False`. Times do not count
     pauses, as of a process that was suspended.
     """
-    kind = tqdm if sys.stderr.isatty() else _Lines
+    kind = Bar if sys.stderr.isatty() else _Lines
     bar = kind(items, disable=not shown, **options)
     if shown:
         bar._time = WorkingTime()
@@ -69,8 +69,15 @@ class WorkingTime:
         return now[0] - self.paused
 
 
-class _Lines(tqdm):
-    """A tqdm bar that prints lines."""
+class Bar(tqdm):
+    """A bar that `progress_bar` returns, which says no time left before it knows one."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(_UNKNOWN, "")
+
+
+class _Lines(Bar):
+    """A bar that prints lines."""
 
     disable: bool
     # No monitor thread: it would refresh a bar that prints lines.

@@ -97,7 +97,7 @@ def test_a_bar_by_hand_counts_and_shows_figures(clock: Clock, capsys: pytest.Cap
         bar.set_postfix({"loss": "0.5"})
         assert bar.n == 3
         mmod.io.progress.say("a line")
-    assert capsys.readouterr().err.splitlines()[-1].endswith("left, loss=0.5")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("elapsed, loss=0.5")
     with progress_bar(desc="nothing", total=4, shown=False) as bar:
         bar.update(4)
     assert not capsys.readouterr().err
