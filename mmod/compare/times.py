@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from mmod.analysis.timing import Reading, interleave
+from mmod.io.progress import progress_bar
 from mmod.io.store import Store
 from mmod.io.timing_threads import on_timing_threads
 
@@ -21,13 +23,19 @@ Times = dict[Input, dict[str, list[float]]]
 
 @torch.no_grad()
 def sample_times(
-    readings: Readings[Input], *, rounds: int, device: torch.device, warmup: int = 2, shown: bool = False
+    readings: Readings[Input],
+    *,
+    rounds: int,
+    device: torch.device,
+    warmup: int = 2,
+    seed: int = 0,
+    shown: bool = False,
 ) -> Times[Input]:
     """Time all passes of all candidates in turns; see `mmod.analysis.timing.interleave`."""
     calls: dict[tuple[str, Input], Callable[[], object]] = {}
     for name, passes in readings.items():
         calls |= {(name, of): reading.call for of, reading in passes.items()}
-    times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
+    times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, seed=seed, shown=shown)
     by_pass: Times[Input] = {}
     for (name, of), ms in times.items():
         samples = readings[name][of].samples
@@ -36,20 +44,42 @@ def sample_times(
 
 
 def times_once(
-    store: Store, identity: Mapping[str, Any], readings: Callable[[], Readings[Any]], device: torch.device, **how: Any
+    store: Store,
+    identity: Mapping[str, Any],
+    readings: Callable[[], Readings[Any]],
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 2,
+    shown: bool = False,
 ) -> Times[Any]:
-    """Return times from the store of this machine, and measure them if they are not there.
+    """Return times from the store of this machine, and measure the rounds that are not there.
+
+    Each round is kept at once: speed-ups compare times of one round, which may be of an earlier call.
 
     Args:
         identity: Stands for all candidates and passes: times beside other ones are of other turns.
         readings: Makes the models and their passes.
-        how: Further arguments of `sample_times`, which join the identity but for `shown`.
+        warmup: Rounds before the first that is measured.
     """
-
-    def measure() -> list[Any]:
-        with on_timing_threads():
-            return list(sample_times(readings(), device=device, **how).items())
-
-    known = {name: value for name, value in how.items() if name != "shown"}
-    rows = store.once({"work": "times", **identity, **known}, measure, timed_on=str(device))
-    return {tuple(of) if isinstance(of, list) else of: by_name for of, by_name in rows}
+    by_pass: Times[Any] = {}
+    ready: Readings[Any] | None = None
+    bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown)
+    # The store knows times by the threads that they were measured on.
+    with on_timing_threads(), bar:
+        for number in range(rounds):
+            key = {"work": "times of a round", **identity, "round": number}
+            times = store.get(key, timed_on=str(device))
+            if times is None:
+                unmeasured = 0
+                if ready is None:
+                    ready = readings()
+                    unmeasured = warmup
+                measured = sample_times(ready, rounds=1, device=device, warmup=unmeasured, seed=number)
+                times = store.once(key, partial(list, measured.items()), timed_on=str(device))
+            for of, by_name in times:
+                of_pass = by_pass.setdefault(tuple(of) if isinstance(of, list) else of, {})
+                for name, ms in by_name.items():
+                    of_pass.setdefault(name, []).extend(ms)
+            bar.update()
+    return by_pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,21 +31,34 @@ def test_all_models_and_passes_are_timed_in_turns() -> None:
     assert all(sorted(calls[start : start + 6]) == everything for start in range(0, 24, 6))
 
 
-def test_times_are_of_a_sample_and_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_of_a_sample_and_each_round_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = {("dense", ("image", 2)): [4.0, 8.0, 4.0], ("a", ("image", 2)): [2.0, 4.0, 9.0]}
-    monkeypatch.setattr(times, "interleave", lambda calls, **_: {key: taken[key] for key in calls})
     made: list[str] = []
+
+    def interleave(calls: Any, *, rounds: int, warmup: int, seed: int, **_: Any) -> Any:
+        if seed in killed:
+            raise KeyboardInterrupt
+        measured.append((seed, warmup))
+        return {key: [taken[key][seed]] for key in calls}
 
     def readings() -> dict[str, dict[tuple[str, int], Reading]]:
         made.append("")
         return {"dense": {("image", 2): Reading(lambda: None, 2)}, "a": {("image", 2): Reading(lambda: None, 4)}}
 
-    def measured(**identity: str) -> times.Times[tuple[str, int]]:
-        return times_once(Store(tmp_path / STORE), identity, readings, torch.device("cpu"), rounds=3)
+    def timed(rounds: int = 3, **identity: str) -> times.Times[tuple[str, int]]:
+        return times_once(Store(tmp_path / STORE), identity, readings, torch.device("cpu"), rounds=rounds)
 
+    monkeypatch.setattr(times, "interleave", interleave)
+    killed, measured = {1}, list[tuple[int, int]]()
+    with pytest.raises(KeyboardInterrupt):
+        timed(models="both")
+    killed.clear()
     expected = {("image", 2): {"dense": [2.0, 4.0, 2.0], "a": [0.5, 1.0, 2.25]}}
-    assert measured(models="both") == measured(models="both") == expected
-    assert len(made) == 1
-    # Times beside other candidates are of other turns.
-    assert measured(models="others") == expected
+    assert timed(models="both") == timed(models="both") == expected
+    # The first round was kept; each call warms up once, before its first round.
+    assert measured == [(0, 2), (1, 2), (2, 0)]
     assert len(made) == 2
+    assert timed(rounds=1, models="both") == {("image", 2): {"dense": [2.0], "a": [0.5]}}
+    # Times beside other candidates are of other turns.
+    assert timed(models="others") == expected
+    assert len(made) == 3
