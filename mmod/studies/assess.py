@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mmod.analysis.timing import Reading
     from mmod.compare.table import Measured, Table
-    from mmod.studies.compare import Run
+    from mmod.studies.compare import Measurer, Run
     from mmod.training.engine.kind import Kind
 
 _SAMPLES = (1, 8, 32)
@@ -49,8 +49,9 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     )
 
 
-def _count(run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+def _count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of a sample by its type, and parameters."""
+    model = measurer.final(run)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return {_PARAMETERS: parameters, **kind_of(run.config).cost(model, rows.kept)}
 

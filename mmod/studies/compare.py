@@ -42,8 +42,8 @@ Measure = Callable[["Run", Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
 Load = Callable[[RunConfig], nn.Module]
 """Loads the model that a run starts from, see `Kind.load`."""
-Count = Callable[["Run", nn.Module, Measured], dict[str, float]]
-"""From a run, its final model and its rows to the costs of a sample, by column."""
+Count = Callable[["Run", "Measurer", Measured], dict[str, float]]
+"""From a run, the measurer that loads its final model, and its rows to the costs of a sample, by column."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +86,22 @@ class Measurer:
             self.models.clear()
             self.models[key] = load_start(config)
         return self.models[key]
+
+    def final(self, run: Run) -> nn.Module:
+        """Return a run's final model, which draws the same whatever drew before, as in its evaluation."""
+        model = self.load(_final_config(run))
+        seed_draws(run.seed, 0, 0)
+        return model
+
+    def of_final(self, run: Run, identity: Mapping[str, Any], compute: Callable[[nn.Module], Any]) -> Any:
+        """Return what is computed of a run's final model, once on a machine.
+
+        Args:
+            identity: Stands for what is computed, besides the model and its data.
+        """
+        device = device_of(kind_of(_final_config(run)))
+        whole = {**identity, **identity_of_final(run)}
+        return self.store.once(whole, lambda: compute(self.final(run)), timed_on=str(device))
 
     def ready(self, run: Run) -> Run:
         """Return a run whose plan is searched, with those of its series, for which the dense model is loaded once."""
@@ -195,10 +211,7 @@ def compare(
         if run.seed == 0 and run.name != BASE:
             run = first[run.name] = measurer.ready(run)
         if run.name in first and run.seed == 0 and count is not None:
-            model = measurer.load(_final_config(run))
-            # The same whether the model has drawn since it was loaded, in its evaluation, or not.
-            seed_draws(run.seed, 0, 0)
-            table.costs[run.name] = count(run, model, table.runs[run.name][0])
+            table.costs[run.name] = count(run, measurer, table.runs[run.name][0])
         each(table, run)
 
     def time() -> Times[Any]:
@@ -365,6 +378,11 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
         if path is not None:
             weights[name] = _checksum(path)
     return {"kind": config.kind, "config": fields, "weights": weights}
+
+
+def identity_of_final(run: Run) -> dict[str, Any]:
+    """Return what stands for a run's final model, and for its data, see `identity_of`."""
+    return identity_of(_final_config(run))
 
 
 def _checksum(checkpoint: str) -> list[str]:

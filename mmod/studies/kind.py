@@ -23,6 +23,8 @@ Runs = Mapping[str, Run]
 """The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
 Facts = Mapping[str, Any]
 """What is known of the data and the dense model, also for the study's record."""
+Draw = Callable[[Any, Run, nn.Module], Mapping[str, "Figure"]]
+"""From a study's config, a run and its final model to pictures by name."""
 Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
 
@@ -82,7 +84,7 @@ class StudyKind:
     measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Any, Any], Facts] | None = None
-    draw: Callable[[Any, Run, nn.Module], Mapping[str, Figure]] | None = None
+    draw: Draw | None = None
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
     derive: Callable[[Mapping[str, dict[str, float]]], None] | None = None
     baselines: Callable[[Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] | None = None

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from mmod.analysis.style import save_picture
 from mmod.compare.table import DENSE, Measured, Table
 from mmod.io.jobs import Runner
 from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import BASE, Measure, Rates, Run, Timing, compare, measure_run, runs_of
+from mmod.studies.compare import (
+    BASE,
+    Measure,
+    Measurer,
+    Rates,
+    Run,
+    Timing,
+    compare,
+    identity_of_final,
+    measure_run,
+    runs_of,
+)
 from mmod.studies.config import StudyConfig
-from mmod.studies.kind import Facts, StudyKind
+from mmod.studies.kind import Draw, Facts, StudyKind
 from mmod.studies.report import StudyResult, epochs_of, points_of, write_study
 from mmod.training.kinds import kind_of
 
@@ -35,16 +46,16 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     runner = Runner(config.processes, progress)
     dense = compared["kind"].config
     facts: Facts = {} if study.describe is None else study.describe(dense, compared["train"])
-    runner.say("; ".join([f"{len(names)} models", *_left_out(left_out)]))
+    runner.say(". ".join([f"{len(names)} models", *_left_out(left_out)]))
     # The runs of the first seed that are done.
     done: dict[str, Run] = {}
     is_announced = False
 
-    def count(run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-        costs = study.count(config, run, model, rows)
+    def count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
+        identity = {"work": "costs", "batch": config.latency_batch}
+        costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.count(config, run, model, rows))
         if study.draw is not None:
-            for title, figure in study.draw(config, run, model).items():
-                save_picture(config.output, title, figure)
+            _draw_once(config, run, measurer, study.draw)
         return costs
 
     def write(table: Table) -> StudyResult:
@@ -82,6 +93,21 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         runner=runner,
     )
     return write(table)
+
+
+def _draw_once(config: Any, run: Run, measurer: Measurer, draw: Draw) -> None:
+    """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
+    name = {"work": "pictures", "name": run.name}
+    shown = json.dumps({"maps": config.maps, **identity_of_final(run)}, sort_keys=True)
+    drawn = measurer.store.get(name) or {"shown": "", "titles": []}
+    # A user may have deleted some.
+    is_whole = all((Path(config.output) / f"{title}.svg").exists() for title in drawn["titles"])
+    if drawn["shown"] == shown and is_whole:
+        return
+    pictures = draw(config, run, measurer.final(run))
+    for title, figure in pictures.items():
+        save_picture(config.output, title, figure)
+    measurer.store.put(name, {"shown": shown, "titles": list(pictures)})
 
 
 def study_kind(kind: str) -> StudyKind:

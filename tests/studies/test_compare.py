@@ -77,8 +77,8 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
         loaded.append(weakref.ref(model))
         return model
 
-    def count(run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-        assert model is loaded[-1]()
+    def count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
+        assert measurer.final(run) is loaded[-1]()
         return {"draw": float(torch.rand(()))}
 
     monkeypatch.setattr(ImageKind, "load", tracked)
