@@ -28,10 +28,10 @@ INK = "#1c1e21"
 FAINT = "#6b727b"
 LINE = "#d5d9de"
 PAPER = "#ffffff"
-PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#2a8ca8", "#a5603f", "#6f8a1f")
+PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#dd3355", "#a5603f", "#6f8a1f")
 """Colours with a contrast of 3 and more on white and on the dark page, that differ in lightness and hue."""
 MARKERS = ("o", "s", "D", "v", "P", "X", "p", "h", "8", "H")
-# Series of most studies; the colour of any other name follows from its checksum.
+# Series of most studies; any other name asks for the colour of its checksum.
 _FIXED = {
     "a-mod": 0,
     "attention": 0,
@@ -40,6 +40,8 @@ _FIXED = {
     "distilled": 2,
     "p-mod": 3,
     "merge": 3,
+    "merge late": 4,
+    "pixelprune": 1,
     "gamma-mod": 4,
     "exit": 4,
     "prune": 5,
@@ -52,6 +54,8 @@ _FIXED = {
     "shallow": 6,
 }
 _CONTROLS = {"random": "^", "stride": "<", "norm": ">"}
+# Pixels from which on a label needs a line to its point.
+_NEAR = 16
 # Prefix of the id of an artist with a hint, see `add_hint`.
 _HINT = "hint "
 # Colours of inline figures are variables of the page, which has a light and a dark form.
@@ -61,16 +65,22 @@ _THEME = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", PAPER: 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return the style of each series, as keywords of matplotlib.
 
-    Colours follow from names alone, so a series has one colour in all figures. Markers do too, unless two series of
-    one figure would look alike. The dense model is a star in ink; controls, such as "random", are grey and dashed.
+    Colours and markers follow from names, so a series has one look in all figures, unless another series of the figure
+    has its colour: then it has the next free one, while there is one. Series of most studies choose first. The dense
+    model is a star in ink; controls, such as "random", are grey and dashed.
     """
     styles: dict[str, dict[str, Any]] = {}
     taken: set[tuple[str, str]] = set()
-    for name in sorted(names):
+    free = list(range(len(PALETTE)))
+    for name in sorted(names, key=lambda name: (name not in _FIXED, name)):
         control = _CONTROLS.get(name.partition(",")[0].partition("-")[0])
         # A checksum, because Python's own hash differs from process to process.
         number = _FIXED.get(name, crc32(name.encode()))
-        colour = PALETTE[number % len(PALETTE)]
+        place = number % len(PALETTE)
+        if free and not control and name != "dense":
+            place = place if place in free else free[0]
+            free.remove(place)
+        colour = PALETTE[place]
         marker = MARKERS[number % len(MARKERS)]
         line = "-"
         size = 7
@@ -180,9 +190,10 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
             continue
         taken.append(box)
         # Far from its point, a label needs a line to it.
-        if not box.padded(16).contains(x, y):
-            lead = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
-            axis.annotate("", point, text.get_position(), arrowprops=lead, zorder=1)
+        if not box.padded(_NEAR).contains(x, y):
+            lead = {"arrowstyle": "-", "color": text.get_color(), "linewidth": 0.8, "shrinkA": 0, "shrinkB": 4}
+            end = axis.transData.inverted().transform(_nearest(box, x, y))
+            axis.annotate("", point, tuple(end), arrowprops=lead, zorder=1)
 
 
 def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequence[Bbox]) -> Bbox | None:
@@ -200,9 +211,23 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
         text.set_position(tuple(axis.transData.inverted().transform(centre)))
         box = text.get_window_extent()
         inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
-        if inside and not any(box.overlaps(other) for other in taken):
+        if inside and not any(box.overlaps(other) or _leads_through(other, box, point) for other in taken):
             return box
     return None
+
+
+def _leads_through(other: Bbox, box: Bbox, point: tuple[float, float]) -> bool:
+    """Return whether the line from a label's box to its point passes another box, as if it led there."""
+    if box.padded(_NEAR).contains(*point) or other.contains(*point):
+        return False
+    x, y = _nearest(box, *point)
+    line = np.linspace((x, y), point, 2 + int(np.hypot(x - point[0], y - point[1]) // 4))
+    return any(other.contains(*place) for place in line)
+
+
+def _nearest(box: Bbox, x: float, y: float) -> tuple[float, float]:
+    """Return the place in a box that is nearest to a point."""
+    return min(max(x, box.x0), box.x1), min(max(y, box.y0), box.y1)
 
 
 def save_figure(figure: Figure, path: str | Path, overwrite: bool = True, **options: Any) -> None:

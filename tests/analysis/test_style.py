@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mmod.analysis.style import INK, PALETTE, add_hint, inline_svg, looks, new_figure, place_labels, svg_of
@@ -25,8 +26,23 @@ def test_colours_are_legible_on_light_and_dark_pages(paper: str) -> None:
         assert (high + 0.05) / (low + 0.05) >= 3, colour
 
 
+def test_colours_differ_at_a_glance() -> None:
+    for one, other in itertools.combinations(PALETTE, 2):
+        # A difference of 2.3 is just noticeable; those in lightness and hue add up.
+        assert np.linalg.norm(lab(one) - lab(other)) >= 30, (one, other)
+
+
+def lab(colour: str) -> Any:
+    """Return lightness, a and b of a colour in CIELAB, with the white of D65."""
+    rgb = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(to_xyz @ linear / to_xyz.sum(1))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
 def test_a_series_looks_alike_whatever_is_beside_it() -> None:
-    names = ["dense", "a-mod", "mod", "random", "stride", "redundancy, merged", "gradual 0.65"]
+    names = ["dense", "a-mod", "mod", "random", "stride", "p-mod", "gradual"]
     together = looks(names)
     assert all(looks([name]) == {name: together[name]} for name in names)
     assert together["dense"]["color"] == INK
@@ -35,7 +51,10 @@ def test_a_series_looks_alike_whatever_is_beside_it() -> None:
 def test_no_two_series_of_a_figure_look_alike() -> None:
     styles = looks([f"series {number}" for number in range(40)] + ["random", "random, merged", "random, tuned"])
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == len(styles)
-    assert styles["series 7"]["color"] == looks(["series 7"])["series 7"]["color"]
+    # While there are colours, no two have one, such as a series without a colour of its own and one with it.
+    for other in ["gradual", "merge late", "a-mod", "pixelprune", "tome", "prune", "smaller-image"], list("abcdefghi"):
+        colours = {style["color"] for name, style in looks([*other, "dense", "random"]).items() if name in other}
+        assert len(colours) == len(other)
 
 
 def test_a_label_without_room_is_left_out() -> None:
