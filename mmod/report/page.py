@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,9 +45,10 @@ caption { text-align: left; color: var(--faint); } th, td { padding: .2rem .6rem
   text-align: right; white-space: nowrap; } th:first-child { text-align: left; } thead th { white-space: normal; }
 img { max-width: 100%; height: auto; }
 """
-# Figures of runs that are not folded away, and routing maps of studies without a recommended model.
+# Figures of runs that are not folded away.
 _OPEN_RUNS = 3
-_OPEN_MAPS = 2
+# Models of a study whose routing maps are on the page: each holds dozens of pictures, about a megabyte.
+_SHOWN_MAPS = 2
 _MAPS = "Patches that routed blocks of {} keep"
 _PLAN = (
     "Plan of {}, {}, searched for the first seed: the divergence that each option adds in each block, with chosen "
@@ -114,10 +114,11 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     tables = "".join(_table(rows, f"Models of {study.name}") for rows in study.tables)
     if study.summary:
         tables = _table(study.summary, f"Models of {study.name}") + _folded("All columns", tables)
-    shown = {path: text for path, text in maps.items() if path.stem.removeprefix("maps-") in study.recommended}
+    recommended = [path for path in maps if path.stem.removeprefix("maps-") in study.recommended]
     # Without a recommended model the first ones are shown.
-    shown = shown or dict(itertools.islice(maps.items(), _OPEN_MAPS))
-    further = {path: text for path, text in maps.items() if path not in shown}
+    shown = {path: maps[path] for path in (recommended or [*maps])[:_SHOWN_MAPS]}
+    further = [path.name for path in maps if path not in shown]
+    beside = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
     command = f"mmod {study.kind} study.yaml  # the config below, saved as study.yaml"
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.rows, study.svg, command)
@@ -128,7 +129,7 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
         + _pictures(study.name, shown)
         + _rich(study.code)
         + tables
-        + _folded("Routing maps of further models", _pictures(study.name, further))
+        + (_details("Routing maps of further models", "\n".join([beside, *further])) if further else "")
         + _folded("Plans that were searched", _pictures(study.name, plans))
         + _details("Config", json.dumps(study.config, indent=2))
         + _details("Environment", _lines(study.environment)),
