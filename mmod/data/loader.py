@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig, is_folder
-from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.corrupt import CorruptReport
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
 from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
@@ -74,7 +74,7 @@ def image_stream(
         seed: Of order and augmentation of the training images, the same in all processes; None reads every evaluation
             image once, in order.
         model: The classes of the model, to which those of the images are matched by name; None takes `config.classes`.
-        in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
+        in_memory: Decode each image once and keep it as uint8; None does so for embedded sets without augmentation.
 
     Raises:
         ValueError: The source is missing, too small for one batch, or does not match the config.
@@ -118,17 +118,11 @@ def image_stream(
     reader: ImageReader | MemoryReader
     if in_memory is None:
         in_memory = _is_embedded(config) and config.augment is None
+    # Training replaces corrupt samples, so that all processes keep the same number of full batches.
+    reader = ImageReader(source, mode, _transform(config, training, normalise=not in_memory), replace=training)
     # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
     if in_memory:
-        unscaled = ImageReader(source, mode, _transform(config, training, normalise=False))
-        samples = unscaled.read(np.arange(len(source)), None)
-        report.add(samples.faults)
-        if not len(samples.labels):
-            raise CorruptDataError(f"none of {len(source)} samples can be read; {report}")
-        reader = MemoryReader(samples, mean, std)
-    else:
-        # Training replaces corrupt samples, so that all processes keep the same number of full batches.
-        reader = ImageReader(source, mode, _transform(config, training), replace=training)
+        reader = MemoryReader(reader, mean, std)
 
     name = f"the split {split!r} of {config.source!r}"
     return BatchStream(reader, report, config, (rank, world), seed, name, classes)

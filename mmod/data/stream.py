@@ -63,7 +63,7 @@ class ImageReader:
         # Augmentation seeds the global generators, from which the training loop draws as well.
         with kept_random_state():
             for index in indices.tolist():
-                sample = self._read_one(index, faults)
+                sample = self.decode(index, faults)
                 if sample is None:
                     continue
                 image, label = sample
@@ -77,7 +77,8 @@ class ImageReader:
         # In a worker, torch's collate stacks in shared memory, which saves a copy.
         return ReadBatch(default_collate(images), self.collate(labels), faults)
 
-    def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, Any] | None:
+    def decode(self, index: int, faults: list[Fault]) -> tuple[Any, Any] | None:
+        """Return the image of a sample and its class or caption; None if it cannot be read, with the fault added."""
         # The next samples in order stand in for an unreadable one.
         for attempt in range(len(self) if self.replace else 1):
             try:
@@ -90,22 +91,36 @@ class ImageReader:
 
 
 class MemoryReader:
-    """Holds the images of a batch in memory as uint8, and normalises them when they are read."""
+    """Decodes each sample when it is first read, keeps it in memory as uint8, and normalises it in each batch.
 
-    def __init__(self, samples: ReadBatch, mean: Tensor, std: Tensor) -> None:
-        self.images = samples.images
-        self.labels = samples.labels
+    Args:
+        reader: Its transform returns uint8 and draws nothing.
+    """
+
+    def __init__(self, reader: ImageReader, mean: Tensor, std: Tensor) -> None:
+        self.reader = reader
         # One multiplication and one addition, in place of dividing, subtracting and dividing again.
         self.scale = (1 / (255 * std))[:, None, None]
         self.shift = (-mean / std)[:, None, None]
+        # By index; None for one that cannot be read.
+        self._samples: dict[int, tuple[Tensor, Any] | None] = {}
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.reader)
 
     def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> ReadBatch:
         """Read one batch; see `BatchReader.read`."""
-        chosen = torch.from_numpy(indices)
-        return ReadBatch(self.images[chosen] * self.scale + self.shift, self.labels[chosen], [])
+        faults: list[Fault] = []
+        for index in indices.tolist():
+            if index in self._samples:
+                continue
+            decoded = self.reader.decode(index, faults)
+            self._samples[index] = None if decoded is None else (self.reader.transform(decoded[0]), decoded[1])
+        samples = [sample for sample in map(self._samples.get, indices.tolist()) if sample is not None]
+        if not samples:
+            return ReadBatch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
+        images, labels = zip(*samples)
+        return ReadBatch(torch.stack(images) * self.scale + self.shift, self.reader.collate([*labels]), faults)
 
 
 class BatchStream:
@@ -144,7 +159,8 @@ class BatchStream:
         self.reader = reader
         self.report = report
         self.classes = classes
-        self.workers = config.workers
+        # A worker would keep the decoded samples to itself, and lose them with the epoch.
+        self.workers = 0 if isinstance(reader, MemoryReader) else config.workers
         # Without an accelerator there is none, and torch warns.
         self.pin_memory = config.pin_memory and torch.accelerator.is_available()
         self.seed = seed

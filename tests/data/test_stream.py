@@ -225,9 +225,15 @@ def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_
     evaluation = image_stream(config)
     assert [number for images, _ in evaluation.batches(0) for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
     assert evaluation.report.counts == {path: 1 for path in broken if "val" in path}
-    memory = image_stream(config, 0, in_memory=True)
-    assert memory.num_samples == 24
-    assert memory.report.counts == train.report.counts
+    for seed, stream in ((0, train), (None, evaluation)):
+        memory = image_stream(config, seed, in_memory=True)
+        for _ in range(2):
+            for (images, classes), (expected_images, expected_classes) in zip(
+                memory.batches(0), stream.batches(0), strict=True
+            ):
+                torch.testing.assert_close(images, expected_images, rtol=0, atol=1e-5)
+                assert torch.equal(classes, expected_classes)
+        assert memory.report.counts == stream.report.counts
 
 
 def test_an_evaluation_leaves_out_batches_without_a_readable_sample(folder, tmp_path):
@@ -238,13 +244,30 @@ def test_an_evaluation_leaves_out_batches_without_a_readable_sample(folder, tmp_
         assert actual == [0, 3, 6, 9, 2, 5, 8]
         assert sum(stream.report.counts.values()) == 3
     damaged_folder(folder, tmp_path, list(range(27)))
-    with pytest.raises(CorruptDataError, match="none of 10 samples"):
-        image_stream(folder_config(tmp_path, on_corrupt="skip"), in_memory=True)
-    stream = image_stream(folder_config(tmp_path, on_corrupt="skip"))
-    with pytest.raises(CorruptDataError, match="no sample can be read; 10 corrupt"):
-        stream.first_batch()
-    with pytest.raises(CorruptDataError, match="no sample can be read; 27 corrupt"):
-        list(image_stream(folder_config(tmp_path, on_corrupt="skip"), 0).batches(0))
+    for in_memory in (False, True):
+        stream = image_stream(folder_config(tmp_path, on_corrupt="skip"), in_memory=in_memory)
+        with pytest.raises(CorruptDataError, match="no sample can be read; 10 corrupt"):
+            stream.first_batch()
+        with pytest.raises(CorruptDataError, match="no sample can be read; 27 corrupt"):
+            list(image_stream(folder_config(tmp_path, on_corrupt="skip"), 0, in_memory=in_memory).batches(0))
+
+
+def test_an_image_in_memory_is_decoded_once_and_only_if_it_is_read(digits, monkeypatch):
+    stream = image_stream(replace(digits, workers=2), 0)
+    read: list[int] = []
+    decode = stream.reader.reader.decode
+
+    def noted(index, faults):
+        read.append(index)
+        return decode(index, faults)
+
+    monkeypatch.setattr(stream.reader.reader, "decode", noted)
+    first = [next(stream.batches(0)) for _ in range(2)]
+    assert torch.equal(first[0][0], first[1][0])
+    assert len(read) == len(first[0][0])
+    for epoch in range(2):
+        list(stream.batches(epoch))
+    assert len(read) == len(set(read)) <= stream.num_samples
 
 
 def test_shards_with_any_number_of_workers(digits):
