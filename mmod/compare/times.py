@@ -27,7 +27,7 @@ def sample_times(
     *,
     rounds: int,
     device: torch.device,
-    warmup: int = 2,
+    warmup: int = 1,
     seed: int = 0,
     shown: bool = False,
 ) -> Times[Input]:
@@ -50,7 +50,6 @@ def times_once(
     device: torch.device,
     *,
     rounds: int,
-    warmup: int = 2,
     shown: bool = False,
 ) -> Times[Any]:
     """Return times from the store of this machine, and measure the rounds that are not there.
@@ -60,7 +59,6 @@ def times_once(
     Args:
         identity: Stands for all candidates and passes: times beside other ones are of other turns.
         readings: Makes the models and their passes.
-        warmup: Rounds before the first that is measured.
     """
     by_pass: Times[Any] = {}
     ready: Readings[Any] | None = None
@@ -74,7 +72,7 @@ def times_once(
                 unmeasured = 0
                 if ready is None:
                     ready = readings()
-                    unmeasured = warmup
+                    unmeasured = 1
                 measured = sample_times(ready, rounds=1, device=device, warmup=unmeasured, seed=number)
                 times = store.once(key, partial(list, measured.items()), timed_on=str(device))
             for of, by_name in times:

@@ -346,7 +346,7 @@ def _times(store: Store, entrants: Mapping[str, Entrant]) -> Times[str]:
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
     readings = {name: one.samples.readings(one.model) for name, one in entrants.items()}
     device = next(model.parameters()).device
-    return times_once(store, identity, lambda: readings, device, rounds=ROUNDS, warmup=1)
+    return times_once(store, identity, lambda: readings, device, rounds=ROUNDS)
 
 
 def rows_of(

@@ -22,7 +22,7 @@ def test_all_models_and_passes_are_timed_in_turns() -> None:
         return Reading(lambda: calls.append((name, size)), size)
 
     readings = {name: {("image", size): reading(name, size) for size in (1, 8)} for name in (DENSE, "a", "b")}
-    ms = sample_times(readings, rounds=3, device=torch.device("cpu"), warmup=1)
+    ms = sample_times(readings, rounds=3, device=torch.device("cpu"))
     assert set(ms) == {("image", 1), ("image", 8)}
     assert all(set(by_model) == set(readings) for by_model in ms.values())
     assert all(len(by_round) == 3 for by_model in ms.values() for by_round in by_model.values())
@@ -56,7 +56,7 @@ def test_times_are_of_a_sample_and_each_round_is_measured_once(tmp_path: Path, m
     expected = {("image", 2): {"dense": [2.0, 4.0, 2.0], "a": [0.5, 1.0, 2.25]}}
     assert timed(models="both") == timed(models="both") == expected
     # The first round was kept; each call warms up once, before its first round.
-    assert measured == [(0, 2), (1, 2), (2, 0)]
+    assert measured == [(0, 1), (1, 1), (2, 0)]
     assert len(made) == 2
     assert timed(rounds=1, models="both") == {("image", 2): {"dense": [2.0], "a": [0.5]}}
     # Times beside other candidates are of other turns.
