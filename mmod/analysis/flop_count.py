@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks, own_name
 from mmod.adapters.images import image_facts
 from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
-from mmod.analysis.counting import PassCounts, count_pass
+from mmod.analysis.counting import PassCounts, count_pass, pass_flops
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prompt, check_read, count_prefill
 from mmod.analysis.tracing import Trace
@@ -226,6 +226,17 @@ def meta_copy(model: nn.Module) -> nn.Module:
         # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
         module.training = False
     return copied
+
+
+def inference_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+    """Return `flops(...).routed` of a model whose cost does not depend on the data, by one pass on the meta device.
+
+    Args:
+        inputs: Its arguments by name, without data; those of a model of images are `{"image": image}`.
+    """
+    # Hosts may make positions in their forward without saying where.
+    with torch.device("meta"):
+        return pass_flops(meta_copy(model), inputs)
 
 
 def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_part, find_stacks
-from mmod.analysis.counting import pass_flops
-from mmod.analysis.flop_count import flops, meta_copy
+from mmod.analysis.flop_count import flops, inference_flops
 from mmod.compare.table import DENSE
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import at_budgets
@@ -92,9 +90,7 @@ def image_candidates(
         if candidate.name == DENSE:
             # Says why a model cannot be counted.
             return flops(counted, size).routed
-        # Hosts may make positions in their forward without saying where.
-        with torch.device("meta"):
-            return pass_flops(meta_copy(counted), inputs)
+        return inference_flops(counted, inputs)
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)

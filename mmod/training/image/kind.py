@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
-from mmod.analysis.flop_count import flops
+from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.timing import Reading
+from mmod.blocks import by_data
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation
 from mmod.io.files import is_of_transformers
@@ -32,7 +33,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Streams, device_of, load, needed_shares
+from mmod.training.engine.kind import Streams, device_of, load
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_outputs
 from mmod.training.image.classes import check_same_classes, model_classes
@@ -190,7 +191,10 @@ class ImageKind:
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of an image, the mean if they depend on the data."""
-        return {"image": flops(model, self.image_shape, kept=needed_shares(model, kept)).routed}
+        if by_data(model):
+            return {"image": flops(model, self.image_shape, kept=kept).routed}
+        image = torch.empty(1, *self.image_shape, dtype=next(model.parameters()).dtype, device="meta")
+        return {"image": inference_flops(model, {"image": image})}
 
     def report(self, model: nn.Module) -> FlopReport:
         """Count the FLOPs of an image by part."""
