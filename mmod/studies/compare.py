@@ -25,7 +25,7 @@ from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.plan import search_for
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, device_of, seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.kinds import kind_of
@@ -312,7 +312,7 @@ def measure_run(
 
     Args:
         before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
-        by_sample: Keep the outcomes of samples of trained models too, for which each is evaluated once more.
+        by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
         progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
@@ -324,9 +324,11 @@ def measure_run(
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
-    rows = measured_of(fit(run.config, callback))
+    fitted = fit(run.config, callback)
+    rows = measured_of(fitted.best)
     if by_sample:
-        final = evaluate_start(measurer.store, _final_config(run))
+        evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
+        final = evaluate_start(measurer.store, _final_config(run), evaluated=evaluated)
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
@@ -337,13 +339,23 @@ def load_start(config: RunConfig) -> nn.Module:
     return kind_of(config).load()
 
 
-def evaluate_start(store: Store, config: RunConfig, load: Load = load_start, progress: bool = False) -> Measured:
-    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before."""
+def evaluate_start(
+    store: Store,
+    config: RunConfig,
+    load: Load = load_start,
+    progress: bool = False,
+    evaluated: Evaluated | None = None,
+) -> Measured:
+    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before.
+
+    Args:
+        evaluated: Its evaluation, where the training that ended with it has made it.
+    """
     kind = kind_of(config)
     identity = {"work": "rows of samples", **identity_of(config)}
 
     def measure() -> Measured:
-        result, outcomes = kind.evaluate(load(config), progress)
+        result, outcomes = evaluated or kind.evaluate(load(config), progress)
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
@@ -351,12 +363,12 @@ def evaluate_start(store: Store, config: RunConfig, load: Load = load_start, pro
 
 
 def fit(config: Any, callback: Callback) -> Any:
-    """Train a run, or read the result of a finished one; return the evaluation to report."""
+    """Train a run, or read the result of a finished one; refuse one without an evaluation."""
     kind = kind_of(config)
-    evaluation = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total)).best
-    if evaluation is None:
+    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
+    if fitted.best is None:
         raise ValueError("there is nothing to ask: set data.val")
-    return evaluation
+    return fitted
 
 
 def measured_of(evaluation: RoutedResult) -> Measured:

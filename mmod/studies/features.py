@@ -150,7 +150,7 @@ def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, measurer:
             start = _probe(config, measurer.store, started)
             further[BEFORE] = start.figures[config.score]
             outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
-        further["top1"] = fit(started, callback).top1
+        further["top1"] = fit(started, callback).best.top1
         started = started.started_from(started.output)
     rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, run))
     return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})

@@ -193,7 +193,7 @@ def _check_text(places: list[Place]) -> None:
 
 
 def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
-    return measured_of(fit(run.config, callback))
+    return measured_of(fit(run.config, callback).best)
 
 
 def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:

@@ -38,6 +38,7 @@ from mmod.training.engine.distributed import (
     together,
     wait_for_all,
 )
+from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
 from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws, step_samples, steps_of_epoch
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
@@ -169,8 +170,9 @@ class _Trainer:
                 if self.stop.agreed():
                     self._leave()
                 evaluation, average = self._evaluate()
-                for data, result in (("val", evaluation), ("ema", average)):
-                    if result is not None:
+                for data, evaluated_model in (("val", evaluation), ("ema", average)):
+                    if evaluated_model is not None:
+                        result = evaluated_model.result
                         self._note_validation(data, result)
                         prefix = "" if data == "val" else "ema_"
                         row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
@@ -331,18 +333,15 @@ class _Trainer:
     def _learning_rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _evaluate(self) -> tuple[Any, Any | None]:
+    def _evaluate(self) -> tuple[Evaluated, Evaluated | None]:
         # Evaluations may draw as well, and a resumed run has to give the same figures.
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
-        results: list[Any] = []
-        for model in (self.model, None if self.ema is None else self.ema.module):
-            if model is None:
-                results.append(None)
-                continue
-            with self.parallel.full_weights(model) as gathered_model:
-                evaluated = self.kind.evaluate_set(gathered_model, self.test_stream, self.process, self.progress)
-                results.append(evaluated.result)
-        return results[0], results[1]
+        evaluation = self._evaluate_model(self.model)
+        return evaluation, None if self.ema is None else self._evaluate_model(self.ema.module)
+
+    def _evaluate_model(self, model: nn.Module) -> Evaluated:
+        with self.parallel.full_weights(model) as gathered_model:
+            return self.kind.evaluate_set(gathered_model, self.test_stream, self.process, self.progress)
 
     @property
     def _checkpoints(self) -> Path:
@@ -403,17 +402,18 @@ class _Trainer:
         streams = {"train": self.train_stream, "val": self.test_stream}
         return {name: together(stream.report) for name, stream in streams.items()}
 
-    def _finish(self, evaluation: Any, average: Any | None) -> FitResult[Any]:
+    def _finish(self, evaluation: Evaluated, average: Evaluated | None) -> FitResult[Any]:
         self.board.close()
         result = FitResult(
             folder=str(self.folder),
             epochs=self.epochs,
             steps=self.step,
-            evaluation=evaluation,
-            average=average,
+            evaluation=evaluation.result,
+            average=None if average is None else average.result,
             history=self.history,
             skipped={name: report.counts for name, report in self._reports().items()},
             usage=self.usage.figures(),
+            outcomes=(average or evaluation).outcomes,
         )
         self._export(self.model if self.ema is None else self.ema.module, FINAL_MODEL)
         if self.ema is not None:

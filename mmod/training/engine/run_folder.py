@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
@@ -43,6 +44,7 @@ class FitResult(Generic[Result]):
         skipped: Number of unreadable samples by file, for "train" and "val".
         usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.logging.Usage`.
         reused: The run had finished before, and its result was read from the folder.
+        outcomes: What `best` follows from, see `Evaluated`; empty for a result that was read from the folder.
     """
 
     folder: str
@@ -54,6 +56,7 @@ class FitResult(Generic[Result]):
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
     usage: dict[str, float] = field(default_factory=dict)
     reused: bool = False
+    outcomes: Mapping[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def best(self) -> Result:
@@ -221,4 +224,6 @@ def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
 
 def write_result(folder: str | Path, result: FitResult[Any]) -> None:
     """Write the result of a run, which marks it as finished."""
-    write_atomically(Path(folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    fields = dataclasses.asdict(result)
+    del fields["outcomes"]
+    write_atomically(Path(folder) / _RESULT, json.dumps(fields, indent=2) + "\n")
