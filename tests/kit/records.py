@@ -63,7 +63,7 @@ def write_isoflop(folder: Path) -> Path:
             points.append({**facts, "seeds": losses, "loss": losses[0]["loss"] + 0.05, "rate": 0.1, "steps": 9})
     folder.mkdir(parents=True)
     record = {"config": {}, "torch": "2", "points": points, "title": "Loss against parameters"}
-    text = f"{table(points, 'loss')}\n\n{verdict(points, 'loss')}"
+    text = f"{table(points)}\n\n{verdict(points)}"
     write_outcome(folder, "isoflop", record, points, text, {"isoflop": draw(points)})
     return folder
 
