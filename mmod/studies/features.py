@@ -198,8 +198,8 @@ def _evaluate(
     streams = {name: _decoded(fields) for name, fields in _splits(config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
-        labels = [labels for _, labels in streams[_TESTED].batches(0)]
-        split_by_class(torch.cat(labels).numpy(), study.folds)
+        source = streams[_TESTED].reader.reader.source  # type: ignore[attr-defined]
+        split_by_class(np.asarray(source.labels()), study.folds)
     if config.model.pretrained:
         check_published(config.model.name, config.model.args, "set checkpoint to a file of weights")
     model = load(config)
