@@ -247,7 +247,11 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
     assert [point.figures for point in resumed.points] == [point.figures for point in uninterrupted.points]
     for name in (STORE, "features.jsonl"):
         whole, resumed_lines = (
-            [line for line in (tmp_path / study / name).read_bytes().splitlines()[1:] if b'"work": "times"' not in line]
+            [
+                line
+                for line in (tmp_path / study / name).read_bytes().splitlines()[1:]
+                if b'"work": "times of a round"' not in line
+            ]
             for study in ("whole", "stopped")
         )
         assert whole == resumed_lines
