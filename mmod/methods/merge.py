@@ -36,7 +36,7 @@ class Merge(Method):
     its group, so any code that averages patches weighs groups by size.
 
     Args:
-        r: Number of tokens that a block merges, one or one per block; at most half of the patches that are left.
+        r: Number of tokens that a block merges, at most half of those that are left: one number, or one per block.
         training_only: Change the model in training mode alone; in evaluation it is dense.
 
     Source: ToMe, Bolya et al., arXiv 2210.09461.
@@ -62,8 +62,8 @@ class Merge(Method):
             check_halves(stack, index)
         size = image_facts(model).size
         if counts and size is not None:
-            most = math.prod(patch_grid(model, size)) // 2
-            # Later blocks merge half of what is left, as in the source.
+            # A block merges half of what is left where r is more, as in the source.
+            most = math.prod(patch_grid(model, size))
             check_value("r in the first merging block", next(iter(counts.values())), int, f"[0, {most}]")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:

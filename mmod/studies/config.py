@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +137,7 @@ class StudyConfig(Checked):
         """Fields of the training config by which models are fine-tuned from the dense one."""
         return merged(self.dense_fields, self.finetune)
 
-    @functools.cached_property
+    @property
     def size_suffixes(self) -> dict[int, str]:
         """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
         sizes = sorted({*self.latency_batches, self.latency_batch})

@@ -122,7 +122,7 @@ def check(model: Any, changed: Any, images: Tensor, step: Step) -> None:
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("r", [1, 3, 100, (4, 0, 1, 2)])
+@pytest.mark.parametrize("r", [1, 3, 14, (4, 0, 1, 2)])  # 14: half of what is left, in every block.
 def test_merging_is_bipartite_soft_matching(case: str, r: int | tuple[int, ...]) -> None:
     name, changes = MODELS[case]
     model, images = make_model(name, **changes).double(), make_images(name, 2).double()

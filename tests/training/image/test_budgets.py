@@ -69,7 +69,7 @@ def test_an_elastic_run_is_evaluated_at_each_capacity(tmp_path: Path) -> None:
         assert evaluation.capacities is not None
         assert list(evaluation.capacities) == ["0.25", "0.5", "0.75", "1"]
         assert evaluation.capacities["0.5"] == evaluation.accuracies()
-        assert {"top1@0.25", "top5@1"} <= evaluation.columns().keys()
+        assert {"top1@0.25", "top1@1"} <= evaluation.columns().keys()
     for capacity, figures in (done.evaluation.capacities or {}).items():
         mmod.set_capacity_(model, float(capacity))
         assert evaluate(model, TensorStream(8, seed=None)).accuracies() == figures  # type: ignore[arg-type]
