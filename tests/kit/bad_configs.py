@@ -236,6 +236,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         "those of a saved processor, not of 'words'",
     ),
     (TextConfig, {"elastic": True}, "elastic trains a routed model"),
+    (TextConfig, {"elastic": True, "routing": RANDOM, "grad_checkpointing": True}, "with grad_checkpointing"),
     (TextConfig, {"model": {"config": LLAMA, "pretrained": True}}, "no published weights read bytes"),
     (TextConfig, {"model": {"config": {**LLAMA, "vocab_size": 300}}}, "vocab_size must be 256"),
     (TextConfig, {"model": {}}, "give model.config"),

@@ -71,6 +71,9 @@ class TrainConfig(LoopConfig):
         if self.elastic and not self.routings:
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
         if self.elastic:
+            if self.grad_checkpointing:
+                # Recomputed layers would skip tokens in the pass that ran all.
+                raise ValueError("elastic cannot be combined with grad_checkpointing")
             self.refuse_training_only("elastic trains a routed model")
 
     def plain(self) -> Self:
