@@ -302,7 +302,9 @@ class _Trainer:
     def _refuse(self, group: list[Batch]) -> NoReturn:
         """Save the state before a step whose loss is not finite, and raise."""
         step = self.step + 1
-        usable = all_finite([*self.model.parameters(), *self.model.buffers()])
+        broken = not all_finite([*self.model.parameters(), *self.model.buffers()])
+        # Running statistics differ between processes, which save together or not at all.
+        usable = not int(sum_over_processes(torch.tensor(broken, dtype=torch.int64, device=self.process.device)))
         # The draws of the failed step, so that the repeated passes meet what it met.
         seed_draws(self.config.seed, step, self.process.rank)
         where = find_nonfinite(self.task, group, self.process.device)
