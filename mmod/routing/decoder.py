@@ -91,10 +91,12 @@ class DecoderRouter(Router):
             importance_BN = importance_BN / groups.segments.share_BN.to(importance_BN.device)
         score_BN = self._score(x_BND, self.config.router, importance_BN, groups)
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
+        if self.shares_own_score:
+            importance_BN = None
         gate = self.config.gate
         select = self.config.select
         if gate.name == "step" and isinstance(select, Threshold) and self.training:
-            return self._run_all_of(score_BN, select.single, groups)
+            return self._run_all_of(score_BN, select.single, groups, importance_BN)
         kept = self._slots(score_BN, predicted_BN, groups)
         gate_BK = None
         skipped_BN = None
@@ -103,8 +105,6 @@ class DecoderRouter(Router):
             gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, kept.index_BK)
             if self.config.skipped == "scale":
                 skipped_BN = torch.where(groups.free_BN, weight_BN, 1.0)
-        if self.shares_own_score:
-            importance_BN = None
         return Routing(
             kept,
             score_BN,
@@ -154,7 +154,9 @@ class DecoderRouter(Router):
         free_SL = segments.split(tokens.free_BN) & segments.valid_SL
         return segments.pack(normalised(segments.split(score_BN), free_SL))
 
-    def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
+    def _run_all_of(
+        self, score_BN: Tensor, threshold: float, tokens: TokenGroups, importance_BN: Tensor | None
+    ) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         there_BN = tokens.group_BN >= KEPT
         gate_BN = torch.where(tokens.free_BN, step_gate(self._normalised(score_BN, tokens), threshold), 1.0)
@@ -162,7 +164,7 @@ class DecoderRouter(Router):
         gate_BK = gate_BN.gather(1, kept.index_BK)
         # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
         kept = Kept(kept.index_BK, kept.valid_BK, kept.total, idle_BK=gate_BK == 0)
-        return Routing(kept, score_BN, gate_BK, tokens=tokens)
+        return Routing(kept, score_BN, gate_BK, tokens=tokens, importance_BN=importance_BN)
 
     def _slots(self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups) -> Kept:
         """Return the kept tokens."""

@@ -222,6 +222,22 @@ def test_tokens_of_language_models_skip_alike_in_training_and_evaluation(name: s
     assert all(bool(block.router.score.weight.grad.abs().sum() > 0) for block in mmod.routed_blocks(model).values())
 
 
+def test_tokens_that_all_run_in_training_learn_by_importance() -> None:
+    config = mmod.RoutingConfig(
+        router="linear",
+        gate="step",
+        select=mmod.Threshold(0.5),
+        context="all",
+        losses={"importance": 1.0},
+        language={"tokens": "all"},
+        blocks=(1, 3),
+    )
+    model = mmod.route_(make_language("llama"), language=config).train()
+    model(**words(3), use_cache=False)
+    mmod.auxiliary_loss(model).backward()
+    assert all(bool(block.router.score.weight.grad.abs().sum() > 0) for block in mmod.routed_blocks(model).values())
+
+
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     images = make_images("test_vit", 4)
     model = mmod.route_(make_model("test_vit"), config_for("attention"))
