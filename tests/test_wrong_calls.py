@@ -92,6 +92,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: LINEAR.replace(losses={"load": 0.0}), ValueError, "a mapping of names to a number above 0"),
     (lambda m: LINEAR.replace(losses={"bce": 1.0}), ValueError, "one of 'capacity', 'importance', 'load'"),
     (lambda m: LINEAR.replace(skipped="scale"), ValueError, "skipped='scale' needs .* gate"),
+    (
+        lambda m: LINEAR.replace(skipped="scale", gate="step", select=mmod.Threshold(0.5), context="all"),
+        ValueError,
+        "gate 'linear', 'sigmoid' or 'tanh'",
+    ),
     (lambda m: mmod.RoutingConfig(router=sum).to_dict(), ValueError, "router is a function cannot be saved"),
     (
         lambda m: mmod.route_(m, mmod.RoutingConfig(blocks="all")),

@@ -244,10 +244,10 @@ class RoutingConfig:
                 f"skipped={spelled(self.skipped)!r} needs context='kept' and operator='block': tokens join others for "
                 "the whole block"
             )
-        if self.skipped == "scale" and not (skips_block and self.gate.name != "identity"):
+        if self.skipped == "scale" and not (skips_block and self.gate.name in ("linear", "sigmoid", "tanh")):
             raise ValueError(
-                "skipped='scale' needs operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate "
-                "multiplies skipped tokens"
+                "skipped='scale' needs operator='block' and gate 'linear', 'sigmoid' or 'tanh': the gate multiplies "
+                "skipped tokens"
             )
         if self.merges_inside and not self.router.shared:
             raise ValueError(

@@ -319,7 +319,8 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, pe
     unfit |= {"gate", "losses"} if not learns else set()
     unfit |= {"context"} if per_image or "mlp" in str(operator) else set()
     unfit |= {"language"} if part != "language" else set()
-    if not (joins or operator or "gate" in unfit) and gate.get("name", "tanh") != "identity" and random.random() < 0.25:
+    weighs = gate.get("name", "tanh") not in ("identity", "step") and "gate" not in unfit
+    if weighs and not (joins or operator) and random.random() < 0.25:
         unfit.discard("skipped")
         fields = {**fields, "skipped": "scale"}
     fields = {**fields, "gate": gate or None, "language": language or None}
