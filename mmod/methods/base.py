@@ -389,7 +389,7 @@ def restore_(model: Model) -> Model:
     """Restore the host's classes and keys in a model, or in a copy of a part of one; see `undo_`."""
     undo_training_only_(model)
     for owner in method_owners(model):
-        undo_last_(owner, len(methods_of(owner)))
+        undo_last_(owner, len(vars(owner)["mod_methods"]))
     for method in methods_inside(model):
         method.restore(model)
     return model
@@ -426,7 +426,8 @@ def _take_off(model: nn.Module, count: int) -> None:
             "(accelerate.hooks.remove_hook_from_module(model, recurse=True), or `del module.forward`)"
         )
     for _ in range(count):
-        *remaining, method = methods_of(model)
+        # Its own: a model inside it, such as a vision tower, may have methods too.
+        *remaining, method = vars(model)["mod_methods"]
         method.restore(model)
         _record(model, tuple(remaining))
 

@@ -16,7 +16,7 @@ import mmod
 from mmod.adapters import find_parts
 from mmod.adapters.probe import inputs_of_call
 from mmod.blocks import Rows, Segments, read_segments
-from mmod.methods import Merge, Prune
+from mmod.methods import Merge, Prune, methods_of
 from tests.kit.cover import in_turn
 from tests.kit.towers import ALL, IN_SEQUENCE, UNEQUAL, by_image, images, make_deep, tower_of
 from tests.kit.vlm_zoo import make_joint, prompt
@@ -307,3 +307,16 @@ def test_a_sequence_and_a_batch_hold_the_same_rows(lengths: tuple[int, ...]) -> 
 def test_every_tower_is_a_part() -> None:
     for name in ALL:
         assert set(find_parts(make_joint(name))) == {"language", "vision"}
+
+
+def test_a_tower_and_the_language_model_are_undone_one_by_one_or_together() -> None:
+    """Each holds the record of its own methods."""
+    model = make_deep("llava")
+    classes = [type(module) for module in model.modules()]
+    for undo in (mmod.undo_, mmod.unroute_):
+        mmod.route_(tower_of(model), "gradual")
+        mmod.route_(model, language=mmod.RoutingConfig(router="random", capacity=0.5))
+        assert len(methods_of(model)) == 2
+        undo(model)
+        assert methods_of(model) == ()
+        assert [type(module) for module in model.modules()] == classes
