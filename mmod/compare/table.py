@@ -138,15 +138,16 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
         return difference(values, others) if set(values) & set(others) else None
     one_outcomes = _outcomes(table, name)
     other_outcomes = _outcomes(table, other)
-    if figure not in one_outcomes:
-        weigh = table.weigh[figure]
-        resampling = _resampling(len(next(iter(one_outcomes.values()))), _DRAWS)
-        return resampling.of(lambda weight_SN: weigh(one_outcomes, weight_SN) - weigh(other_outcomes, weight_SN))
     # Candidates may be evaluated on the first samples alone.
-    count = min(len(one_outcomes[figure]), len(other_outcomes[figure]))
-    change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
+    count = min(len(next(iter(outcomes.values()))) for outcomes in (one_outcomes, other_outcomes))
     if not count:
         return None
+    if figure not in one_outcomes:
+        weigh = table.weigh[figure]
+        ones = {column: values[:count] for column, values in one_outcomes.items()}
+        others = {column: values[:count] for column, values in other_outcomes.items()}
+        return _resampling(count, _DRAWS).of(lambda weight_SN: weigh(ones, weight_SN) - weigh(others, weight_SN))
+    change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
     change = _changed(change_N)
     is_in_percent = figure in _rows(table, name).figures
     return dataclasses.replace(100 * change, seeds=1) if is_in_percent else change

@@ -329,7 +329,7 @@ class _Trainer:
         # Smoothed by tqdm; none is known after the first step.
         speed = bar.format_dict["rate"]
         self.board.write({f"step/{name}": value for name, value in figures.items()}, self.step)
-        self.board.write({"step/images_per_second": speed} if speed else {}, self.step)
+        self.board.write({"step/samples_per_second": speed} if speed else {}, self.step)
         self.board.write(named(rows), self.step)
 
     def _learning_rate(self) -> float:
