@@ -258,7 +258,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
         assert len(candidates) > 2
         dense: Any = jobs[0].config
         for job in jobs:
-            if job.seed == 0 and job.search is None:
+            if job.seed == 0 and not job.searches:
                 config: Any = job.config
                 fields = dict.fromkeys(("checkpoint", "image_checkpoint"))
                 fields["pretrained"] = getattr(type(dense.model), "pretrained", None)

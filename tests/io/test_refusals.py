@@ -31,7 +31,7 @@ def fail() -> None:
         (["train", "image"], 2, "CONFIG is missing"),
         (["train", "image", "digits/dense", "--epochz", "3"], 2, "unknown config key 'epochz'"),
         (["train", "image", "digits/dense", "--epochs", "0"], 2, "epochs must be an integer of at least 1"),
-        (["trian"], 2, "invalid choice: 'trian'"),
+        (["trian"], 2, "no command 'mmod trian'; near ones: train"),
     ],
 )
 def test_exit_codes(arguments: list[str], code: int, message: str) -> None:
