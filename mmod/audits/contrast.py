@@ -11,7 +11,7 @@ import numpy as np
 
 from mmod.analysis.statistics import Estimate, Values, estimate_of, resampled_means, sign_test
 from mmod.audits.tables import ACCURACY, LOSS
-from mmod.compare.table import Table, outcomes_of
+from mmod.compare.table import Table, mean_outcomes
 
 OF_ACCURACY = 0
 OF_LOSS = 1
@@ -19,7 +19,7 @@ OF_LOSS = 1
 
 def values_of(table: Table, names: Sequence[str]) -> Values:
     """Return accuracy in percent and loss of each sample under some candidates (I, F, C), means over their draws."""
-    outcomes = [outcomes_of(table, name) for name in names]
+    outcomes = [mean_outcomes(table, name) for name in names]
     accuracies = [100 * columns[ACCURACY] for columns in outcomes]
     return np.stack([*accuracies, *(columns[LOSS] for columns in outcomes)], axis=1).reshape(-1, 2, len(names))
 

@@ -144,9 +144,11 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
         return None
     if figure not in one_outcomes:
         weigh = table.weigh[figure]
-        ones = {column: values[:count] for column, values in one_outcomes.items()}
-        others = {column: values[:count] for column, values in other_outcomes.items()}
-        return _resampling(count, _DRAWS).of(lambda weight_SN: weigh(ones, weight_SN) - weigh(others, weight_SN))
+        one_columns = {column: value_N[:count] for column, value_N in one_outcomes.items()}
+        other_columns = {column: value_N[:count] for column, value_N in other_outcomes.items()}
+        return _resampling(count, _DRAWS).of(
+            lambda weight_SN: weigh(one_columns, weight_SN) - weigh(other_columns, weight_SN)
+        )
     change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
     change = _changed(change_N)
     is_in_percent = figure in _rows(table, name).figures
@@ -224,7 +226,7 @@ def _rows(table: Table, name: str) -> Measured:
     return next(iter(table.runs[name].values()))
 
 
-def outcomes_of(table: Table, name: str) -> dict[str, np.ndarray]:
+def mean_outcomes(table: Table, name: str) -> dict[str, np.ndarray]:
     """Return the outcomes of a candidate's samples, means over its seeds."""
     runs = [rows.outcomes for rows in table.runs[name].values()]
     if len(runs) == 1:
