@@ -23,7 +23,7 @@ from mmod.audits.oracle import worth_of
 from mmod.audits.reference import consult
 from mmod.audits.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.audits.strata import DIFFICULTY, check_labels
-from mmod.audits.tables import ACCURACY, LOSS, BatchRows, Columns, Decision, Mask, TokenKinds, baseline_row
+from mmod.audits.tables import ACCURACY, LOSS, BatchRows, Columns, DecisionRows, Mask, TokenKinds, baseline_row
 from mmod.config import AuditConfig, Grid
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing
@@ -94,14 +94,16 @@ class _Learned:
     partners: dict[str, FreeDecision]
     reference: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
 
-    def decisions(self, moved: Mapping[str, list[Mask]], worth: Mapping[str, dict[str, Tensor]]) -> dict[str, Decision]:
+    def decisions(
+        self, moved: Mapping[str, list[Mask]], worth: Mapping[str, dict[str, Tensor]]
+    ) -> dict[str, DecisionRows]:
         """Return the rows of the batch in the table of decisions."""
         rows = {}
         for name, routing in self.routings.items():
             keep = Mask.of(routing.keep_BN & self.free[name])
             last = self.decided[name].of(slice(-1, None))
             free = Mask.of(self.free[name])
-            rows[name] = Decision(keep, free, last, moved.get(name, []), worth.get(name, {}))
+            rows[name] = DecisionRows(keep, free, last, moved.get(name, []), worth.get(name, {}))
         return rows
 
 

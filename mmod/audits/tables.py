@@ -62,7 +62,7 @@ class TokenKinds:
 
 
 @dataclass(frozen=True)
-class Decision:
+class DecisionRows:
     """What one decision of a model keeps of the samples of a batch.
 
     Args:
@@ -95,7 +95,7 @@ class BatchRows:
 
     first: int
     outcomes: dict[str, list[Columns]]
-    decisions: dict[str, Decision]
+    decisions: dict[str, DecisionRows]
     labels: dict[str, list[str] | list[float]] = field(default_factory=dict)
     kinds: dict[str, TokenKinds] = field(default_factory=dict)
     grid: tuple[int, int] | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmod.audits.choices import LEARNED, FreeDecision
-from mmod.audits.tables import BatchRows, Decision, Mask, TokenKinds
+from mmod.audits.tables import BatchRows, DecisionRows, Mask, TokenKinds
 
 
 def decided(
@@ -30,7 +30,7 @@ def decided(
             last = FreeDecision(keep_BN[rows][-1:], keep_BN[rows][-1:].float())
             masks = [Mask.of(moved_BF[rows]) for moved_BF in (moved or {}).get(name, ())]
             keep = Mask.of(keep_BN[rows] & free_BN[rows])
-            decisions[name] = Decision(keep, Mask.of(free_BN[rows]), last, masks)
+            decisions[name] = DecisionRows(keep, Mask.of(free_BN[rows]), last, masks)
         known = {name: TokenKinds.of(name_BN[rows]) for name, name_BN in (kinds or {}).items()}
         outcomes = {LEARNED: [{"loss": torch.zeros(size), "accuracy": torch.zeros(size)}]}
         batches.append(BatchRows(first, outcomes, decisions, kinds=known, grid=grid))
