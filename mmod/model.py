@@ -10,7 +10,7 @@ from mmod.adapters import adapted_model, find_parts, own_name
 from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
-from mmod.methods.base import Method, Model, method_owners, undo_last_
+from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
 from mmod.values import brief, check_value, similar
@@ -178,7 +178,7 @@ def unroute_(model: Model) -> Model:
     """
     routed_blocks(model)
     for owner in method_owners(model):
-        if isinstance(vars(owner)["mod_methods"][-1], Route):
+        if isinstance(own_methods(owner)[-1], Route):
             undo_last_(owner)
     return model
 

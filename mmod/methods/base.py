@@ -136,7 +136,7 @@ class Method(Checked, ABC, group="method"):
         for hook in model_hooks(model):
             if not any(hook is other for other in hooks):
                 hook.kind = self.kind
-        _record(model, self.joined(vars(model).get("mod_methods", ())))
+        _record(model, self.joined(own_methods(model)))
         return model
 
     def joined(self, earlier: tuple[Method, ...]) -> tuple[Method, ...]:
@@ -272,7 +272,7 @@ class TrainingOnly(Mixin):
 
 def _in_training(model: nn.Module) -> tuple[Method, ...]:
     """Return the methods for training alone that change a model now."""
-    return tuple(method for method in vars(model).get("mod_methods", ()) if method.training_only)
+    return tuple(method for method in own_methods(model) if method.training_only)
 
 
 def _is_free(module: nn.Module) -> bool:
@@ -320,7 +320,7 @@ def _release(model: TrainingOnly) -> tuple[Method, ...]:
     model.take_off()
     methods = model.mod_training
     remove(model, TrainingOnly)
-    _record(model, vars(model).get("mod_methods", ()))
+    _record(model, own_methods(model))
     return methods
 
 
@@ -389,7 +389,7 @@ def restore_(model: Model) -> Model:
     """Restore the host's classes and keys in a model, or in a copy of a part of one; see `undo_`."""
     undo_training_only_(model)
     for owner in method_owners(model):
-        undo_last_(owner, len(vars(owner)["mod_methods"]))
+        undo_last_(owner, len(own_methods(owner)))
     for method in methods_inside(model):
         method.restore(model)
     return model
@@ -427,7 +427,7 @@ def _take_off(model: nn.Module, count: int) -> None:
         )
     for _ in range(count):
         # Its own: a model inside it, such as a vision tower, may have methods too.
-        *remaining, method = vars(model)["mod_methods"]
+        *remaining, method = own_methods(model)
         method.restore(model)
         _record(model, tuple(remaining))
 
@@ -462,11 +462,17 @@ def method_owners(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if "mod_methods" in vars(module)]
 
 
+def own_methods(module: nn.Module) -> tuple[Method, ...]:
+    """Return the methods that were applied to a module itself, in order, without those of models inside it."""
+    methods: tuple[Method, ...] = vars(module).get("mod_methods", ())
+    return methods
+
+
 def methods_of(model: nn.Module) -> tuple[Method, ...]:
     """Return the methods that changed a model, in order; empty for a dense one."""
     found: list[Method] = []
     for owner in method_owners(model):
-        found += vars(owner)["mod_methods"]
+        found += own_methods(owner)
     return tuple(found)
 
 
