@@ -25,7 +25,7 @@ import mmod
 from mmod.adapters import find_stacks
 from mmod.analysis import Prompt, Trace, flops
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
-from mmod.blocks import by_data
+from mmod.blocks import needed_shares
 from mmod.routing import Routing, TokenGroups
 from tests.kit.clip_zoo import small_trunks
 from tests.kit.counting import flop_counter
@@ -302,7 +302,7 @@ def _prefill(case: Case, sample: Sample, decisions: Trace) -> PrefillFlops:
         if isinstance(routing.tokens, TokenGroups)
     }
     images = [PATCHES] * len(sample.get("pixels", ()))
-    return flops(case.model, Prompt(len(sample["ids"]) - sum(images), images), shares if by_data(case.model) else None)
+    return flops(case.model, Prompt(len(sample["ids"]) - sum(images), images), needed_shares(case.model, shares))
 
 
 # What is checked of every draw, and what of every sixth.

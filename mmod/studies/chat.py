@@ -19,6 +19,7 @@ from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
+from mmod.blocks import needed_shares
 from mmod.compare.table import Measured, Table
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
@@ -33,7 +34,6 @@ from mmod.studies.report import named_columns, verdict
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
-from mmod.training.engine.kind import needed_shares
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

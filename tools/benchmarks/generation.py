@@ -18,7 +18,7 @@ from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.tracing import trace
-from mmod.blocks import by_data
+from mmod.blocks import needed_shares
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
 from mmod.lab.thresholds import between
@@ -245,7 +245,7 @@ class GenerationModels:
     def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Routing]) -> float:
         kept = {block: _share(routing) for block, routing in decisions.items()}
         prompt = Prompt(self.config.text_tokens, self.image_tokens)
-        report = flops(model, prompt, kept if by_data(model) else None)
+        report = flops(model, prompt, needed_shares(model, kept))
         return report.dense / report.routed
 
     @torch.no_grad()

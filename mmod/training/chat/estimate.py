@@ -16,6 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
+from mmod.blocks import needed_shares
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ReplacingChats, check_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
@@ -25,7 +26,6 @@ from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.preflight import check_start, step_samples, steps_of
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of
-from mmod.training.engine.kind import needed_shares
 from mmod.values import IGNORED
 
 # Encoded conversations, evenly spread over the data.

@@ -22,6 +22,7 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
 from mmod.analysis.timing import Reading
 from mmod.audits.evaluations import evaluate_answers
+from mmod.blocks import needed_shares
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, check_conversations
 from mmod.data.readers.lengths import open_checked
@@ -40,7 +41,7 @@ from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arg
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
-from mmod.training.engine.kind import AfterStep, device_of, load, needed_shares
+from mmod.training.engine.kind import AfterStep, device_of, load
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 

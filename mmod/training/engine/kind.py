@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmod.analysis import FlopReport
 from mmod.analysis.timing import Reading
-from mmod.blocks import by_data
 from mmod.data.loader import BatchStream
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig
@@ -176,8 +175,3 @@ def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
     # Rounded up, because the last group of an epoch may have fewer batches.
     steps = -(-train.steps_per_epoch // config.accumulate)
     return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
-
-
-def needed_shares(model: nn.Module, kept: Mapping[str, float]) -> Mapping[str, float] | None:
-    """Return kept shares if the cost of the model depends on the data; None otherwise."""
-    return kept if by_data(model) else None

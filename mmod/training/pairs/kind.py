@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmod.analysis import FlopReport, flops
 from mmod.analysis.timing import Reading
+from mmod.blocks import needed_shares
 from mmod.data.loader import BatchStream, check_pairs, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
 from mmod.io.tensors import write_tensors
@@ -29,7 +30,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import device_of, load, needed_shares
+from mmod.training.engine.kind import device_of, load
 from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set

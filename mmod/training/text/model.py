@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.analysis import Prompt, flops
-from mmod.blocks import by_data
+from mmod.blocks import needed_shares
 from mmod.config import RoutingConfig, Threshold
 from mmod.methods.base import deciding_together
 from mmod.methods.route import deciding_by
@@ -50,6 +50,6 @@ def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = Non
     """
     with deciding_together(model):
         # In training a layer may take the top-k, whatever its threshold in evaluation.
-        counts = flops(model, Prompt(length), kept if by_data(model) else None)
+        counts = flops(model, Prompt(length), needed_shares(model, kept))
     # A prefill computes the logits of its last token alone.
     return counts.routed + (length - 1) * counts.rest.routed
