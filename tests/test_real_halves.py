@@ -55,7 +55,7 @@ def folder(halves: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"photographs/{split}.txt").write_text("\n".join([*files, "BACKGROUND_Google/a.jpg"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(photographs, "TRAINING_SCENES", 12)
-        patch.setattr(photographs, "JUDGED", 14)
+        patch.setattr(photographs, "HELD_OUT", 14)
         make(root, halves / "tower.safetensors", halves / "language", root / "photographs")
     return root
 
@@ -66,7 +66,7 @@ def screens_folder(halves: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     root = tmp_path_factory.mktemp("screens")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(screens, "TRAINING_PICTURES", 10)
-        patch.setattr(screens, "JUDGED", 10)
+        patch.setattr(screens, "HELD_OUT", 10)
         make(root, halves / "tower.safetensors", halves / "language", None)
     save(loaded(root / "untrained")[0], root)
     return root
@@ -113,14 +113,14 @@ def test_splits_share_no_photograph_and_all_are_named(folder: Path) -> None:
     read = {name: json.loads((folder / f"questions/{name}.json").read_text()) for name in ("train", "naming", "places")}
     assert len(read["train"]) == len(CLASSES) * 4 + 12
     assert len(read["naming"]) == len(read["places"]) == 14
-    answers = {talk["conversations"][1]["value"] for talk in read["naming"]}
+    answers = {chat["conversations"][1]["value"] for chat in read["naming"]}
     assert answers <= {"face", "car", "crab", "dollar bill", "yin yang"}
 
 
 def test_things_are_where_the_pictures_show_them(folder: Path) -> None:
     things = things_in(folder / "questions")
     shown = {thing.file for thing in things}
-    assert shown == {talk["image"] for talk in json.loads((folder / "questions/train.json").read_text())}
+    assert shown == {chat["image"] for chat in json.loads((folder / "questions/train.json").read_text())}
     whole, cell = things[0], Thing("pictures/scene0.jpg", "crab", (0.5, 0.0), 0.5)
     features = torch.arange(2 * 16 * 3.0).view(2, 16, 3)
     seen = learn.seen_in(features, [Path(whole.file), Path(cell.file)], [whole, cell])
@@ -130,18 +130,18 @@ def test_things_are_where_the_pictures_show_them(folder: Path) -> None:
 
 def test_questions_beside_each_other_are_answered_as_alone(folder: Path) -> None:
     model, processor = loaded(folder / "untrained")
-    talks = learn.Talks(folder / "questions/train.json", processor.tokenizer)
-    several = [talk for talk in talks.talks if len(talk.questions) > 1][:3]
+    chats = learn.Chats(folder / "questions/train.json", processor.tokenizer)
+    several = [chat for chat in chats.chats if len(chat.questions) > 1][:3]
     alone = [
-        learn.Talk(talk.picture, [question], [answer], [kind])
-        for talk in several
-        for question, answer, kind in zip(talk.questions, talk.answers, talk.kinds)
+        learn.Chat(chat.picture, [question], [answer], [kind])
+        for chat in several
+        for question, answer, kind in zip(chat.questions, chat.answers, chat.kinds)
     ]
-    image = torch.randn(len(talks.pictures), 9, 32)
+    image = torch.randn(len(chats.pictures), 9, 32)
 
-    def logits(chosen: list[learn.Talk]) -> torch.Tensor:
+    def logits(chosen: list[learn.Chat]) -> torch.Tensor:
         batch: dict[str, Any] = learn.batch_of(
-            talks, chosen, image[[talk.picture for talk in chosen]], model.get_input_embeddings()
+            chats, chosen, image[[chat.picture for chat in chosen]], model.get_input_embeddings()
         )
         labels = batch.pop("labels")
         with torch.no_grad():

@@ -206,7 +206,7 @@ def select_threshold(
     one host synchronisation. Under `torch.func.vmap` and in compiled graphs, which permit none, every token has a slot.
 
     Args:
-        level_BN: Squashed scores (B, N); NaN is never kept.
+        level_BN: Normalised scores (B, N); NaN is never kept.
         threshold: A token is kept when its level is at least this.
         prefix: Number of tokens that are always kept.
         min_tokens: Keep at least this many, the highest levels first, prefix included.

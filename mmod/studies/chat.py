@@ -118,7 +118,7 @@ def _draw(config: ChatStudyConfig, run: Run, model: nn.Module) -> dict[str, Figu
     if not config.maps or not is_routed(model):
         return {}
     kind = ChatKind(run.config)
-    figure = draw_kept(model, kind.collator, kind.talks(config.maps))
+    figure = draw_kept(model, kind.collator, kind.chats(config.maps))
     return {} if figure is None else {f"maps-{run.name}": figure}
 
 
@@ -164,17 +164,17 @@ STUDY = StudyKind(
 """LLaVA-style models of transformers."""
 
 
-def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:
+def draw_kept(model: Any, collator: ChatCollator, chats: Sequence[ChatSample]) -> Figure | None:
     """Draw the image tokens that routed layers kept of questions; None where they are not one image's patches."""
-    prompts = collator.prompts(talks)
+    prompts = collator.prompts(chats)
     pixels = prompts.get("pixel_values")
     image_BN = prompts["input_ids"] == collator.processor.image_token_id
     if pixels is None or pixels.ndim != 4:
         return None
-    labels = [textwrap.fill(talk.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for talk in talks]
+    labels = [textwrap.fill(chat.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for chat in chats]
     with torch.inference_mode(), trace(model) as decisions, watch_grid(model) as seen:
         model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
-    if seen.grid is None or int(image_BN.sum()) != len(pixels) * math.prod(seen.grid) or len(pixels) != len(talks):
+    if seen.grid is None or int(image_BN.sum()) != len(pixels) * math.prod(seen.grid) or len(pixels) != len(chats):
         return None
     return decisions.plot(pixels, labels, prefix=0, grid=seen.grid, image_BN=image_BN)
 

@@ -21,7 +21,7 @@ from scripts.real_halves import compare, learn, on_screens, photographs, screens
 from scripts.real_halves.evaluate import evaluate, loaded
 from scripts.real_halves.features import features_of
 from scripts.real_halves.model import create
-from scripts.real_halves.questions import judged_in, things_in
+from scripts.real_halves.questions import held_out_in, things_in
 from scripts.real_halves.tune import ADAPTED, journal_of, tune, tuned_table
 
 _ON_PHOTOGRAPHS = learn.Schedule(
@@ -62,18 +62,18 @@ def train(folder: Path) -> None:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, processor = loaded(folder / "untrained")
-    judged = judged_in(folder / "questions")
+    held_out = held_out_in(folder / "questions")
     schedule = _ON_SCREENS if screens.are_in(folder / "questions") else _ON_PHOTOGRAPHS
-    talks = {name: learn.Talks(folder / f"questions/{name}.json", processor.tokenizer) for name in ["train", *judged]}
+    chats = {name: learn.Chats(folder / f"questions/{name}.json", processor.tokenizer) for name in ["train", *held_out]}
     features = {
         name: features_of(model, processor, asked.pictures, folder / f"features/{name}")
-        for name, asked in talks.items()
+        for name, asked in chats.items()
     }
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)
     if not (folder / "training/training.pt").exists():
         things = things_in(folder / "questions")
-        seen = learn.seen_in(features["train"], talks["train"].pictures, things)
+        seen = learn.seen_in(features["train"], chats["train"].pictures, things)
         names = [thing.name for thing in things]
         learn.start_projector(model, processor.tokenizer, features["train"], seen, names, schedule.start)
     language = model.model.language_model
@@ -83,8 +83,8 @@ def train(folder: Path) -> None:
         # Products run in half precision; the embeddings stay exact, as images join them.
         if name.endswith("base_layer.weight"):
             weight.data = weight.data.bfloat16()
-    evaluated = {name: (talks[name], features[name]) for name in judged}
-    learn.Training(model, talks["train"], features["train"], folder / "training", evaluated).run(schedule.stages)
+    evaluated = {name: (chats[name], features[name]) for name in held_out}
+    learn.Training(model, chats["train"], features["train"], folder / "training", evaluated).run(schedule.stages)
     if not dist.is_initialized() or dist.get_rank() == 0:
         save(model, folder)
 

@@ -33,7 +33,7 @@ _TOLERANCE = 0.05
 _OPTIONS = [Option(0.0), Option(0.25), Option(0.0, context="all"), Option(0.25, context="all")]
 _ROUTERS: dict[str, Any] = {"evenly spread": "stride", "by the last token's attention": LAST_TOKEN}
 _ROUNDS = 7
-_RIVALS = (SPREAD, "pooled tokens", "fewer pixels")
+_BASELINES = (SPREAD, "pooled tokens", "fewer pixels")
 _COMMANDS = ["python -m scripts.real_halves evaluate FOLDER", "python -m scripts.real_halves table FOLDER"]
 
 
@@ -102,10 +102,10 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
     Row().apply(model, processor, patches)
     halve(model)
     questions = folder / "questions"
-    talks = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
-    chosen = talks.read(range(_SEARCHED_ON))
+    chats = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
+    chosen = chats.read(range(_SEARCHED_ON))
     # One question a picture, as in the evaluation.
-    chosen = [talk._replace(messages=talk.messages[:2]) for talk in chosen]
+    chosen = [chat._replace(messages=chat.messages[:2]) for chat in chosen]
     collator = ChatCollator(processor)
     batches = [collator(chosen[start : start + _BATCH]) for start in range(0, len(chosen), _BATCH)]
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,15 +170,15 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
             line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))
         budget = name.rpartition(", ")[2]
         # Judges of other models find that these are hard to beat.
-        for baseline in _RIVALS:
+        for baseline in _BASELINES:
             other = answered.get(f"{baseline}, {budget}")
             is_compared = other is not None and name != f"{baseline}, {budget}"
             line.append(ends(gap(together(answered[name]), together(other))) if is_compared and other else None)
         lines.append(line)
     titles = ["", "image FLOPs", "prefill, ms", "cache", "naming %", "to dense", "places %", "to dense"]
     difference = "{:+.1f} [{:+.1f}, {:+.1f}]"
-    formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", *["{:.1f}", difference] * 2, *[difference] * len(_RIVALS)]
-    columns = [*titles, *(f"all, to {baseline}" for baseline in _RIVALS)]
+    formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", *["{:.1f}", difference] * 2, *[difference] * len(_BASELINES)]
+    columns = [*titles, *(f"all, to {baseline}" for baseline in _BASELINES)]
     return {"commands": _COMMANDS, "columns": columns, "formats": formats, "rows": lines}
 
 

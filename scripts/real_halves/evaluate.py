@@ -21,7 +21,7 @@ from mmod.data.readers.conversations import ConversationsConfig, open_conversati
 from mmod.io.progress import progress_bar
 from mmod.training.chat.evaluate import generate
 from mmod.training.chat.kind import fill_cache
-from scripts.real_halves.questions import judged_in
+from scripts.real_halves.questions import held_out_in
 from scripts.real_halves.rows import Row
 
 LONGEST_ANSWER = 7
@@ -46,22 +46,22 @@ def halve(model: nn.Module) -> None:
 
 def asked(model: Any, collator: ChatCollator, file: Path, batch: int, limit: int) -> list[dict[str, Any]]:
     """Return kind, picture and right or wrong of every question of a file."""
-    talks = open_conversations(str(file), ConversationsConfig(images=str(file.parent)))
+    chats = open_conversations(str(file), ConversationsConfig(images=str(file.parent)))
     found = list[dict[str, Any]]()
-    count = min(len(talks), limit)
+    count = min(len(chats), limit)
     for start in progress_bar(range(0, count, batch), desc=file.stem, leave=False):
-        chosen = talks.read(range(start, min(start + batch, count)))
+        chosen = chats.read(range(start, min(start + batch, count)))
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             answers = generate(model, collator, collator.prompts(chosen), LONGEST_ANSWER)
-        for talk, answer in zip(chosen, answers):
-            right = answer.strip().lower() == talk.answer.lower()
-            found.append({"kind": talk.question_type, "picture": talk.key, "right": right, "said": answer.strip()})
+        for chat, answer in zip(chosen, answers):
+            right = answer.strip().lower() == chat.answer.lower()
+            found.append({"kind": chat.question_type, "picture": chat.key, "right": right, "said": answer.strip()})
     return found
 
 
 def answered(model: Any, collator: ChatCollator, questions: Path, limit: int) -> dict[str, list[dict[str, Any]]]:
     """Return what was asked, see `asked`, by file of questions."""
-    found = {file: asked(model, collator, questions / f"{file}.json", 10, limit) for file in judged_in(questions)}
+    found = {file: asked(model, collator, questions / f"{file}.json", 10, limit) for file in held_out_in(questions)}
     shares = {file: f"{sum(one['right'] for one in answers) / len(answers):.3f}" for file, answers in found.items()}
     print(f"right: {shares}", flush=True)
     return found
@@ -132,10 +132,10 @@ def costs(
 ) -> dict[str, Cost]:
     """Return what some prompts of the last file cost: medians of rounds in which the rows take turns."""
     dense, processor = loaded(folder)
-    file = questions / f"{judged_in(questions)[-1]}.json"
-    talks = open_conversations(str(file), ConversationsConfig(images=str(questions)))
+    file = questions / f"{held_out_in(questions)[-1]}.json"
+    chats = open_conversations(str(file), ConversationsConfig(images=str(questions)))
     # Neighbours are about the same picture.
-    chosen = talks.read(range(0, len(talks), len(talks) // prompts)[:prompts])
+    chosen = chats.read(range(0, len(chats), len(chats) // prompts)[:prompts])
     shared = {id(value): value for value in (*dense.parameters(), *dense.buffers())}
     prepared = {}
     for name, row in rows.items():
@@ -144,7 +144,7 @@ def costs(
         model = copy.deepcopy(dense, dict(shared))
         row.apply(model, own, patches)
         collator = ChatCollator(own)
-        prepared[name] = model, collator, [collator.prompts([talk]) for talk in chosen]
+        prepared[name] = model, collator, [collator.prompts([chat]) for chat in chosen]
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     held = {}
     with torch.inference_mode():

@@ -62,7 +62,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Talk:
+class Chat:
     """A picture's number and what is asked of it: tokens of the questions and of the answers, and the kinds."""
 
     picture: int
@@ -71,7 +71,7 @@ class Talk:
     kinds: list[str]
 
 
-class Talks:
+class Chats:
     """Conversations of a file and the features of their pictures (pictures, P, D)."""
 
     def __init__(self, file: Path, tokenizer: Any) -> None:
@@ -80,12 +80,12 @@ class Talks:
         self.pictures = [file.parent / name for name in names]
         numbers = {name: number for number, name in enumerate(names)}
         self.before = tokenizer(BEFORE)["input_ids"]
-        self.talks = list[Talk]()
+        self.chats = list[Chat]()
         for record in records:
             texts = [turn["value"].replace("<image>", "") for turn in record["conversations"]]
             asked = [tokenizer(f". Question: {text} Answer:")["input_ids"] for text in texts[::2]]
             answers = [[*tokenizer(f" {text}")["input_ids"], tokenizer.eos_token_id] for text in texts[1::2]]
-            self.talks.append(Talk(numbers[record["image"]], asked, answers, record["kinds"]))
+            self.chats.append(Chat(numbers[record["image"]], asked, answers, record["kinds"]))
 
 
 def pooled(features: Tensor, side: int) -> Tensor:
@@ -176,25 +176,25 @@ def around(x_BPD: Tensor) -> Tensor:
     return means.flatten(2).transpose(1, 2)
 
 
-def batch_of(talks: Talks, chosen: Sequence[Talk], image_BNE: Tensor, embed: nn.Module) -> dict[str, Tensor]:
+def batch_of(chats: Chats, chosen: Sequence[Chat], image_BNE: Tensor, embed: nn.Module) -> dict[str, Tensor]:
     """Return inputs in which each question sees the text before it, the image and itself, not the other questions.
 
     So the answers are those of as many conversations of one question, at the cost of reading an image once.
     """
     image = image_BNE.shape[1]
-    prefix = len(talks.before) + image
-    lengths = [prefix + sum(map(len, [*talk.questions, *talk.answers])) for talk in chosen]
+    prefix = len(chats.before) + image
+    lengths = [prefix + sum(map(len, [*chat.questions, *chat.answers])) for chat in chosen]
     size = max(lengths)
     ids = torch.zeros(len(chosen), size, dtype=torch.long)
     block = torch.full((len(chosen), size), -1)
     position = torch.zeros(len(chosen), size, dtype=torch.long)
     labels = torch.full((len(chosen), size), -100)
-    ids[:, : len(talks.before)] = torch.tensor(talks.before)
+    ids[:, : len(chats.before)] = torch.tensor(chats.before)
     block[:, :prefix] = 0
     position[:, :prefix] = torch.arange(prefix)
-    for row, talk in enumerate(chosen):
+    for row, chat in enumerate(chosen):
         at = prefix
-        for number, (question, answer) in enumerate(zip(talk.questions, talk.answers), 1):
+        for number, (question, answer) in enumerate(zip(chat.questions, chat.answers), 1):
             end = at + len(question) + len(answer)
             ids[row, at:end] = torch.tensor([*question, *answer])
             block[row, at:end] = number
@@ -206,25 +206,25 @@ def batch_of(talks: Talks, chosen: Sequence[Talk], image_BNE: Tensor, embed: nn.
     # Padding sees itself, as a row of no key has no softmax.
     sees = (same & torch.ones(size, size, dtype=torch.bool).tril()) | torch.eye(size, dtype=torch.bool)
     x = embed(ids)
-    x = torch.cat([x[:, : len(talks.before)], image_BNE.to(x.dtype), x[:, prefix:]], 1)
+    x = torch.cat([x[:, : len(chats.before)], image_BNE.to(x.dtype), x[:, prefix:]], 1)
     return {"inputs_embeds": x, "attention_mask": sees[:, None], "position_ids": position, "labels": labels}
 
 
 def answer_logits(
-    model: Any, talks: Talks, chosen: Sequence[Talk], features: Tensor, side: int
+    model: Any, chats: Chats, chosen: Sequence[Chat], features: Tensor, side: int
 ) -> tuple[Tensor, Tensor]:
     """Return the logits at the tokens of all answers, and those tokens.
 
     Args:
         model: The vision-language model.
-        talks: The conversations' file.
+        chats: The conversations' file.
         chosen: Those that are answered.
         features: Features (pictures, P, D) of the pictures of the file.
         side: Side of the windows of patches whose mean is one image token.
     """
-    x = pooled(features[[talk.picture for talk in chosen]].float(), side)
+    x = pooled(features[[chat.picture for chat in chosen]].float(), side)
     with torch.autocast("cpu", torch.bfloat16):
-        batch = batch_of(talks, chosen, model.model.multi_modal_projector(x), model.get_input_embeddings())
+        batch = batch_of(chats, chosen, model.model.multi_modal_projector(x), model.get_input_embeddings())
         labels = batch.pop("labels")
         hidden = model.model.language_model(**batch, use_cache=False).last_hidden_state
         asked = labels >= 0
@@ -232,26 +232,26 @@ def answer_logits(
 
 
 @torch.inference_mode()
-def right_answers(model: Any, talks: Talks, features: Tensor, side: int, limit: int) -> dict[str, float]:
+def right_answers(model: Any, chats: Chats, features: Tensor, side: int, limit: int) -> dict[str, float]:
     """Return the share of questions whose answer would be generated, by kind, of the first conversations."""
     right: dict[str, list[bool]] = {}
-    for start in range(0, min(limit, len(talks.talks)), 10):
-        chosen = talks.talks[start : start + 10]
-        logits, wanted = answer_logits(model, talks, chosen, features, side)
+    for start in range(0, min(limit, len(chats.chats)), 10):
+        chosen = chats.chats[start : start + 10]
+        logits, wanted = answer_logits(model, chats, chosen, features, side)
         same = iter((logits.argmax(1) == wanted).tolist())
-        for talk in chosen:
-            for kind, answer in zip(talk.kinds, talk.answers):
+        for chat in chosen:
+            for kind, answer in zip(chat.kinds, chat.answers):
                 right.setdefault(kind, []).append(all(list(itertools.islice(same, len(answer)))))
     return {kind: sum(values) / len(values) for kind, values in right.items()}
 
 
-def batches(talks: Sequence[Talk], stage: Stage, generator: torch.Generator) -> Iterator[list[Talk]]:
+def batches(chats: Sequence[Chat], stage: Stage, generator: torch.Generator) -> Iterator[list[Chat]]:
     """Yield the batches of a stage, each of conversations with as many questions."""
     steps = stage.samples // stage.batch
     made = 0
     while made < steps:
-        order = [talks[place] for place in torch.randperm(len(talks), generator=generator).tolist()]
-        order.sort(key=lambda talk: len(talk.questions))
+        order = [chats[place] for place in torch.randperm(len(chats), generator=generator).tolist()]
+        order.sort(key=lambda chat: len(chat.questions))
         groups = [order[start : start + stage.batch] for start in range(0, len(order) - stage.batch + 1, stage.batch)]
         for place in torch.randperm(len(groups), generator=generator).tolist():
             if made < steps:
@@ -267,17 +267,17 @@ class Training:
 
     Args:
         model: The vision-language model with adapters.
-        talks: What is asked in training.
+        chats: What is asked in training.
         features: Features (pictures, P, D) of its pictures.
         folder: Keeps the state.
         evaluated: Questions that are answered now and then, with the features of their pictures.
     """
 
     model: Any
-    talks: Talks
+    chats: Chats
     features: Tensor
     folder: Path
-    evaluated: Mapping[str, tuple[Talks, Tensor]]
+    evaluated: Mapping[str, tuple[Chats, Tensor]]
     seconds: float = 0.0
 
     def run(self, stages: Sequence[Stage]) -> None:
@@ -296,7 +296,7 @@ class Training:
             optimizer.load_state_dict(earlier)
         steps = stage.samples // stage.batch
         losses = list[float]()
-        for step, chosen in enumerate(batches(self.talks.talks, stage, torch.Generator().manual_seed(number))):
+        for step, chosen in enumerate(batches(self.chats.chats, stage, torch.Generator().manual_seed(number))):
             if step < first:
                 continue
             started = time.process_time()
@@ -312,10 +312,10 @@ class Training:
                 for name, (asked, seen) in self.evaluated.items():
                     print(name, right_answers(self.model, asked, seen, stage.pooled, _JUDGED), flush=True)
 
-    def _step(self, chosen: Sequence[Talk], stage: Stage, optimizer: torch.optim.Optimizer) -> float:
+    def _step(self, chosen: Sequence[Chat], stage: Stage, optimizer: torch.optim.Optimizer) -> float:
         world = dist.get_world_size() if dist.is_initialized() else 1
         own = chosen[_rank() :: world]
-        logits, wanted = answer_logits(self.model, self.talks, own, self.features, stage.pooled)
+        logits, wanted = answer_logits(self.model, self.chats, own, self.features, stage.pooled)
         loss = F.cross_entropy(logits.float(), wanted)
         optimizer.zero_grad()
         loss.backward()

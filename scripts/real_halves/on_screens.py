@@ -17,9 +17,9 @@ from scripts.pages_and_screens.duplicates import differences
 from scripts.real_halves.compare import DENSE, ends, fewer, together
 from scripts.real_halves.evaluate import by_picture, costs, gap, loaded
 from scripts.real_halves.model import PATCH
-from scripts.real_halves.questions import PICTURES, judged_in
+from scripts.real_halves.questions import PICTURES, held_out_in
 from scripts.real_halves.rows import FASTV, SPREAD, VISIONZIP, Row, families, fitted, image_share, spread
-from scripts.real_halves.screens import JUDGED_PICTURE, KINDS
+from scripts.real_halves.screens import HELD_OUT_PICTURE, KINDS
 
 BOTH = "duplicates left out of both"
 _TEXT = 18
@@ -33,8 +33,8 @@ _COMMANDS = [
 
 
 def kept_share(questions: Path, patches: int) -> float:
-    """Return the mean share of the patches of judged pictures that equal no neighbour."""
-    pictures = [Image.open(file) for file in sorted((questions / PICTURES).glob(f"{JUDGED_PICTURE}*.png"))]
+    """Return the mean share of the patches of held-out pictures that equal no neighbour."""
+    pictures = [Image.open(file) for file in sorted((questions / PICTURES).glob(f"{HELD_OUT_PICTURE}*.png"))]
     side = patches * PATCH
     pixels = (np.asarray(picture.resize((side, side), Image.Resampling.BICUBIC)) for picture in pictures)
     return float(np.mean([(differences(pixel_RC3, PATCH) > 0).mean() for pixel_RC3 in pixels]))
@@ -118,8 +118,8 @@ def _right_by_kind(journal: Path) -> dict[str, dict[str, float]]:
 
 def _prior(questions: Path) -> dict[str, float]:
     """Return the percentage of right answers by kind that always give a question's most frequent one in training."""
-    train, *judged = (
+    train, *held_out = (
         open_conversations(str(questions / f"{name}.json"), ConversationsConfig(images=str(questions))).turns()
-        for name in ("train", *judged_in(questions))
+        for name in ("train", *held_out_in(questions))
     )
-    return {kind: 100 * share for kind, share in prior_of(train, itertools.chain(*judged)).items()}
+    return {kind: 100 * share for kind, share in prior_of(train, itertools.chain(*held_out)).items()}

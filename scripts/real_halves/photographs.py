@@ -38,7 +38,7 @@ _CORNERS = {"top left": (0, 0), "top right": (1, 0), "bottom left": (0, 1), "bot
 _STEPS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 TRAINING_SCENES = 5000
 IN_SCENES = 24
-JUDGED = 500
+HELD_OUT = 500
 _PER_SCENE = 2
 _PER_TRAINING_SCENE = 6
 _NAMING = "What is this?"
@@ -161,31 +161,31 @@ def write_questions(source: Path, target: Path, seed: int = 0) -> None:
     train, test = photographs(source, "train"), photographs(source, "test")
     known = sorted({photograph.name for photograph in train})
     draw.shuffle(train)
-    talks = list[dict[str, Any]]()
+    chats = list[dict[str, Any]]()
     things = list[Thing]()
     for one in train:
         name = Question("name", _NAMING, one.name)
-        file = _written(whole(pictures / one.file), target, f"photograph{len(talks)}")
+        file = _written(whole(pictures / one.file), target, f"photograph{len(chats)}")
         things.append(Thing(file, one.name, (0.0, 0.0), 1.0))
-        talks.append(conversation(file, [name, is_there([one.name], known, draw)]))
+        chats.append(conversation(file, [name, is_there([one.name], known, draw)]))
     for number, scene in enumerate(scenes(train, frequent(train), TRAINING_SCENES, draw)):
         asked = draw.sample(scene.questions, min(_PER_TRAINING_SCENE, len(scene.questions)))
         file = _written(scene.draw(pictures), target, f"scene{number}")
         things += [Thing(file, one.name, (column / 2, row / 2), 0.5) for (column, row), one in scene.cells.items()]
-        talks.append(conversation(file, asked))
-    draw.shuffle(talks)
+        chats.append(conversation(file, asked))
+    draw.shuffle(chats)
     naming = list[dict[str, Any]]()
-    for number, one in enumerate(draw.sample(test, JUDGED)):
+    for number, one in enumerate(draw.sample(test, HELD_OUT)):
         file = _written(whole(pictures / one.file), target, f"tested-photograph{number}")
         naming.append(conversation(file, [Question("name", _NAMING, one.name)]))
     places = list[dict[str, Any]]()
-    for number, scene in enumerate(scenes(test, frequent(train), JUDGED, draw)):
-        if len(places) >= JUDGED:
+    for number, scene in enumerate(scenes(test, frequent(train), HELD_OUT, draw)):
+        if len(places) >= HELD_OUT:
             break
         file = _written(scene.draw(pictures), target, f"tested-scene{number}")
         asked = draw.sample(scene.questions, min(_PER_SCENE, len(scene.questions)))
         places.extend(conversation(file, [question]) for question in asked)
-    write(target, talks, things, {"naming": naming, "places": places[:JUDGED]})
+    write(target, chats, things, {"naming": naming, "places": places[:HELD_OUT]})
 
 
 def whole(file: Path) -> Image.Image:

@@ -47,7 +47,7 @@ def write(
     target: Path,
     training: Sequence[dict[str, Any]],
     things: Sequence[Thing],
-    judged: Mapping[str, Sequence[dict[str, Any]]],
+    held_out: Mapping[str, Sequence[dict[str, Any]]],
 ) -> None:
     """Write conversations and what the training pictures show.
 
@@ -55,10 +55,10 @@ def write(
         target: Folder of the questions, which holds the pictures.
         training: Conversations of training.
         things: What each training picture shows.
-        judged: Conversations of one question, by name of the file.
+        held_out: Conversations of one question, by name of the file.
     """
-    for name, talks in {_TRAINING: training, **judged}.items():
-        (target / f"{name}.json").write_text(json.dumps(talks, indent=1))
+    for name, chats in {_TRAINING: training, **held_out}.items():
+        (target / f"{name}.json").write_text(json.dumps(chats, indent=1))
     (target / f"{_THINGS}.json").write_text(json.dumps([dataclasses.asdict(thing) for thing in things]))
 
 
@@ -67,6 +67,6 @@ def things_in(folder: Path) -> list[Thing]:
     return [Thing(**fields) for fields in json.loads((folder / f"{_THINGS}.json").read_text())]
 
 
-def judged_in(folder: Path) -> list[str]:
+def held_out_in(folder: Path) -> list[str]:
     """Return the names of the files whose questions are evaluated."""
     return sorted({file.stem for file in folder.glob("*.json")} - {_TRAINING, _THINGS})

@@ -18,7 +18,7 @@ PATCHES = 12
 """Patches a side of the pictures."""
 SIDE = PATCHES * PATCH
 TRAINING_PICTURES = 1200
-JUDGED = 200
+HELD_OUT = 200
 KINDS = ("title", "colour", "count", "table", "where")
 _BAR = 4 * PATCH
 _WIDTH = SIDE // 2
@@ -43,7 +43,7 @@ _SIZES = {
     _BLANK: (2, 2),
 }
 _SCREENS = "screens"
-JUDGED_PICTURE = "judged"
+HELD_OUT_PICTURE = "held_out"
 """What the names of pictures begin with that are evaluated."""
 _SQUARE = 2
 # Most squares show nothing; a few say as much.
@@ -159,10 +159,10 @@ def write_questions(target: Path, seed: int = 0) -> None:
         file = saved(drawing, f"training{number}")
         things += drawing.things(file)
         training.append(conversation(file, draw.sample(drawing.questions, min(_ASKED, len(drawing.questions)))))
-    judged: dict[str, list[dict[str, Any]]] = {_SCREENS: [], "pages": []}
-    for name, talks in judged.items():
-        while len(talks) < JUDGED:
+    held_out: dict[str, list[dict[str, Any]]] = {_SCREENS: [], "pages": []}
+    for name, chats in held_out.items():
+        while len(chats) < HELD_OUT:
             drawing = Drawing(draw, is_screen=name == _SCREENS)
-            file = saved(drawing, f"{JUDGED_PICTURE}-{name}{len(talks)}")
-            talks.extend(conversation(file, [one]) for one in draw.sample(drawing.questions, _PER_PICTURE))
-    write(target, training, things, judged)
+            file = saved(drawing, f"{HELD_OUT_PICTURE}-{name}{len(chats)}")
+            chats.extend(conversation(file, [one]) for one in draw.sample(drawing.questions, _PER_PICTURE))
+    write(target, training, things, held_out)

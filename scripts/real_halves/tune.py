@@ -101,14 +101,14 @@ def tuned(folder: Path, row: Row, seed: int, patches: int) -> tuple[Any, Any]:
 
 def _talks(folder: Path, seed: int) -> Iterator[list[ChatSample]]:
     questions = folder / "questions"
-    talks = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
-    order = torch.randperm(len(talks), generator=torch.Generator().manual_seed(seed)).tolist()
+    chats = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
+    order = torch.randperm(len(chats), generator=torch.Generator().manual_seed(seed)).tolist()
     for start in range(0, _STEPS * _BATCH, _BATCH):
-        yield [talk._replace(messages=talk.messages[:2]) for talk in talks.read(order[start : start + _BATCH])]
+        yield [chat._replace(messages=chat.messages[:2]) for chat in chats.read(order[start : start + _BATCH])]
 
 
 def _fit(
-    model: Any, routers: Sequence[nn.Parameter], talks: Iterator[list[ChatSample]], collator: ChatCollator
+    model: Any, routers: Sequence[nn.Parameter], chats: Iterator[list[ChatSample]], collator: ChatCollator
 ) -> None:
     router_ids = {id(weight) for weight in routers}
     trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -119,7 +119,7 @@ def _fit(
         groups.append({"params": list(routers), "peak": _ROUTER_RATE})
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     model.train()
-    for step, chosen in enumerate(talks):
+    for step, chosen in enumerate(chats):
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * scheduled(step / _STEPS)
         with torch.autocast("cpu", torch.bfloat16):

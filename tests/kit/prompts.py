@@ -42,5 +42,5 @@ def make_prompts(root: Path) -> None:
     processor.save_pretrained(root / "llava")
     Image.new("RGB", (9, 9)).save(root / "one.png")
     turns = [{"from": "human", "value": "<image>\nhow many objects ?"}, {"from": "gpt", "value": "two"}]
-    talks = [{"id": str(number), "image": "one.png", "conversations": turns} for number in range(4)]
-    (root / "questions.json").write_text(json.dumps(talks))
+    chats = [{"id": str(number), "image": "one.png", "conversations": turns} for number in range(4)]
+    (root / "questions.json").write_text(json.dumps(chats))

@@ -19,8 +19,6 @@ from mmod.data.readers.conversations import ChatSample, Protected
 from mmod.data.records import IMAGE, Message
 from mmod.values import IGNORED
 
-"""Label of tokens without a loss."""
-
 
 class PlainTokens(NamedTuple):
     """Positions of image tokens and of the first answer in a conversation with one token for each image.

@@ -165,9 +165,9 @@ class ReplacingChats(ChatDataset):
     count the `faults`. Unless `on_corrupt` is "skip", a fault raises.
     """
 
-    def __init__(self, talks: ChatDataset) -> None:
+    def __init__(self, chats: ChatDataset) -> None:
         # The same arrays, without reading or checking anything again.
-        vars(self).update(vars(talks))
+        vars(self).update(vars(chats))
 
     def __getitem__(self, index: int) -> ChatSample:
         """Read one conversation, or the one that replaces it."""

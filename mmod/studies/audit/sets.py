@@ -93,11 +93,11 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
     if data.val is None:
         raise ValueError("an audit needs conversations to ask: set data.val")
     collate = kind.collator
-    talks = open_checked(data.val, data, collate)
+    chats = open_checked(data.val, data, collate)
     # Conversations with images, those of about equal length together.
     # By number of images, then by letters: batches of similar length need little padding.
-    order = np.lexsort((talks.letters, talks.images))
-    order = order[np.asarray(talks.images)[order] > 0]
+    order = np.lexsort((chats.letters, chats.images))
+    order = order[np.asarray(chats.images)[order] > 0]
     wanted = config.audit.questions
     if wanted is not None and wanted < len(order):
         chosen = np.random.default_rng(config.seed).choice(len(order), wanted, replace=False)
@@ -107,11 +107,11 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
 
     def make() -> Iterator[LabelledBatch]:
         for start in range(0, len(order), size):
-            asked = talks.read(order[start : start + size])
+            asked = chats.read(order[start : start + size])
             if not asked:
                 continue
             batch = collate(asked)
-            kinds = [talk.question_type for talk in asked]
+            kinds = [chat.question_type for chat in asked]
             roles = roles_of(batch, collate.processor) if is_language_routed else {}
             if roles:
                 roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)

@@ -129,11 +129,11 @@ def evaluate(
     right = Counter[str]()
     asked = Counter[str]()
     with in_mode(False, model), _watched(model) as watched:
-        for talks in _batches(conversations, batch_size, progress):
-            given = generate(model, collator, collator.prompts(talks), max_new_tokens)
+        for chats in _batches(conversations, batch_size, progress):
+            given = generate(model, collator, collator.prompts(chats), max_new_tokens)
             found = [
-                Answer(talk.key, talk.question_type, talk.messages[-2].text, talk.answer, text)
-                for talk, text in zip(talks, given)
+                Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text)
+                for chat, text in zip(chats, given)
             ]
             asked.update(answer.kind for answer in found)
             right.update(answer.kind for answer in found if answer.is_right)
@@ -243,9 +243,9 @@ def _batches(conversations: ChatDataset, batch_size: int, progress: bool) -> Ite
     # Every n-th of the sorted conversations: each process gets short and long ones.
     order = np.lexsort((conversations.letters, conversations.images))[process_rank() :: process_count()]
     for start in progress_bar(range(0, len(order), batch_size), desc="answer", shown=progress, leave=False):
-        talks = conversations.read(order[start : start + batch_size])
-        if talks:
-            yield talks
+        chats = conversations.read(order[start : start + batch_size])
+        if chats:
+            yield chats
 
 
 @torch.no_grad()
@@ -256,8 +256,8 @@ def answer_loss(model: Any, collator: ChatCollator, conversations: ChatDataset, 
     """
     total = torch.zeros(2, dtype=torch.float64)
     with in_mode(False, model):
-        for talks in _batches(conversations, batch_size, progress=False):
-            batch = {name: value.to(model.device) for name, value in collator(talks).items()}
+        for chats in _batches(conversations, batch_size, progress=False):
+            batch = {name: value.to(model.device) for name, value in collator(chats).items()}
             # The first token of a sequence is predicted by none.
             count = int((batch["labels"][:, 1:] != IGNORED).sum())
             total += torch.tensor([float(model(**batch).loss) * count, count], dtype=torch.float64)

@@ -214,17 +214,17 @@ class ChatKind:
         """Return training conversations; see `Kind.calibration`."""
         collator = self.collator
         device = device_of(self)
-        talks = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
-        count = min(len(talks), batches * size)
+        chats = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
+        count = min(len(chats), batches * size)
         # Evenly over the data, with the first conversation among them.
-        chosen = [number * len(talks) // count for number in range(count)]
+        chosen = [number * len(chats) // count for number in range(count)]
 
-        def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
-            talks.report.add(chain.from_iterable(chat.faults for chat in chats))
-            return {name: value.to(device) for name, value in collator(chats).items()}
+        def encoded(batch: list[ChatSample]) -> dict[str, Tensor]:
+            chats.report.add(chain.from_iterable(chat.faults for chat in batch))
+            return {name: value.to(device) for name, value in collator(batch).items()}
 
         # An explicit generator: the loader would otherwise draw from the global one.
-        return DataLoader(Subset(talks, chosen), size, collate_fn=encoded, generator=torch.Generator())  # type: ignore[arg-type]
+        return DataLoader(Subset(chats, chosen), size, collate_fn=encoded, generator=torch.Generator())  # type: ignore[arg-type]
 
     @property
     def collator(self) -> ChatCollator:
@@ -238,19 +238,19 @@ class ChatKind:
             raise ValueError("there is nothing to ask: set data.val")
         return open_checked(self.config.data.val, self.config.data, self.collator, prompts=True)
 
-    def talks(self, count: int) -> list[ChatSample]:
+    def chats(self, count: int) -> list[ChatSample]:
         """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths."""
         questions = self.questions
         indices = [index for index in range(len(questions)) if questions.images[index] == 1][:count]
-        talks = questions.read(indices)
-        if not talks:
+        chats = questions.read(indices)
+        if not chats:
             raise ValueError("no evaluation question has one image that can be read, so there is nothing to time")
-        return talks
+        return chats
 
     def prompts(self, count: int) -> tuple[dict[str, Tensor], int, int]:
-        """Return the encoded prompts of `talks`, and the mean numbers of text and image tokens per prompt."""
+        """Return the encoded prompts of `chats`, and the mean numbers of text and image tokens per prompt."""
         collator = self.collator
-        prompts = collator.prompts(self.talks(count))
+        prompts = collator.prompts(self.chats(count))
         rows = len(prompts["input_ids"])
         image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // rows
         return prompts, int(prompts["attention_mask"].sum()) // rows - image, image
