@@ -1,4 +1,4 @@
-"""Draw the README's picture: `scripts/readme_picture.py runs/tradeoff/digits [PICTURE]`.
+"""Draw the picture of the main job: `scripts/readme_picture.py runs/tradeoff/digits [PICTURE]`.
 
 Left the patches that gradual merging keeps, as the main job has drawn them; right the front of its table in the docs.
 """
@@ -32,7 +32,7 @@ def main() -> None:
     """Read the study's maps and the table, and draw them side by side."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("study", type=Path, help="folder of the main job")
-    parser.add_argument("picture", type=Path, nargs="?", default=PICTURE, help="file to write; that of the README")
+    parser.add_argument("picture", type=Path, nargs="?", default=PICTURE, help="file to write; that of the docs")
     options = parser.parse_args()
     figure = new_figure(11, 4)
     kept, front = figure.subplots(1, 2, width_ratios=(1.35, 1))
