@@ -35,15 +35,11 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
-    # Consecutive blocks with the same decision are one picture.
-    pairs = zip(itertools.pairwise(names), itertools.pairwise(maps))
-    firsts = [0]
-    for number, (near, both) in enumerate(pairs, 1):
-        if not (_adjoin(*near) and torch.equal(*both)):
-            firsts.append(number)
+    groups = deciding_together(names, maps)
+    firsts = [group.start for group in groups]
     titles = ["image"]
-    for first, end in zip(firsts, [*firsts[1:], len(maps)]):
-        titles.append(f"{_short(names[first:end])}\n{maps[first].float().mean():.0%} kept")
+    for group in groups:
+        titles.append(f"{_short(names[group])}\n{maps[group.start].float().mean():.0%} kept")
     rows, columns = len(pictures), len(titles)
     side = 1.35
     shape = pictures.shape[1:3]
@@ -60,6 +56,26 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         if labels is not None:
             axes[row, 0].set_ylabel(labels[row], fontsize=9, color=INK)
     return figure
+
+
+def deciding_together(names: Sequence[str], masks: Sequence[Tensor]) -> list[slice]:
+    """Return runs of adjoining blocks that kept the same tokens, as those of one decision do.
+
+    Args:
+        names: Names of the blocks, in order.
+        masks: True where a block kept a token, of one shape for equal ones.
+
+    Example:
+        >>> one, two = torch.tensor([True, False]), torch.tensor([True, True])
+        >>> deciding_together(["blocks.0", "blocks.1", "blocks.2"], [one, one, two])
+        [slice(0, 2, None), slice(2, 3, None)]
+    """
+    pairs = zip(itertools.pairwise(names), itertools.pairwise(masks))
+    firsts = [0]
+    for number, (near, both) in enumerate(pairs, 1):
+        if not (_adjoin(*near) and torch.equal(*both)):
+            firsts.append(number)
+    return [slice(first, end) for first, end in zip(firsts, [*firsts[1:], len(names)])]
 
 
 def _pictures(images: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import SeenGrid, image_stack, watch_grid
-from mmod.analysis.maps import draw_maps
+from mmod.analysis.maps import deciding_together, draw_maps
 from mmod.blocks import Deciding, deciding_modules
 from mmod.config import Grid
 from mmod.io.tables import markdown_table
@@ -27,7 +27,8 @@ _HEADER = ("decision", "tokens", "kept")
 class Trace(Mapping[str, Routing]):
     """The last decision of every place in a model that decides, by name, without gradients.
 
-    `print(trace)` shows the kept shares, and notebooks show them as a table. A routed block is one place; other methods
+    `print(trace)` shows the kept shares, in one line for adjoining blocks that kept the same tokens, and notebooks show
+    them as a table. A routed block is one place; other methods
     decide in several, such as `blocks.1.mlp.expert2` (an expert) or `layers.2.recursion1`. A decision on full images
     has one token per image; in a ResNet its tokens are channels.
     """
@@ -186,9 +187,19 @@ class Trace(Mapping[str, Routing]):
         if not shares:
             return "no decisions: no forward pass in this thread had tokens to choose from"
         mean = sum(shares.values()) / len(shares)
-        tokens = {name: routing.keep_BN.shape[1] for name, routing in self.items()}
-        rows = [[name, str(count), f"{shares[name]:.3f}"] for name, count in tokens.items()]
-        title = f"{len(shares)} decisions, {mean:.3f} of the tokens kept on average"
+        names = list(self)
+        masks = [routing.keep_BN for routing in self.values()]
+        rows = []
+        for group in deciding_together(names, masks):
+            together = names[group]
+            named = together[0]
+            if len(together) > 1:
+                named += f" to {together[-1].rpartition('.')[2]}"
+            rows.append([named, str(masks[group.start].shape[1]), f"{shares[together[0]]:.3f}"])
+        counted = f"{len(rows)} decision{'s' if len(rows) > 1 else ''}"
+        if len(rows) < len(names):
+            counted += f" of {len(names)} blocks"
+        title = f"{counted}, {mean:.3f} of the tokens kept on average"
         return f"{title}\n\n{markdown_table(_HEADER, rows)}"
 
     __repr__ = _repr_markdown_ = __str__

@@ -43,7 +43,7 @@ def test_maps_keep_kept_patches_and_veil_the_rest(traced: tuple[torch.Tensor, mm
     assert axes[1, 0].get_ylabel() == "dog"
 
 
-def test_blocks_of_one_decision_share_a_map() -> None:
+def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
     routing = mmod.RoutingConfig(router="attention", blocks="late", capacity=0.5)
     model = mmod.route_(timm.create_model("test_vit", img_size=64).eval(), routing)
     images = torch.rand(2, 3, 64, 64)
@@ -55,6 +55,9 @@ def test_blocks_of_one_decision_share_a_map() -> None:
     axes = decisions.plot(images).axes
     assert [axis.get_title().split("\n")[0] for axis in axes[:2]] == ["image", f"blocks {first} to {last}"]
     assert len(axes) == 4
+    title, *_, line = str(decisions).splitlines()
+    assert title.startswith(f"1 decision of {len(names)} blocks, 0.471 of the tokens")
+    assert line.split()[1:4] == [names[0], "to", last]
 
 
 def test_maps_take_grey_images(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
