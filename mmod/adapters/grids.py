@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
-from mmod.adapters.find import find_library, find_stacks
+from mmod.adapters.find import find_stacks
 from mmod.adapters.images import image_facts
 from mmod.config import Grid
 from mmod.ops.grids import resized
@@ -28,13 +28,10 @@ class SeenGrid:
 
 
 def image_stack(model: nn.Module) -> BlockStack | None:
-    """Return the blocks of the part that sees images; None for a model without one, or of no supported library."""
-    if find_library(model) is None:
-        return None
+    """Return the blocks of the part that sees images; None for a model without one that can be routed."""
     try:
         stacks = find_stacks(model)
     except ValueError:
-        # Of a supported library, and none of its models that can be routed.
         return None
     return next((stack for stack in stacks.values() if stack.grid is not None), None)
 

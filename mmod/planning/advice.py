@@ -74,7 +74,8 @@ class Advice:
     Args:
         rows: The candidates, the fastest first.
         refused: Reasons why candidates were left out, by name.
-        measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
+        measure: "agreement" of the top class, "cosine of features" for a model without a head, "cosine of patches", or
+            "cosine of outputs" for your own model without labels.
         accuracy: Accuracy of the dense model where there are labels: top-1 of images; of prompts, the share that it
             answers right, greedily.
         milliseconds: Time of a batch of `batch_size` images or prompts in the dense model.

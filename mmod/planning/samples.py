@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
+from mmod.adapters import find_library, image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
@@ -67,19 +67,23 @@ class Images:
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
         facts = image_facts(model)
-        self.dense_NRF = self._outputs(model, 0, len(pixels))
-        patches = self.dense_NRF.shape[1] > 1
-        if patches:
-            self.measure = "cosine of patches"
-        else:
-            self.measure = AGREEMENT if facts.classes else "cosine of features"
+        with watch_grid(model) as seen:
+            self.dense_NRF = self._outputs(model, 0, len(pixels))
+        self.measure = _measure_of(model, self.dense_NRF, facts.classes, labels is not None)
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None
+        if labels is not None and not self.has_labels:
+            self.note = "Labels are not used, because the model has no classes."
+        elif labels is not None and int(labels.max()) >= self.dense_NRF.shape[2]:
+            raise ValueError(
+                f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns "
+                f"{self.dense_NRF.shape[2]} numbers for an image: pass images without labels to compare its outputs"
+            )
         told = [self.dense_NRF] if self.labels is None else [self.dense_NRF, self.labels]
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
         self.first = min(FIRST_LOOK, len(pixels))
         self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
-        self.patches = facts.patch
+        self.patches = facts.patch or _patch_of(self.size, seen.grid)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -139,6 +143,23 @@ class Images:
             rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
             batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
         return torch.cat(batches)
+
+
+def _measure_of(model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool) -> str:
+    """Return how outputs are compared; those of a class of no library are logits if there are labels."""
+    is_own = find_library(model) is None
+    if output_NRF.shape[1] > 1:
+        return "cosine of patches"
+    if classes or (is_own and has_labels):
+        return AGREEMENT
+    return "cosine of outputs" if is_own else "cosine of features"
+
+
+def _patch_of(size: tuple[int, int], grid: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return height and width of patches in pixels; None for a grid that is unknown or does not tile images."""
+    if grid is None or size[0] % grid[0] or size[1] % grid[1]:
+        return None
+    return size[0] // grid[0], size[1] // grid[1]
 
 
 class Prompts:

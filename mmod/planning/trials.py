@@ -68,7 +68,8 @@ def advise(
 
     All candidates run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
     model with a head is evaluated by how often its top class is the dense model's, another one by the cosine of
-    features, and one with an output per patch (`global_pool=""`) by the cosine of its patches. A language model is
+    features, and one with an output per patch (`global_pool=""`) by the cosine of its patches. What your own model
+    returns is taken for logits if there are labels. A language model is
     evaluated by its greedy answers where batches have labels, else by how often its next token is the dense model's. It
     is timed by the prefill of prompts of equal length. Where batches have labels, the change of accuracy decides.
 

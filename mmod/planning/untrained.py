@@ -98,7 +98,7 @@ def image_candidates(
     refused: Refused = {}
     for name, fields in series.items():
         if patch is None and "methods" in fields:
-            # What these do follows from the patches.
+            refused[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
             continue
         candidates += [
             Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]

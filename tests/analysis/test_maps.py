@@ -12,6 +12,7 @@ import torch
 import mmod
 from mmod.analysis.maps import VEIL_OPACITY
 from mmod.analysis.tracing import draw_sample_maps
+from tests.kit.own_vits import GRID, make_own, make_own_images
 from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
@@ -58,6 +59,15 @@ def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
     title, *_, line = str(decisions).splitlines()
     assert title.startswith(f"1 decision of {len(names)} blocks, 0.471 of the tokens")
     assert line.split()[1:4] == [names[0], "to", last]
+
+
+def test_a_class_of_ones_own_shows_its_grid_and_prefix() -> None:
+    images = make_own_images(2)
+    model = mmod.route_(make_own("sdpa, registers"), mmod.RoutingConfig(router="norm"))
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(images)
+    assert (decisions.prefix, decisions.grid) == (5, (GRID, GRID))
+    assert decisions.plot(images).axes
 
 
 def test_maps_take_grey_images(traced: tuple[torch.Tensor, mmod.Trace]) -> None:

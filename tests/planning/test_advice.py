@@ -306,6 +306,25 @@ def test_a_class_of_ones_own_has_no_training_config_and_no_study(clock: Callable
     assert "In a training config" not in str(dataclasses.replace(own, tolerance=0.99))
 
 
+def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(clock: Callable[..., None]) -> None:
+    clock({})
+    images = make_own_images(4)
+    with torch.no_grad():
+        right = make_own("einsum")(images).argmax(-1)
+    labels = torch.where(torch.arange(4) < 3, right, (right + 1) % 10)
+    own = mmod.advise(make_own("einsum"), [(images, labels)], progress=False)
+    assert (own.measure, own.accuracy) == ("agreement", 0.75)
+    assert {"tome", "prune", "gradual"} <= {row.series for row in own.rows}
+    assert set(own.refused) == {"smaller-image"}
+    assert own.redundancy is not None
+    stride = [Candidate("stride", routing={"router": "stride"})]
+    assert mmod.advise(make_own("einsum"), [images], candidates=stride, progress=False).measure == "cosine of outputs"
+    with pytest.raises(ValueError, match="the labels reach 10, and this OwnViT returns 10 numbers"):
+        mmod.advise(make_own("einsum"), [(images, labels.clamp(min=10))], progress=False)
+    headless = mmod.advise(make(num_classes=0), [(pictures(2), labels[:2])], candidates=stride, progress=False)
+    assert "Labels are not used, because the model has no classes." in str(headless)
+
+
 def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:
     clock({})
     images = torch.cat([pictures(2), pictures(2, flat=True)])
