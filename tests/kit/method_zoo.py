@@ -51,7 +51,7 @@ def _vit(*changes: Any, **arguments: object) -> nn.Module:
 def _resnet(method: Method) -> nn.Module:
     """Return a ResNet whose channel selectors are sure of their choice."""
     torch.manual_seed(0)
-    model = mmod.apply_(ResNet(BasicBlock, [1, 2, 1, 2], num_classes=5), method).eval()
+    model = mmod.apply_(ResNet(BasicBlock, [1, 2, 1, 2], channels=(16, 32, 32, 64), num_classes=5), method).eval()
     with torch.no_grad():
         for block in model.modules():
             if hasattr(block, "selector"):

@@ -156,8 +156,9 @@ def test_routers_learn_alone_also_from_what_is_skipped(per: str) -> None:
 
 
 def test_capacity_loss_leads_to_the_target_with_frozen_weights() -> None:
-    images = make_images("test_vit", 32)
-    model = mmod.route_(make_model("test_vit"), config_for("attention", capacity=0.25))
+    name = "vit_tiny_patch16_224"
+    images = make_images(name, 32)
+    model = mmod.route_(make_model(name, depth=3), config_for("attention", capacity=0.25))
     optimizer = torch.optim.Adam([p for p in mmod.freeze_dense_(model).parameters() if p.requires_grad], lr=0.02)
     model.train()
     for _ in range(60):
