@@ -230,14 +230,16 @@ def test_routing_in_training_alone_is_dense_in_evaluation(name: str) -> None:
         assert torch.equal(run(model.eval(), inputs), expected)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit", "wan, times of tokens", "own video"])
 @torch.no_grad()
 def test_conditioned_stacks_compile(name: str) -> None:
     torch._dynamo.reset()
-    model = apply(make_conditioned(name), name, CONFIGS["learned"])
+    model = make_conditioned(name)
+    # What is traced grows with the depth.
+    del model.get_submodule(find_stack_of(model, name).names[0].rpartition(".")[0])[2:]
+    apply(model, name, mmod.RoutingConfig(router=LEARNED, blocks=(1,), capacity=0.5))
     inputs = CONDITIONED[name].inputs(2)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(run(compiled, inputs), run(model, inputs), atol=1e-5, rtol=1e-4)
 
 

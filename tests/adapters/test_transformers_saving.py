@@ -19,6 +19,7 @@ from mmod.blocks import host_class
 from mmod.methods import Experts, Recursions, methods_of
 from mmod.methods.route import routing_configs
 from mmod.training.chat.model import router_parameters
+from tests.kit.cover import in_turn
 from tests.kit.trap import Trap
 from tests.kit.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
@@ -126,8 +127,7 @@ UNDER_PEFT = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl", "qwen3-vl"])
-@pytest.mark.parametrize("method", UNDER_PEFT)
+@pytest.mark.parametrize(("name", "method"), in_turn(["llama", "llava", "qwen2.5-vl", "qwen3-vl"], UNDER_PEFT))
 def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_path: Path) -> None:
     import peft
 

@@ -182,7 +182,6 @@ SHALLOW = {
 }
 COMPILED = {
     "p-mod": ("llava", PRESETS["p-mod"].replace(blocks=(1,), capacity=0.3)),
-    "gamma-mod": ("llava", PRESETS["gamma-mod"].replace(blocks=(1,))),
     "window": ("llava-mistral-window", IMAGES_ONLY["linear"].replace(blocks=(0, 1))),
     "predictor": ("gemma3", EVERYTHING["predictor"]),
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.structure import read_structure
 from mmod.methods import Experts, Recursions
+from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
 
 SCORE = mmod.score("linear", init_std=0.3)
@@ -65,8 +66,10 @@ def packed_by(how: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", ["positions", "boundaries", "bool", "float", "infinite", "positions left"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "how"),
+    in_turn(METHODS, ["positions", "boundaries", "bool", "float", "infinite", "positions left"], times=2),
+)
 def test_packed_samples_are_routed_as_if_alone(name: str, how: str) -> None:
     model = mmod.route_(make_language("llama"), METHODS[name].replace(language={"tokens": "all"}))
     samples = [torch.randint(3, IMAGE, (1, length)) for length in LENGTHS]
@@ -125,6 +128,9 @@ def test_rows_may_pack_different_samples_in_any_order_beside_padding(name: str) 
         torch.testing.assert_close(packed[owner == number], alone, atol=1e-5, rtol=1e-4)
 
 
+LLAMA: Any = make_language("llama").config
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=9),
     st.lists(st.booleans(), min_size=9, max_size=9),
@@ -140,9 +146,8 @@ def test_samples_are_the_components_of_a_mask(pairs: list[tuple[int, int]], vali
     for _ in range(9):
         component = [min(component[k] for k in range(9) if k == q or (q, k) in links) for q in range(9)]
     expected = [component[token] for token in range(9) if valid[token]]
-    config: Any = make_language("llama").config
     mask_of_pairs = (as_bias(mask) if bias else mask)[None, None]
-    structure = read_structure({"attention_mask": mask_of_pairs}, torch.zeros(1, 9, dtype=torch.long), 0, config)
+    structure = read_structure({"attention_mask": mask_of_pairs}, torch.zeros(1, 9, dtype=torch.long), 0, LLAMA)
     assert structure.valid_BN[0].tolist() == valid
     if len(set(expected)) <= 1:
         assert structure.segment_BN is None

@@ -15,6 +15,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.routing import TemporalScore
 from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
 from tests.kit.generation import check_cache_changes_nothing, generate, routed
 from tests.kit.vlm_zoo import FRAME, IMAGE, PATCHES, VIDEO, make_joint, make_language, merged_embeddings, prompt, video
 from tests.kit.zoo import make_model
@@ -62,8 +63,7 @@ def test_it_is_the_distance_to_the_same_place_one_frame_earlier(name: str) -> No
                     torch.testing.assert_close(actual.double(), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("capacity", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("name", FRAME)
+@pytest.mark.parametrize(("name", "capacity"), in_turn(FRAME, [0.0, 0.25, 0.5, 1.0], times=2))
 @torch.no_grad()
 def test_first_frames_stay_whole_and_the_rest_is_chosen_over_all_later_ones(name: str, capacity: float) -> None:
     batch = video(name, (1, 2), FRAMES)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
+from tests.kit.cover import in_turn
 from tests.kit.generation import IMAGES_ONLY, generate, routed
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_language, prompt
 
@@ -43,6 +44,10 @@ BY_QUESTION = {
 }
 
 
+# What a cache went through before the question.
+WAYS = ("continued", "cropped", "repeated")
+
+
 def cached_prompt(model: Any, batch: dict[str, Any], more: Tensor | None = None) -> Any:
     ids, mask = batch["input_ids"], batch["attention_mask"]
     if more is not None:
@@ -51,8 +56,7 @@ def cached_prompt(model: Any, batch: dict[str, Any], more: Tensor | None = None)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["continued", "cropped", "repeated"])
-@pytest.mark.parametrize("method", BY_QUESTION)
+@pytest.mark.parametrize(("method", "way"), in_turn(BY_QUESTION, WAYS))
 def test_a_later_question_is_refused_where_it_chooses_image_tokens(method: str, way: str) -> None:
     model, batch = routed("llava", BY_QUESTION[method]), prompt("llava", (1,))
     ids = torch.cat([batch["input_ids"], QUESTIONS[0]], 1)
@@ -72,8 +76,7 @@ def test_a_later_question_is_refused_where_it_chooses_image_tokens(method: str, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("way", ["continued", "cropped", "repeated"])
-@pytest.mark.parametrize("method", [name for name in IMAGES_ONLY if name != "attention"])
+@pytest.mark.parametrize(("method", "way"), in_turn([name for name in IMAGES_ONLY if name != "attention"], WAYS))
 def test_a_later_question_reads_a_cache_as_the_full_prompt(method: str, way: str) -> None:
     model, batch = routed("llava", IMAGES_ONLY[method]), prompt("llava", (1,))
     ids = torch.cat([torch.cat([batch["input_ids"], question], 1) for question in QUESTIONS[:1]])

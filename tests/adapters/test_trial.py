@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,17 +16,8 @@ from mmod import RoutingConfig
 from mmod.adapters import find_stack
 from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions
 from mmod.random_state import drawn_from
-from tests.kit.own_vits import (
-    ROUTED,
-    DividingBlock,
-    DrawingBlock,
-    OwnBlock,
-    OwnViT,
-    SkippingBlock,
-    make_own,
-    make_own_images,
-)
-from tests.kit.vision_zoo import VISION_ZOO, make_vision
+from tests.kit.cover import in_turn
+from tests.kit.own_vits import DividingBlock, DrawingBlock, OwnBlock, OwnViT, SkippingBlock, make_own_images
 
 DIVIDING = (DividingBlock, DrawingBlock, SkippingBlock)
 # Whole blocks run on the kept tokens, so a block may drop images of its own.
@@ -81,8 +71,8 @@ def test_a_method_of_whole_blocks_trains_where_blocks_divide_the_batch(name: str
     assert not any(of_others)
 
 
-@pytest.mark.parametrize("name", INSIDE)
-@pytest.mark.parametrize("block", DIVIDING)
+# How a block draws is found when it is tried, whatever the method.
+@pytest.mark.parametrize(("name", "block"), in_turn(INSIDE, DIVIDING))
 def test_one_that_reaches_into_blocks_is_refused_in_training_alone(name: str, block: type[DividingBlock]) -> None:
     model = mmod.apply_(make(block), INSIDE[name])
     images = make_own_images(6)
@@ -107,20 +97,6 @@ def test_frozen_blocks_may_be_routed_inside_a_model_that_trains() -> None:
     model = mmod.route_(make(), INSIDE["attention"]).train()
     model.stages.eval()
     model(make_own_images(2))
-
-
-def networks() -> Iterator[str]:
-    yield from VISION_ZOO
-    yield from ROUTED
-
-
-@pytest.mark.parametrize("name", [*networks()])
-def test_networks_with_other_dropout_divide_nothing(name: str) -> None:
-    model = make_own(name) if name in ROUTED else make_vision(name)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    assert not find_stack(model).proof.divides
 
 
 def test_a_trial_draws_nothing_and_changes_no_buffer() -> None:
