@@ -25,7 +25,6 @@ from mmod.blocks import (
     Shell,
     SuffixBlock,
     TupleBlock,
-    UntupledBlock,
     grid_of_map,
 )
 
@@ -99,9 +98,7 @@ def _outer(proof: Proof) -> type[Mixin] | None:
 
 
 def _inner(proof: Proof) -> type[Mixin]:
-    if proof.layout in ("flat", "bare"):
-        return FlatBlock
-    return UntupledBlock if proof.in_tuple else InterceptedBlock
+    return FlatBlock if proof.layout in ("flat", "bare") else InterceptedBlock
 
 
 def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockStack:

@@ -65,6 +65,6 @@ from mmod.blocks.segments import (
     read_segments,
     split_rows,
 )
-from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, NamedBlock, SuffixBlock, TupleBlock, UntupledBlock
+from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, NamedBlock, SuffixBlock, TupleBlock
 from mmod.blocks.span import BlockState, Span
 from mmod.blocks.spanned import ImportanceBlock, ImportanceState, SpannedBlock, make_importance, make_routed

@@ -262,9 +262,7 @@ class FlatBlock(InterceptedBlock):
             return self._run_filled(x, args, kwargs, bias, window_BK)
         split = attend_by_image(len(differ[0]) if differ else len(x), bias)
         z, arguments = as_one_sequence(call, x, kwargs)
-        y = run_inside(self, split, super().forward, (z, *args), arguments)
-        if isinstance(y, tuple):
-            return (y[0].view_as(x), *y[1:])
+        y: Tensor = run_inside(self, split, super().forward, (z, *args), arguments)
         return y.view_as(x)
 
     def _run_filled(

@@ -53,19 +53,14 @@ class InterceptedBlock(Mixin):
     """Inner mixin of a block that takes no mask: a bias of keys is added in its attention, which is intercepted."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the host's block."""
+        """Return the tokens after the host's block."""
         bias = kwargs.pop(KEY_BIAS, None)
         if bias is None:
-            return super().forward(x, *args, **kwargs)
-        return run_inside(self, add_key_bias(bias), super().forward, (x, *args), kwargs)
-
-
-class UntupledBlock(InterceptedBlock):
-    """Inner mixin of a block that returns a tuple: the method's mixin gets its first element, the tokens."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the tokens alone."""
-        return super().forward(x, *args, **kwargs)[0]
+            y = super().forward(x, *args, **kwargs)
+        else:
+            y = run_inside(self, add_key_bias(bias), super().forward, (x, *args), kwargs)
+        # The method's mixin gets the tokens alone, around which `TupleBlock` makes the tuple again.
+        return y[0] if self.mod_state.call.shell.outer is TupleBlock else y
 
 
 class NamedBlock(Mixin):
