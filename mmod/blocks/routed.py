@@ -101,7 +101,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
-        if not isinstance(x, Tensor):
+        # Classes are compared first, which is no call as `isinstance` is.
+        if type(x) is not Tensor and not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         execution = state.execution
@@ -123,7 +124,9 @@ class RoutedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
         scored = self.normed(x) if state.execution.scores_norm else x
-        routing: Routing = self.router(scored, None, tokens)
+        # `nn.Module` finds an attribute that is a module by a call.
+        router: Any = self._modules["router"]
+        routing: Routing = router(scored, None, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
         return routing

@@ -173,11 +173,7 @@ def select_topk(
     count = kept_count(score_BN.shape[1], capacity, prefix)
     valid_BK = None
     ranked_BN = score_BN if valid_BN is None else _rank_last(score_BN, ~valid_BN)
-    rank_BN = _ranks(ranked_BN, prefix, protect_BN)
-    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
-        index_BK = _lowest_first(rank_BN, count)
-    else:
-        index_BK = torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
+    index_BK = _best(ranked_BN, count, prefix, protect_BN)
     if valid_BN is None:
         # Ascending, so that kept tokens keep their order and neighbours stay neighbours in memory.
         index_BK = torch.sort(index_BK, dim=1).values
@@ -316,8 +312,8 @@ def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
 
-def _ranks(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
-    """Return sort keys (B, N) that ascend from the prefix over the best tokens to NaN."""
+def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
+    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
     # Scores are negated and sorted ascending, because a sort puts NaN last.
     rank_BN = -(score_BN.detach() if score_BN.requires_grad else score_BN)
     if protect_BN is not None:
@@ -325,7 +321,7 @@ def _ranks(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
         rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
     elif prefix:
         rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
-    return rank_BN
+    return _lowest_first(rank_BN, count)
 
 
 def best_first(score: Tensor, count: int | None = None) -> Tensor:
@@ -340,14 +336,10 @@ def best_first(score: Tensor, count: int | None = None) -> Tensor:
     return _lowest_first(-score.detach(), score.shape[-1] if count is None else count)
 
 
-def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
-    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
-    return _lowest_first(_ranks(score_BN, prefix, protect_BN), count)
-
-
 def _lowest_first(rank: Tensor, count: int) -> Tensor:
     """Return the positions of the lowest ranks of the last axis, which NaN follow."""
-    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+    # The flag that `exporting` reads, without a call: this runs in every block.
+    if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK breaks ties by the lower index.
         rank = rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return torch.topk(rank, count, dim=-1, largest=False).indices
