@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, image_facts, patch_grid
 from mmod.blocks import Step
-from mmod.methods.base import Method, register_method
-from mmod.methods.reduction import ReducedModel, Reduction, check_halves, reduce_
+from mmod.methods.base import register_method
+from mmod.methods.reduction import Reducing, Reduction
 from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
@@ -26,7 +26,7 @@ from mmod.values import check_value
 
 @register_method("merge")
 @dataclass(frozen=True)
-class Merge(Method):
+class Merge(Reducing):
     """Token merging between attention and MLP (ToMe): bipartite soft matching by the keys' mean over heads.
 
     Tokens alternate between two sets, and the r tokens of the first set with the most similar partner in the second
@@ -55,29 +55,25 @@ class Merge(Method):
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""
-        if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
-            raise ValueError(f"r must have one number per block, {len(stack.blocks)}, got {len(self.r)}")
+        super().check(model, stack)
         counts = self._counts(stack)
-        for index in counts:
-            check_halves(stack, index)
         size = image_facts(model).size
         if counts and size is not None:
             # A block merges half of what is left where r is more, as in the source.
             most = math.prod(patch_grid(model, size))
             check_value("r in the first merging block", next(iter(counts.values())), int, f"[0, {most}]")
 
-    def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Convert the blocks; where anything but the prefix is read, tokens are unmerged."""
-        reductions = {
+    def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
+        """Return the rule of each block that merges."""
+        return {
             index: Reduction(capture_inputs, partial(merge_tokens, count, stack.prefix))
             for index, count in self._counts(stack).items()
         }
-        if reductions:
-            # A mean of tokens weighted by size is the mean over the unmerged patches.
-            reduce_(model, stack, reductions, ReducedModel)
 
     def _counts(self, stack: BlockStack) -> dict[int, int]:
         """Return the number of merged tokens by block, without zeros."""
+        if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
+            raise ValueError(f"r must have one number per block, {len(stack.blocks)}, got {len(self.r)}")
         counts = self.r if isinstance(self.r, tuple) else (self.r,) * len(stack.blocks)
         return {index: count for index, count in enumerate(counts) if count}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +16,34 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import Step
 from mmod.config.plan import check_blocks
-from mmod.methods.base import Method, owner_of, register_method
-from mmod.methods.reduction import (
-    ReducedModel,
-    Reduction,
-    check_halves,
-    head_reads,
-    pooling,
-    reduce_,
-)
+from mmod.methods.base import owner_of, register_method
+from mmod.methods.reduction import ReducedModel, Reducing, Reduction, head_reads, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
 
 
+class PrunedModel(ReducedModel):
+    """Mixin of a timm model with pruned tokens."""
+
+    heads = ("prefix", "patches")
+
+    def forward_head(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
+        call = self.mod_owner.calls.value.running
+        if head_reads(self) == "patches" and not (call.ends_for_head and call.has_begun):
+            raise ValueError(
+                f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
+                "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
+                "reset_classifier(0) if you want its pooled features"
+            )
+        host: Any = super()
+        return host.forward_head(*args, **kwargs)
+
+
 @register_method("prune")
 @dataclass(frozen=True)
-class Prune(Method):
+class Prune(Reducing):
     """Token pruning between attention and MLP of some blocks, by the attention that tokens receive there (EViT).
 
     Prefix tokens are always kept. In a call of the model, a head that pools patches pools the remaining ones. Other
@@ -63,28 +74,22 @@ class Prune(Method):
     fuse: bool = True
     by: Literal["auto", "class_token", "mean"] = "auto"
     training_only: bool = False
+    owner_mixin: ClassVar[type[ReducedModel]] = PrunedModel
 
-    def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless the model has the blocks and their halves can run separately."""
-        blocks = self._blocks(stack)
-        check_blocks(blocks, len(stack.blocks))
+    def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
+        """Return the rule of each block that prunes."""
+        depth = len(stack.blocks)
+        blocks = self.blocks
+        if blocks is None:
+            blocks = tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
+        check_blocks(blocks, depth)
         if self.by == "class_token" and not stack.class_token:
             raise ValueError(
                 f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"
             )
-        for index in blocks:
-            check_halves(stack, index)
-
-    def _blocks(self, stack: BlockStack) -> tuple[int, ...]:
-        if self.blocks is not None:
-            return self.blocks
-        return tuple(sorted({max(1, len(stack.blocks) * quarter // 4) for quarter in (1, 2, 3)}))
-
-    def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Convert the blocks, and the model, whose head alone cannot tell which patches remain."""
         watch = partial(_watch, self.by, stack.class_token, owner_of(model, stack))
         rule = Reduction(watch, partial(prune_tokens, self.keep, self.fuse, stack.prefix))
-        reduce_(model, stack, dict.fromkeys(self._blocks(stack), rule), PrunedModel)
+        return dict.fromkeys(blocks, rule)
 
 
 def _watch(by: str, class_token: bool, owner: nn.Module) -> capture_importance | capture_inputs:
@@ -92,24 +97,6 @@ def _watch(by: str, class_token: bool, owner: nn.Module) -> capture_importance |
     if by == "class_token" or (by == "auto" and class_token and pooling(owner) == "token"):
         return capture_inputs()
     return capture_importance()
-
-
-class PrunedModel(ReducedModel):
-    """Mixin of a timm model with pruned tokens."""
-
-    heads = ("prefix", "patches")
-
-    def forward_head(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
-        call = self.mod_owner.calls.value.running
-        if head_reads(self) == "patches" and not (call.ends_for_head and call.has_begun):
-            raise ValueError(
-                f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
-                "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
-                "reset_classifier(0) if you want its pooled features"
-            )
-        host: Any = super()
-        return host.forward_head(*args, **kwargs)
 
 
 def prune_tokens(

@@ -10,6 +10,7 @@ Axes: B images, N tokens, K tokens after a reduction, D channels.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +42,7 @@ from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.symbolic import check_once
-from mmod.methods.base import owner_of
+from mmod.methods.base import Method, owner_of
 from mmod.ops.intercept import AttentionIntercept
 from mmod.routing import Joined, Kept, Routing
 
@@ -185,33 +186,49 @@ def _tokens_are_read(module: nn.Module, name: str) -> bool:
     return inner is not None and bool(inner._forward_hooks or inner._forward_pre_hooks)
 
 
-def reduce_(
-    model: nn.Module, stack: BlockStack, reductions: Mapping[int, Reduction], mixin: type[ReducedModel]
-) -> None:
-    """Convert the blocks of a stack from the first reduction on, and the module that owns them.
+@dataclass(frozen=True)
+class Reducing(Method):
+    """A method by which fewer tokens remain after the attention of some blocks: a rule for each of them.
 
-    Args:
-        mixin: Mixin of the owner, if it is timm's.
+    Attributes:
+        owner_mixin: Mixin of the module that owns the blocks, if it is timm's.
     """
-    first = min(reductions)
-    span = Span(stack.calls, stack.names[first:])
-    halved: dict[str, NamedArguments] = {}
-    for index in range(first, len(stack.blocks)):
-        block = stack.blocks[index]
-        call = stack.call_of(block, None)
-        assert isinstance(call, NamedArguments)
-        state = ReducedState(call=call, span=span, place=index - first, number=index, reduction=reductions.get(index))
-        if index in reductions:
-            halved[stack.names[index]] = call
-            make_halves(block, call, state.inner)
-            make_observed(block, call, state.inner)
-        convert(block, ReducedBlock, state, call.shell)
-    owner = owner_of(model, stack)
-    stack.own_(owner, mixin if stack.host == "timm" else BlockOwner)
-    stack.watch_grid(stack.converted)
-    if stack.dividing:
-        attach(owner, WholeBatchHook(stack.dividing))
-    warn_of_halves(halved, len(stack.blocks))
+
+    owner_mixin: ClassVar[type[ReducedModel]] = ReducedModel
+
+    @abstractmethod
+    def rules(self, model: nn.Module, stack: BlockStack) -> Mapping[int, Reduction]:
+        """Return the rules by number of the block; a ValueError says why the model has no such blocks."""
+
+    def check(self, model: nn.Module, stack: BlockStack) -> None:
+        """Raise a ValueError unless the model has the blocks and their halves can run separately."""
+        for index in self.rules(model, stack):
+            _check_halves(stack, index)
+
+    def change(self, model: nn.Module, stack: BlockStack) -> None:
+        """Convert the blocks from the first one with a rule on, and the module that owns them."""
+        rules = self.rules(model, stack)
+        if not rules:
+            return
+        first = min(rules)
+        span = Span(stack.calls, stack.names[first:])
+        halved: dict[str, NamedArguments] = {}
+        for index in range(first, len(stack.blocks)):
+            block = stack.blocks[index]
+            call = stack.call_of(block, None)
+            assert isinstance(call, NamedArguments)
+            state = ReducedState(call=call, span=span, place=index - first, number=index, reduction=rules.get(index))
+            if index in rules:
+                halved[stack.names[index]] = call
+                make_halves(block, call, state.inner)
+                make_observed(block, call, state.inner)
+            convert(block, ReducedBlock, state, call.shell)
+        owner = owner_of(model, stack)
+        stack.own_(owner, self.owner_mixin if stack.host == "timm" else BlockOwner)
+        stack.watch_grid(stack.converted)
+        if stack.dividing:
+            attach(owner, WholeBatchHook(stack.dividing))
+        warn_of_halves(halved, len(stack.blocks))
 
 
 def head_reads(model: nn.Module) -> str:
@@ -227,7 +244,7 @@ def pooling(model: nn.Module) -> str:
     return str(getattr(model, "global_pool", "token"))
 
 
-def check_halves(stack: BlockStack, index: int) -> None:
+def _check_halves(stack: BlockStack, index: int) -> None:
     """Raise a ValueError that says why a block's halves cannot run separately."""
     block = stack.blocks[index]
     call: Any = stack.call_of(block, None)
