@@ -170,9 +170,9 @@ class _Search:
             self.block(self.x_BND, **self.arguments)
         for handle in handles:
             handle.remove()
-        for number, modules in enumerate(watch.modules):
+        for number, attended in enumerate(watch.seen):
             around = self.around_cross if number in self.cross else self.around_attention
-            around += modules
+            around += attended.modules
 
     def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
@@ -249,7 +249,7 @@ class _Search:
             idle_mlp=_named(silent_mlp, zero=False),
             halves=close(expected, self.run({})),
             fed=fed,
-            attends_twice=bool(watch.shapes),
+            attends_twice=bool(watch.seen),
         )
 
     def _silent(self, silent: tuple[str, ...], others: tuple[str, ...]) -> dict[str, bool]:
@@ -269,46 +269,46 @@ class _Search:
         return {name: _zeros(self.outputs[name]) if zero else _other for name, zero in modules.items()}
 
 
+class Attended(NamedTuple):
+    """One attention of a block.
+
+    Args:
+        shape: Shape of the map: that of the queries without their channels, and the number of keys.
+        fused: It is a call of `scaled_dot_product_attention`, and no map of the host's own softmax.
+        biased: The call had a mask or bias, which no argument may have brought.
+        modules: Names of the modules that ran around it.
+    """
+
+    shape: tuple[int, ...]
+    fused: bool
+    biased: bool
+    modules: tuple[str, ...]
+
+
 class AttentionWatch(AttentionIntercept):
-    """Notes how a block attends, and which modules run around it.
+    """Notes how a block attends.
 
     Args:
         running: Names of the modules that run.
 
     Attributes:
-        fused: Calls of `scaled_dot_product_attention`.
-        maps: Maps of the host's own softmax.
-        biased: A call had a mask or bias, which no argument may have brought.
-        shapes: Shapes of queries and keys, or of maps.
-        keys: Number of keys of each call or map.
-        modules: Names of the modules that ran around each.
+        seen: Each attention, in order.
     """
 
     def __init__(self, running: Sequence[str] = ()) -> None:
         super().__init__()
         self.running = running
-        self.fused = 0
-        self.maps = 0
-        self.biased = False
-        self.shapes: list[tuple[int, ...]] = []
-        self.keys: list[int] = []
-        self.modules: list[tuple[str, ...]] = []
+        self.seen: list[Attended] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Note a call of `scaled_dot_product_attention`, and run it."""
-        self.fused += 1
-        self.shapes.append((*call.query.shape[:-1], call.key.shape[-2]))
-        self.biased = self.biased or call.attn_mask is not None
-        self.keys.append(call.key.shape[-2])
-        self.modules.append(tuple(self.running))
+        shape = (*call.query.shape[:-1], call.key.shape[-2])
+        self.seen.append(Attended(shape, True, call.attn_mask is not None, tuple(self.running)))
         return call.run()
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Note a map of the host's own softmax."""
-        self.maps += 1
-        self.shapes.append(tuple(attention.shape))
-        self.keys.append(attention.shape[-1])
-        self.modules.append(tuple(self.running))
+        self.seen.append(Attended(tuple(attention.shape), False, False, tuple(self.running)))
 
 
 def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:

@@ -158,8 +158,8 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
     _check_output(output, x, arguments)
     base = dataclasses.replace(
         base,
-        fused=watch.fused > 0 and not watch.maps,
-        attention_calls=max(watch.fused, 1),
+        fused=bool(watch.seen) and all(attended.fused for attended in watch.seen),
+        attention_calls=max(sum(attended.fused for attended in watch.seen), 1),
         in_tuple=isinstance(output, tuple),
     )
     refusals = []
@@ -285,7 +285,7 @@ def _shapes(
     block: nn.Module, names: Sequence[str], x: Tensor, arguments: Arguments
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Return the shapes of a block's attention, and of the inputs of modules in it, by name."""
-    calls = AttentionWatch()
+    watch = AttentionWatch()
     inputs: list[tuple[int, ...]] = []
 
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -293,12 +293,12 @@ def _shapes(
 
     handles = [block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in names]
     try:
-        with calls:
+        with watch:
             block(x, **arguments)
     finally:
         for handle in handles:
             handle.remove()
-    return calls.shapes, inputs
+    return [attended.shape for attended in watch.seen], inputs
 
 
 class _TrialBlock(ConvertedBlock):
@@ -400,14 +400,15 @@ class _Trial:
 
     def _find_cross(self) -> tuple[int, ...]:
         """Return which calls of attention have as many keys whatever the number of tokens: those over a text."""
-        if len(self.watch.keys) < 2:
+        if len(self.watch.seen) < 2:
             return ()
         few = AttentionWatch()
         with few:
             self.run(self.index_BK[:, : self.inputs.prefix + ALONE])
-        if len(few.keys) != len(self.watch.keys):
+        if len(few.seen) != len(self.watch.seen):
             return ()
-        return tuple(number for number, keys in enumerate(few.keys) if keys == self.watch.keys[number])
+        pairs = enumerate(zip(few.seen, self.watch.seen))
+        return tuple(number for number, (one, other) in pairs if one.shape[-1] == other.shape[-1])
 
     def _check_all_tokens(self) -> None:
         """Permute all patches of an image: a window shows only where there are more tokens than it holds."""
@@ -437,10 +438,10 @@ class _Trial:
 
     def _why(self) -> str:
         """Return the likely reason for a dependence on positions."""
-        if self.watch.biased:
+        if any(attended.biased for attended in self.watch.seen):
             return ", because its attention adds a bias for each pair of positions, which does not know the kept tokens"
         if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in self.block.modules()):
             return ", because it has a convolution between tokens"
-        if not self.watch.fused and not self.watch.maps:
+        if not self.watch.seen:
             return ", because tokens reach each other by their positions, without attention"
         return ", because it computes with their positions: a window, a position bias, or rotary positions made inside"
