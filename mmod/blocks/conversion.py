@@ -114,6 +114,8 @@ def converted_class(mixins: Mixins, host: type[nn.Module], shell: Shell = NO_SHE
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
     container = Container if issubclass(host, (nn.Sequential, nn.ModuleList)) else None
+    # They run from left to right, each calling the next by `super().forward`: the outer mixin translates the host's
+    # call for the method's mixin, which decides what runs, and the inner one translates back for the host's class.
     bases = [base for base in (shell.outer, *mixins, shell.inner, container, host) if base is not None]
     converted = type("".join(titles) + host.__name__, tuple(bases), {**members, "mod_host": host, "mod_mixins": mixins})
     for mixin in mixins:
@@ -185,6 +187,7 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
     if mixin in present:
         mixins = present
     else:
+        # Mixins that stack watch calls, so they stand around the one that changes what the module computes.
         mixins = (mixin, *present) if mixin.stacks else (*present, mixin)
     converted = converted_class(mixins, host_class(module), shell)
     apart = [other for other in mixins if not other.stacks]

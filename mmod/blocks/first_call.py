@@ -40,8 +40,10 @@ class FirstCall(OnceHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Watch the converted modules that have a `forward` on the instance in this call alone."""
+        # Compilers guard on hooks and classes, which change here; a call without one may follow.
         if torch.compiler.is_compiling():
             return
+        # First, as the module may be called again while it runs.
         detach(module, self)
         watches = [
             _Watch(name, inner)
@@ -88,8 +90,9 @@ class _Watch:
         self.ran_inside = False
         inside = [inner for inner in module.modules() if inner is not module]
         self.handles = [inner.register_forward_pre_hook(self._see) for inner in inside]
-        # A property stands before the attribute of the same name.
         self.watched = type(module)
+        # No mixin runs without its state. A property stands before the attribute of the same name, so one in its place
+        # sees the mixin, whatever the forward on the instance calls on the way to it.
         names = {mixin.state_name for mixin in mixins_of(module)}
         watching = {name: property(functools.partial(self._read, name)) for name in names}
         module.__class__ = type(self.watched.__name__, (self.watched,), watching)
@@ -134,6 +137,7 @@ class FirstGrid(OnceHook):
             return
         detach(module, self)
         grid = self.read(output)
+        # Only the block knows how many tokens there are: its next call compares.
         if grid is not None:
             attach(self.block, _FirstInput(self, grid))
 

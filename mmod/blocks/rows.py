@@ -139,10 +139,12 @@ class Rows:
         self.x_BND = x_BND
         self.routing = routing
         self.weighs = weighs
-        # The rows before the last decision, and what it says about those.
+        # The rows before the last decision, and what it says about those. They differ from `x_BND` and `routing`, which
+        # are about all tokens, once a later block has narrowed the rows.
         self._from_BND = x_BND
         self._among = routing if weighs else without_gate(routing)
         kept = routing.kept
+        # Eager mode on a CPU copies whole rows, by one index for the gather and the way back.
         single = kept.valid_BK is None and kept.image_S is None and routing.joined.slot_BN is None
         if single and routing.skipped_BN is None and not backend.forced:
             self._row_T = batch_rows(x_BND, kept.index_BK)
@@ -207,9 +209,11 @@ class Rows:
     def _narrow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision about all tokens, from rows of the decision before."""
         before = self.routing
+        # What is needed to undo the narrowing before, on the way back.
         self._earlier = (*self._earlier, (self._from_BND, self.z, self._among))
         assert before.joined.slot_BN is not None
         assert routing.joined.slot_BN is not None
+        # A row goes where the token went that it stands for.
         slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
         among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
         size_BK = routing.joined.size_BK
@@ -219,6 +223,7 @@ class Rows:
             self.z = mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=routing.joined.all)
         self._from_BND = rows_BND
         self._among = among if self.weighs else without_gate(among)
+        # They were made for the rows before.
         self.selected = None
         self.filled = None
         self.routing = routing

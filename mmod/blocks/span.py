@@ -120,9 +120,11 @@ class Span:
                 "rows. Keep all images and tokens between them, or route with a router that shares none, such as "
                 "'linear'"
             )
+        # Until the block is left. A pass that failed in a block is found by its tensor alone.
         shared.busy = True
         calls.entered = shared
         score_BN = shared.score_BN
+        # The blocks of a model may be on several devices.
         if score_BN is not None and score_BN.device != x.device:
             shared.score_BN = score_BN.to(x.device)
         return shared
@@ -140,10 +142,12 @@ class Span:
         started.owner = self
         started.shape = tuple(x.shape[:2])
         calls = self.calls.value
+        # The patch embedding ran just before, and its hook left them.
         started.patches = calls.take_patches()
         call = calls.running
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
-            # A part of the model is recomputed.
+            # A part of the model is recomputed, in a backward pass in which the call did not begin. Later blocks of the
+            # part find the new pass by the number of that backward pass.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
             look = _look(x)
             match = self._by_address.get(look[0])
@@ -190,6 +194,7 @@ class Span:
             if latest.place < place:
                 latest.place = place
                 return latest
+        # From here on, something may have read the tokens or run the blocks in another order: the tensor tells.
         found = None
         if not torch.compiler.is_compiling():
             found = self._pass_of(x)
@@ -204,6 +209,7 @@ class Span:
                 self.hand_on(found, x)
         if place is not None:
             found.place = place
+            # A call forgets its passes when it ends; outside calls the last block does it.
             if place >= self.last and call.outer is None:
                 call.passes = [other for other in call.passes if other is not found]
         return found
@@ -247,6 +253,7 @@ class Span:
     def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> SpanPass | None:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
         level: StackCall | None = call
+        # From the running call outwards.
         while level is not None:
             reachable = [other for other in level.passes if other.owner is self and _can_reach(other, place)]
             if len(reachable) > 1:

@@ -42,10 +42,12 @@ class SpannedBlock(RoutedBlock):
         call = state.call
         span = state.span
         assert span is not None
+        # In a call in which a decoder may skip no token, its layers share nothing.
         if call.decodes and not cast(DecoderCall, call).shares(kwargs):
             return super().forward(x, *args, **kwargs)
         shared = span.enter(x, state) if self.training or not span.for_loss else None
         if shared is None:
+            # Nothing is shared in this mode, or no pass reached the block, as where it is called by itself.
             self._check_alone(span)
             return super().forward(x, *args, **kwargs)
         arguments = call.bind(args, kwargs) if args or kwargs else {}
@@ -53,12 +55,15 @@ class SpannedBlock(RoutedBlock):
             cast(DecoderCall, call).open_cache(arguments)
         execution = state.execution
         rule = self.router.rule
+        # Where the block before passed on its rows, x has those alone.
         rows = shared.rows
         routing = None
         if rows is not None:
             if rule.matches(rows.rule):
+                # The same rule would decide the same on the same scores.
                 routing = rows.routing
             elif not rule.config.joins:
+                # Another rule chooses among all tokens. Where tokens join others, it narrows the rows further.
                 x = rows.write_back(x)
                 rows = shared.rows = None
         if execution.between_halves:
@@ -73,10 +78,12 @@ class SpannedBlock(RoutedBlock):
             z = rows.z
         else:
             z = rows.follow(x, routing)
+        # The host's forward: that of `RoutedBlock` would decide again.
         y = execution.run(self, super(RoutedBlock, self).forward, z, arguments, rows)
         if state.passes_rows and shared.uninterrupted and self._next_takes(rows, shared):
             rows.rule = rule
             shared.rows = rows
+            # All that `span.leave` does where the next block finds the pass by the order of the blocks.
             shared.busy = False
             return y
         shared.rows = None
@@ -146,6 +153,7 @@ class SpannedBlock(RoutedBlock):
         if routing is None:
             scored = self.normed(x_BND) if state.execution.scores_norm else x_BND
             routing = self.router(scored, shared.score_BN, tokens)
+        # What no later block reads is not kept, which would keep its tensors alive.
         if state.ends:
             return routing
         if shared.score_BN is None and span.scored_by_first:
@@ -167,6 +175,7 @@ class SpannedBlock(RoutedBlock):
     def _known(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing | None:
         """Return a decision by the same rule on the same tokens, or one among the tokens kept before; else None."""
         device = x_BND.device
+        # The nearest first. A checkpoint that recomputes the block finds its own.
         for number in range(self.mod_state.place, -1, -1):
             made = shared.decisions.get(number)
             if made is None or not made.rule.matches(rule):
