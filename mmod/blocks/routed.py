@@ -124,9 +124,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
         scored = self.normed(x) if state.execution.scores_norm else x
-        # `nn.Module` finds an attribute that is a module by a call.
-        router: Any = self._modules["router"]
-        routing: Routing = router(scored, None, tokens)
+        routing: Routing = self.router(scored, None, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
         return routing

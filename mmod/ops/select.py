@@ -312,18 +312,6 @@ def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
 
-def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
-    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
-    # Scores are negated and sorted ascending, because a sort puts NaN last.
-    rank_BN = -(score_BN.detach() if score_BN.requires_grad else score_BN)
-    if protect_BN is not None:
-        # Only what is always kept ranks at minus infinity: before scores that are infinite.
-        rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
-    elif prefix:
-        rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
-    return _lowest_first(rank_BN, count)
-
-
 def best_first(score: Tensor, count: int | None = None) -> Tensor:
     """Return the positions of the highest scores of the last axis, best first; all of them for None.
 
@@ -333,17 +321,24 @@ def best_first(score: Tensor, count: int | None = None) -> Tensor:
         >>> best_first(torch.tensor([0.1, 0.9, 0.9, 0.5])).tolist()
         [1, 2, 3, 0]
     """
-    return _lowest_first(-score.detach(), score.shape[-1] if count is None else count)
+    return _best(score, score.shape[-1] if count is None else count, 0, None)
 
 
-def _lowest_first(rank: Tensor, count: int) -> Tensor:
-    """Return the positions of the lowest ranks of the last axis, which NaN follow."""
+def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
+    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
+    # Scores are negated and sorted ascending, because a sort puts NaN last.
+    rank_BN = -(score_BN.detach() if score_BN.requires_grad else score_BN)
+    if protect_BN is not None:
+        # Only what is always kept ranks at minus infinity: before scores that are infinite.
+        rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
+    elif prefix:
+        rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
     # The flag that `exporting` reads, without a call: this runs in every block.
     if torch.compiler._is_exporting_flag and torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK breaks ties by the lower index.
-        rank = rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        return torch.topk(rank, count, dim=-1, largest=False).indices
-    return torch.sort(rank, dim=-1, stable=True).indices[..., :count]
+        rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return torch.topk(rank_BN, count, dim=-1, largest=False).indices
+    return torch.sort(rank_BN, dim=-1, stable=True).indices[..., :count]
 
 
 def ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
