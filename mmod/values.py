@@ -211,6 +211,20 @@ def check_finite(name: str, values: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got {bad} of {values.numel()} values that are NaN or infinite")
 
 
+def without_nan(values: Any) -> Any:
+    """Return the plain values of a file, with None for numbers that are not finite: JSON and tables have none.
+
+    Example:
+        >>> without_nan({"kept": [0.5, math.nan]})
+        {'kept': [0.5, None]}
+    """
+    if isinstance(values, Mapping):
+        return {key: without_nan(value) for key, value in values.items()}
+    if isinstance(values, (list, tuple)):
+        return [without_nan(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
 def check_module(model: object) -> None:
     """Raise a TypeError unless a model is a `torch.nn.Module`, for example if it is a model's name."""
     from torch import nn
@@ -224,7 +238,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
 
     Args:
         name: Dotted key of the values in their file, for messages; empty for all of it.
-        limit: Range of all numbers; None allows NaN, which results may hold.
+        limit: Range of all numbers; None allows NaN, which results may hold, and reads it where their file has null.
 
     Raises:
         ValueError: A value is wrong, a key unknown or missing; several mistakes are told together.
@@ -316,7 +330,12 @@ def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
     """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
+    # What `without_nan` wrote.
+    if hint is float and value is None and limit is None:
+        return math.nan
     if origin in (Union, types.UnionType):
+        if value is None and type(None) in arguments:
+            return None
         # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
         return functools.reduce(lambda plain, option: _from_plain(option, plain, name, limit), arguments, value)
     if origin in (list, tuple) and isinstance(value, list):

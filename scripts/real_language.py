@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mmod
-from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
+from mmod.analysis.statistics import Estimate, Resampling, estimate_of
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.store import STORE, Store
 from mmod.planning import Option
@@ -155,7 +155,7 @@ def all_losses(model: Any, chunks: Sequence[Tensor]) -> list[float]:
 def gap(loss_C: Sequence[float], dense_C: Sequence[float]) -> Estimate:
     """Return the difference of mean losses, with an interval by the bootstrap over documents."""
     gap_D = (np.array(loss_C) - np.array(dense_C)).reshape(-1, CHUNKS).mean(1)
-    return estimate_of(gap_D.mean(), resampled_means(gap_D[:, None], 2000, seed=0)[:, 0])
+    return estimate_of(gap_D.mean(), Resampling(len(gap_D)).means(gap_D[:, None])[:, 0])
 
 
 def main() -> None:

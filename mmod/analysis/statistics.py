@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import mean, stdev
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from mmod.values import without_nan
 
 Values = NDArray[np.float64]
 BySeed = Mapping[int, float]
@@ -30,6 +32,7 @@ class Estimate:
     """A figure with its 95 % confidence interval.
 
     Args:
+        value: NaN without samples.
         low: Lower end of the interval; NaN without an interval.
         seeds: Number of paired seeds if this is a difference between two models, which is printed with its sign; None
             otherwise.
@@ -37,8 +40,8 @@ class Estimate:
     Example:
         >>> print(Estimate(91.25, 89.5, 93.0))
         91.2 [89.5, 93.0]
-        >>> print(Estimate(-0.5, -0.8, -0.2, seeds=5), Estimate(-0.5, seeds=1))
-        -0.5 [-0.8, -0.2] -0.5
+        >>> print(Estimate(-0.5, -0.8, -0.2, seeds=5), Estimate(-0.5, seeds=1), Estimate(math.nan))
+        -0.5 [-0.8, -0.2] -0.5 no samples
     """
 
     value: float
@@ -48,7 +51,7 @@ class Estimate:
 
     @property
     def has_interval(self) -> bool:
-        """Whether there is an interval; one seed gives none."""
+        """Whether there is an interval; one seed or one sample gives none."""
         return not math.isnan(self.low)
 
     @property
@@ -61,9 +64,11 @@ class Estimate:
         return Estimate(factor * self.value, factor * self.low, factor * self.high, self.seeds)
 
     def __format__(self, form: str) -> str:
+        if math.isnan(self.value):
+            return "no samples"
         form = form or (".1f" if self.seeds is None else "+.1f")
         value = f"{self.value:{form}}"
-        if self.seeds == 1 and not self.has_interval:
+        if not self.has_interval:
             return value
         return f"{value} [{self.low:{form}}, {self.high:{form}}]"
 
@@ -74,17 +79,17 @@ class Estimate:
 def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return the fields of a dataclass as reports name them, for `dataclasses.asdict(..., dict_factory=published)`.
 
-    An estimate has the keys value, low and high; a difference between models has mean, low, high and seeds.
+    An estimate has the keys value, low and high; a difference between models has mean, low, high and seeds. None
+    stands for what an estimate lacks.
     """
     named = dict(fields)
     if list(named) != ["value", "low", "high", "seeds"]:
         return named
-    value, low, high, seeds = named.values()
+    seeds = named.pop("seeds")
+    value, low, high = without_nan(list(named.values()))
     if seeds is None:
         return {"value": value, "low": low, "high": high}
-    # JSON has no NaN.
-    ends = {name: None if math.isnan(end) else end for name, end in (("low", low), ("high", high))}
-    return {"mean": value, **ends, "seeds": seeds}
+    return {"mean": value, "low": low, "high": high, "seeds": seeds}
 
 
 def difference(one: BySeed, other: BySeed) -> Estimate:
@@ -105,14 +110,6 @@ def difference(one: BySeed, other: BySeed) -> Estimate:
 
     half = float(stdtrit(len(gaps) - 1, 0.975)) * stdev(gaps) / len(gaps) ** 0.5
     return Estimate(middle, middle - half, middle + half, len(gaps))
-
-
-def resampled_means(value_IC: Values, draws: int, seed: int) -> Values:
-    """Return column means over images drawn with replacement, the same images for all columns (draws, C).
-
-    Source: Efron, The Annals of Statistics 7 (1979): the bootstrap.
-    """
-    return np.concatenate([count_SI @ value_IC / len(value_IC) for count_SI in _draws(len(value_IC), draws, seed)])
 
 
 def estimate_of(value: float, resampled: Values) -> Estimate:
@@ -154,17 +151,31 @@ def change_of(change_I: Values) -> Estimate:
 
 
 class Resampling:
-    """The bootstrap over images, see `resampled_means`, with the same draws for all figures that are compared."""
+    """Images drawn with replacement, the same draws for all figures that are compared.
+
+    Source: Efron, The Annals of Statistics 7 (1979): the bootstrap.
+    """
 
     def __init__(self, images: int, draws: int = 2000, seed: int = 0) -> None:
-        # How often each image is drawn, as a share of all.
-        self.weight_SN = np.concatenate([count.astype(np.float32) / images for count in _draws(images, draws, seed)])
+        self.images = images
+        rng = np.random.default_rng(seed)
+        # How often each image is drawn, in some of the draws (S, I). In few bytes, since all of them are kept.
+        self._counts: list[NDArray[np.int16]] = []
+        for size in _chunks(images, draws):
+            count_SI = rng.multinomial(images, np.full(images, 1 / images), size=size)
+            self._counts.append(count_SI.astype(np.int16))
+
+    def means(self, value_IC: Values) -> Values:
+        """Return the column means of each draw (draws, C)."""
+        return np.concatenate([count_SI @ value_IC / self.images for count_SI in self._counts])
 
     def of(self, figure: Callable[[np.ndarray], np.ndarray]) -> Estimate:
-        """Return a difference that `figure` computes from the weights of the images (draws, images) in each draw."""
-        images = self.weight_SN.shape[1]
-        estimate = estimate_of(figure(np.full((1, images), 1 / images))[0], figure(self.weight_SN))
-        return Estimate(estimate.value, estimate.low, estimate.high, seeds=1)
+        """Return a difference that `figure` computes from weights of the images (S, images); one has no interval."""
+        value = float(figure(np.full((1, self.images), 1 / self.images))[0])
+        if self.images == 1:
+            return Estimate(value, seeds=1)
+        drawn = np.concatenate([figure(count_SI.astype(np.float32) / self.images) for count_SI in self._counts])
+        return replace(estimate_of(value, drawn), seeds=1)
 
 
 def simultaneous(value_C: Values, resampled: Values) -> list[Estimate]:
@@ -229,7 +240,7 @@ def adjusted(p: Sequence[float]) -> list[float]:
 def normal_mean(value_I: Tensor) -> Estimate:
     """Return the mean of a figure over images with its normal interval, without those where it is not finite.
 
-    NaN without images.
+    NaN without images; one image has no interval.
     """
     # A figure over nothing, such as a share of no tokens, is NaN and does not count.
     value_I = value_I[value_I.isfinite()].double()
@@ -237,17 +248,12 @@ def normal_mean(value_I: Tensor) -> Estimate:
     if not count:
         return Estimate(math.nan)
     mean = float(value_I.sum()) / count
+    if count == 1:
+        return Estimate(mean)
     # Rounding may make it negative where all values are equal.
-    variance = max(0.0, float(value_I.square().sum()) / count - mean**2) * count / max(1, count - 1)
+    variance = max(0.0, float(value_I.square().sum()) / count - mean**2) * count / (count - 1)
     half = _NORMAL * (variance / count) ** 0.5
     return Estimate(mean, mean - half, mean + half)
-
-
-def _draws(images: int, draws: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield how often each image is drawn, in some of the draws (S, I)."""
-    rng = np.random.default_rng(seed)
-    for size in _chunks(images, draws):
-        yield rng.multinomial(images, np.full(images, 1 / images), size=size)
 
 
 def _chunks(images: int, draws: int) -> Iterator[int]:

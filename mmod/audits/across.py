@@ -4,6 +4,7 @@ Axes: B images, N tokens."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -32,7 +33,7 @@ class Across:
             parts of a model with different tokens.
         never: Share of tokens that no decision keeps, by the first block of their part.
         returning: How often a token is kept that an earlier decision dropped, over the share that is kept: 0 in early
-            exit, 1 where decisions are independent. None with one decision.
+            exit, 1 where decisions are independent. None with one decision, or where none could return.
         information: By decision, what the "position" of a token and its other known properties say of it.
     """
 
@@ -50,15 +51,13 @@ class Across:
 def across_of(batches: Sequence[BatchRows], routed: Sequence[str]) -> Across:
     """Return how the decisions of a model depend on each other; `routed` are the names of its routed blocks."""
     names = list(batches[0].decisions)
-    # Names of decisions are places in modules: those of one part of the model share what stands in front of the last
-    # dot.
-    parts = [list(part) for _, part in groupby(names, key=lambda name: name.rpartition(".")[0])]
+    parts = [list(part) for _, part in groupby(names, key=_part)]
     shares = {of: normal_mean(share_I) for of, share_I in joined([_shares(batch, parts) for batch in batches]).items()}
-    # One decision alone leaves nothing to return.
     back = shares.get(("returning",))
-    if back is not None and not back.has_interval:
+    # Nothing can return where no decision before the last one of a part dropped a token.
+    if back is not None and math.isnan(back.value):
         back = None
-    kind, verdict = _evaluate(back, len(names))
+    kind, verdict = _evaluate(back, parts)
     return Across(
         decisions=names,
         blocks=_followers(names, routed),
@@ -111,18 +110,32 @@ def _returning(keeps: Sequence[Tensor], free_BN: Tensor) -> Tensor:
 def _followers(decisions: Sequence[str], routed: Sequence[str]) -> dict[str, list[str]]:
     """Return the blocks that keep the tokens of each decision, the deciding block first."""
     followers: dict[str, list[str]] = {}
+    latest: dict[str, list[str]] = {}
     for name in routed:
+        part = _part(name)
         if name in decisions:
-            # A block that decides nothing keeps the tokens of the last one that did.
-            latest = followers.setdefault(name, [])
-        latest.append(name)
+            latest[part] = followers.setdefault(name, [])
+        # A block that decides nothing keeps the tokens of the last one that did. A part that decides nothing did not
+        # run: a tower of images where texts are read.
+        if part in latest:
+            latest[part].append(name)
     return followers
 
 
-def _evaluate(returning: Estimate | None, decisions: int) -> tuple[Kind, str]:
-    if returning is None:
-        decider = "One router decides for all routed blocks" if decisions == 1 else "Each part decides once"
+def _part(name: str) -> str:
+    """Return what the names of a part's blocks share: the place of the module that holds them."""
+    return name.rpartition(".")[0]
+
+
+def _evaluate(returning: Estimate | None, parts: Sequence[Sequence[str]]) -> tuple[Kind, str]:
+    if all(len(part) == 1 for part in parts):
+        decider = "One router decides for all routed blocks" if len(parts) == 1 else "Each part decides once"
         return "one decision", f"{decider}: tokens are kept by all of them or by none."
+    if returning is None:
+        return (
+            "inconclusive",
+            "Inconclusive whether tokens leave for good: no decision dropped any before another one kept some.",
+        )
     rate = (
         f"a token that was dropped is kept later {returning:.2f} times as often as where decisions are independent "
         "(95 % interval)"

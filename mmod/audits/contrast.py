@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mmod.analysis.statistics import Estimate, Values, estimate_of, resampled_means, sign_test
+from mmod.analysis.statistics import Estimate, Resampling, Values, estimate_of, sign_test
 from mmod.audits.tables import ACCURACY, LOSS
 from mmod.compare.table import Table, mean_outcomes
 
@@ -44,7 +44,7 @@ class Contrast:
     def of(cls, value_IFC: Values, resamples: int, *, seed: int, sign_seed: int) -> Contrast:
         """Compare the candidates of a table's values, see `values_of`."""
         images, *shape = value_IFC.shape
-        drawn = resampled_means(value_IFC.reshape(images, -1), resamples, seed)
+        drawn = Resampling(images, resamples, seed).means(value_IFC.reshape(images, -1))
         change_IFC = value_IFC - value_IFC[:, :, :1]
         p = sign_test(change_IFC.reshape(images, -1), resamples, sign_seed)
         return cls(value_IFC.mean(axis=0), drawn.reshape(-1, *shape), change_IFC, p.reshape(shape))

@@ -21,7 +21,6 @@ from mmod.analysis.statistics import (
     change_of,
     difference,
     estimate_of,
-    resampled_means,
     share_of,
 )
 
@@ -243,7 +242,10 @@ def _changed(change_N: np.ndarray) -> Estimate:
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:
-    return estimate_of(float(value_N.mean()), resampled_means(value_N[:, None], _DRAWS, seed=0)[:, 0])
+    value = float(value_N.mean())
+    if len(value_N) == 1:
+        return Estimate(value)
+    return estimate_of(value, _resampling(len(value_N), _DRAWS).means(value_N[:, None])[:, 0])
 
 
 # The same draws for all differences of a table.

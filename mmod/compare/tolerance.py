@@ -50,6 +50,8 @@ def is_too_close(loss: Estimate, tolerance: float) -> bool:
 
 def _growth(loss: Estimate, tolerance: float) -> float:
     """Return how many times as many samples would decide."""
+    if not loss.has_interval:
+        return math.inf
     margin = abs(tolerance - loss.value)
     # The end of the interval that must pass the tolerance. Those of small shares are short below, with few samples.
     half = loss.high - loss.value if loss.value <= tolerance else (loss.high - loss.low) / 2

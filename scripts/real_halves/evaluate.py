@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from mmod.analysis.memory import peak_bytes
-from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
+from mmod.analysis.statistics import Estimate, Resampling, estimate_of
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.progress import progress_bar
@@ -103,7 +103,7 @@ def by_picture(journal: Path) -> dict[str, dict[str, np.ndarray]]:
 def gap(one: np.ndarray, other: np.ndarray) -> Estimate:
     """Return the difference of two shares of right answers in points, with its interval over pictures."""
     columns = np.stack([one[:, 0] - other[:, 0], one[:, 1]], 1)
-    drawn = resampled_means(columns, _DRAWS, 0)
+    drawn = Resampling(len(columns), _DRAWS).means(columns)
     value = 100 * columns[:, 0].sum() / columns[:, 1].sum()
     return dataclasses.replace(estimate_of(value, 100 * drawn[:, 0] / drawn[:, 1]), seeds=len(one))
 

@@ -19,7 +19,6 @@ from mmod.analysis.statistics import (
     estimate_of,
     pareto_front,
     published,
-    resampled_means,
     share_of,
     unbeaten,
 )
@@ -44,9 +43,10 @@ def test_figures_of_a_seed_stay(images: int, draws: int, seed: int, value: str, 
 @pytest.mark.parametrize(("images", "draws", "seed"), [figures[:3] for figures in FIGURES])
 def test_studies_and_audits_draw_the_same_images(images: int, draws: int, seed: int) -> None:
     values = np.random.default_rng(3).normal(size=images)
-    audit = estimate_of(values.mean(), resampled_means(values[:, None], draws, seed)[:, 0])
-    study = Resampling(images, draws, seed).of(lambda weight_SN: weight_SN @ values)
-    # Studies hold all draws at once, in single precision.
+    resampling = Resampling(images, draws, seed)
+    audit = estimate_of(values.mean(), resampling.means(values[:, None])[:, 0])
+    study = resampling.of(lambda weight_SN: weight_SN @ values)
+    # The weights of figures that are no means are in single precision.
     assert (study.low, study.high) == pytest.approx((audit.low, audit.high), rel=1e-6)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 import mmod
-from mmod.analysis.statistics import adjusted, resampled_means, sign_test
+from mmod.analysis.statistics import Resampling, adjusted, sign_test
 from mmod.audits.across import across_of
 from tests.kit.decisions import decided
 from tests.kit.zoo import make_images, make_model
@@ -48,15 +50,34 @@ def test_counts_are_those_of_a_slow_definition() -> None:
     assert actual.never["blocks.1"].value == pytest.approx(float(never.float().mean()))
 
 
+def test_what_never_happened_is_not_told() -> None:
+    all_kept = torch.ones(6, 5, dtype=torch.bool)
+    none_kept = torch.zeros_like(all_kept)
+    one_drops = all_kept.clone()
+    one_drops[0, 0] = False
+    for keeps, verdict in (
+        ([all_kept, all_kept], "no decision dropped any before another one kept some"),
+        ([none_kept, none_kept], "no decision dropped any before another one kept some"),
+        # In one image alone: no interval, and nothing clear.
+        (
+            [one_drops, one_drops],
+            "Inconclusive whether tokens leave for good or .* 0.00 times",
+        ),
+    ):
+        across = across_of(decided(dict(zip(("a.0", "a.1"), keeps)), all_kept, sizes=(2, 4)), ["a.0", "a.1"])
+        assert across.kind == "inconclusive"
+        assert re.search(verdict, across.verdict)
+        again = "no samples" if keeps[0] is none_kept else "1.0 [1.0, 1.0]"
+        assert list(map(str, across.again[0])) == [again, again]
+
+
 def test_intervals_cover_and_tests_hold_their_level() -> None:
     rng = torch.Generator().manual_seed(0)
     covered = rejected = 0
     for seed in range(200):
         values = torch.randn(60, 1, generator=rng, dtype=torch.float64).numpy()
-        low, high = (
-            sorted(resampled_means(values, 400, seed)[:, 0])[9],
-            sorted(resampled_means(values, 400, seed)[:, 0])[389],
-        )
+        means_S = sorted(Resampling(60, 400, seed).means(values)[:, 0])
+        low, high = means_S[9], means_S[389]
         covered += low <= 0 <= high
         rejected += sign_test(values, 400, seed)[0] < 0.05
     assert 178 <= covered <= 199

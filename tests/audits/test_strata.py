@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis.statistics import resampled_means, simultaneous
+from mmod.analysis.statistics import Resampling, simultaneous
 from mmod.audits import SHIFTS, Comparisons, LabelledBatch
 from mmod.audits.result import Audit
 from mmod.audits.strata import check_labels, members_of, say_gaps
@@ -127,7 +127,7 @@ def test_intervals_hold_together() -> None:
     together = 0
     for seed in range(100):
         values = rng.normal(size=(80, 8))
-        intervals = simultaneous(values.mean(0), resampled_means(values, 300, seed))
+        intervals = simultaneous(values.mean(0), Resampling(len(values), 300, seed).means(values))
         together += all(interval.low <= 0 <= interval.high for interval in intervals)
     assert 87 <= together <= 100
 
