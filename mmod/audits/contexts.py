@@ -194,6 +194,13 @@ class Contexts:
     def _learned(self, batch: Any, previous: BatchRows | None) -> _Learned:
         """Evaluate a batch with the learned decisions, which the contexts of the batch start from."""
         outcome, routings, grid = self._decide(batch)
+        # By the pass before the audit, whose positions every context reads, or by the batch before.
+        known = self.positions.keys() or (routings.keys() if previous is None else previous.decisions.keys())
+        if routings.keys() != known:
+            raise ValueError(
+                f"batch {self.number} of {self.dataset!r} was decided by {', '.join(routings)}, and batches before by "
+                f"{', '.join(known)}: pass batches that run the same parts of the model"
+            )
         blocks = routed_blocks(self.model)
         free = {name: free_tokens(routing, blocks[name].router.prefix) for name, routing in routings.items()}
         tokens = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()})

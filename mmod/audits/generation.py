@@ -107,7 +107,7 @@ def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 
             "in generation: route it with language={'inference_threshold': 0.5}"
         )
     length = tokens_BN.shape[1]
-    if length % window or length < 2 * window:
+    if window < 1 or length % window or length < 2 * window:
         raise ValueError(f"texts must be two windows of {window} tokens long or more, in whole windows, got {length}")
     prompt_BN = tokens_BN[:, :window]
     devices = [tokens_BN.device] if tokens_BN.is_cuda else []

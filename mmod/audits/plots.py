@@ -56,7 +56,7 @@ def _draw_intervals(axis: Axes, names: Sequence[str], estimates: Sequence[Estima
     for height, (name, estimate, colour) in enumerate(zip(names, estimates, colours)):
         axis.plot([estimate.low, estimate.high], [height, height], color=colour, linewidth=1.6)
         (mark,) = axis.plot(estimate.value, height, marker="o", color=colour)
-        add_hint(mark, f"{name}: {estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]")
+        add_hint(mark, f"{name}: {estimate:.2f}")
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
 
@@ -73,7 +73,7 @@ def _draw_matrix(axis: Axes, across: Across) -> None:
                 colour = PAPER if share.value > 0.6 else INK
                 axis.text(j, i, f"{share.value:.2f}", ha="center", va="center", color=colour, fontsize=9)
     axis.set(xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5), aspect="equal")
-    by_chance = [f"{name} ({across.kept[name].value:.2f})" for name in names]
+    by_chance = [f"{name} ({Estimate(across.kept[name].value):.2f})" for name in names]
     axis.set_xticks(range(len(names)), by_chance, rotation=45, ha="right", rotation_mode="anchor")
     axis.set_yticks(range(len(names)), names)
     axis.set(ylabel="tokens kept in", xlabel="kept again in (by chance)")

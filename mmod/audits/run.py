@@ -133,6 +133,8 @@ def _read(
                     previous = compute()
                     store.put(identity, previous)
             yield previous
+    if previous is None:
+        raise ValueError(f"an audit needs two images or more, got 0 for the {name}")
 
 
 def _identity(contexts: Contexts, batch: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ from mmod.config.plan import (
     table_of,
 )
 from mmod.config.registry import LOSSES, SCORES, check_options, read_parts, revised
-from mmod.io.files import check_free, check_regular, parse_json, write_atomically
+from mmod.io.files import check_free, check_regular, parse_json, write_json
 from mmod.values import check_fields, check_value
 
 if TYPE_CHECKING:
@@ -446,7 +445,7 @@ class RoutingConfig:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the config as JSON, with all fields."""
         check_free(path, overwrite)
-        write_atomically(path, json.dumps(self.to_dict(complete=True), indent=2) + "\n")
+        write_json(path, self.to_dict(complete=True))
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingConfig:

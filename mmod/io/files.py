@@ -14,6 +14,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
+from mmod.values import without_nan
+
 if TYPE_CHECKING:
     from webdataset import TarWriter
 
@@ -223,6 +225,11 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         content = content.encode("utf-8", "backslashreplace")
     with replacing(path) as partial:
         partial.write_bytes(content)
+
+
+def write_json(path: str | Path, values: Any, indent: int = 2) -> None:
+    """Write plain values as JSON, atomically; null stands for numbers that are not finite, as figures of no samples."""
+    write_atomically(path, json.dumps(without_nan(values), indent=indent, allow_nan=False) + "\n")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmod.io.files import make_folder, read_json_object, write_atomically
+from mmod.io.files import make_folder, read_json_object, write_json
 from mmod.values import similar
 
 
@@ -23,7 +23,7 @@ def record_config(
     if existing is not None:
         check_same(folder, existing, record, kind=kind, free_keys=free_keys)
         return True
-    write_atomically(make_folder(folder) / file, json.dumps(dict(record), indent=2) + "\n")
+    write_json(make_folder(folder) / file, record)
     return False
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmod.io.files import write_atomically
+from mmod.values import without_nan
 
 Column = tuple[str, str]
 """Title and format of a column. `±` before the format adds the value named `NAME_std`."""
@@ -48,6 +50,8 @@ def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
     value = row.get(name)
     if value is None:
         return ""
+    if isinstance(value, float) and math.isnan(value):
+        return "no samples"
     number = form.lstrip("±")
     text = format(value, number)
     std = row.get(f"{name}_std") if form.startswith("±") else None
@@ -55,14 +59,14 @@ def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, which may lack columns, atomically."""
+    """Write rows, which may lack columns, atomically; cells of numbers that are not finite are empty."""
     columns: dict[str, None] = {}
     for row in rows:
         columns.update(dict.fromkeys(row))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(columns), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(without_nan(rows))
     write_atomically(path, text.getvalue())
 
 

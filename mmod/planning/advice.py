@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from mmod.analysis.repeats import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.compare.tolerance import exceeds, is_too_close, keeps, missing_samples
-from mmod.io.files import check_free, make_folder, write_atomically
+from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.samples import AGREEMENT
@@ -287,7 +286,7 @@ class Advice:
             check_free(folder / name, overwrite)
         make_folder(folder)
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
-        write_atomically(folder / "advice.json", json.dumps(values, indent=2) + "\n")
+        write_json(folder / "advice.json", values)
         write_atomically(
             folder / "advice.md", f"# {self.title}\n\n{self}\n\n![{self.metric} over speed-up](advice.png)\n"
         )

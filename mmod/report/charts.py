@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,8 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
             if kept is None:
                 continue
             pairs.append({"tokens kept": f"in {i}, again in {j}", "kind": "blocks", **_ends("share", kept)})
-            if i != j:
+            # Nothing is kept again where nothing was kept.
+            if i != j and not math.isnan(kept.value):
                 shares.append(kept.value)
     if shares:
         text += f" Tokens kept in one block are kept in another at a rate of {min(shares):.2f} to {max(shares):.2f}."
@@ -85,7 +87,7 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     rows = []
     for name, blocks in across.blocks.items():
         rows += [{"block": block, "decided in": name, "kept": across.kept[name].value} for block in blocks]
-    listed = ", ".join(f"{row['block']} {row['kept']:.2f}" for row in rows)
+    listed = ", ".join(f"{row['block']} {Estimate(row['kept']):.2f}" for row in rows)
     text = f"Share of tokens that each block of {record.name} keeps, prefix tokens left out: {listed}."
     charts.append(chart("kept", "share of tokens kept", text, rows, _draw_kept(rows)))
     if record.flops is not None:
@@ -242,7 +244,8 @@ def _figures(record: AuditRecord) -> dict[str, float]:
         for what, blocks in correlations.items():
             for block, correlation in blocks.items():
                 figures[f"{_RANKS} of {what} and worth in {block}"] = correlation.value
-    return figures
+    # A figure of no samples has no mean over runs.
+    return {name: value for name, value in figures.items() if not math.isnan(value)}
 
 
 def _mean(figure: str, values: Sequence[float]) -> str:

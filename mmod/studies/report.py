@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from mmod.compare.table import (
     means_over_seeds,
     paired_by_sample,
 )
-from mmod.io.files import write_atomically
+from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import BEFORE, Run
@@ -292,7 +291,7 @@ def write_outcome(
     """Write a study's record as JSON, its rows as CSV, its text as Markdown, and its pictures by their names."""
     for title, figure in pictures.items():
         save_picture(folder, title, figure)
-    write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
+    write_json(folder / f"{name}.json", record)
     write_csv(folder / f"{name}.csv", rows)
     write_atomically(folder / f"{name}.md", text + "\n")
 

@@ -17,7 +17,7 @@ import mmod
 from mmod.analysis.statistics import Estimate
 from mmod.audits import Comparisons, DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
 from mmod.audits.choices import default_choices
-from mmod.audits.result import evaluate
+from mmod.audits.result import Audit, evaluate
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.clip_zoo import make_images as make_clip_images
 from tests.kit.planted import PLANTED, batches_of, content, plant
@@ -84,9 +84,33 @@ def test_batches_do_not_matter() -> None:
     assert one.across == other.across
 
 
+@pytest.mark.parametrize("towers", [("image", "text"), ("text", "image"), ("text",), ("image",)])
+def test_the_towers_that_ran_are_those_that_the_audit_tells_of(towers: tuple[str, ...]) -> None:
+    model = mmod.route_(make_clip("ViT-B-32"), image=LINEAR, text=LINEAR)
+    inputs = {"image": make_clip_images("ViT-B-32", 3), "text": make_captions("ViT-B-32")}
+    batches = [(tower, inputs[tower]) for tower in towers]
+
+    def run(model: Any, batch: Any) -> tuple[Any, Any]:
+        tower, x = batch
+        feature_BD = model.encode_image(x) if tower == "image" else model.encode_text(x)
+        return (feature_BD[:, 0],) * 2
+
+    if len(towers) > 1:
+        with pytest.raises(ValueError, match=r"batch 1 of 'positions' was decided by .* that run the same"):
+            mmod.audit(model, batches, mmod.AuditConfig(draws=1, resamples=100), evaluate=run)
+        return
+    across = mmod.audit(model, batches, mmod.AuditConfig(draws=1, resamples=100), evaluate=run).across
+    blocks = [name for names in across.blocks.values() for name in names]
+    assert blocks == [name for name in mmod.routed_blocks(model) if name.startswith("visual") == (towers == ("image",))]
+
+
 def test_findings_are_plain_values_and_a_page() -> None:
     audit = small_audit(9)
-    assert json.loads(json.dumps(audit.to_dict()))["conditions"][0]["name"] == "as learned"
+    unknown = dataclasses.replace(audit.across, returning=Estimate(math.nan), kept={"blocks.0": Estimate(0.5)})
+    for one in (audit, dataclasses.replace(audit, across=unknown)):
+        plain = json.loads(json.dumps(one.to_dict(), allow_nan=False))
+        assert plain["conditions"][0]["name"] == "as learned"
+        assert str(Audit.from_dict(plain).across) == str(one.across)
     assert [condition.name for condition in audit.conditions] == ["as learned", *default_choices(False)]
     page = str(audit)
     assert audit._repr_markdown_() == page
@@ -260,7 +284,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"leave_one_out": -1}, "leave_one_out must be"),
     ({"config": {"draws": 2}}, "config must be an AuditConfig or null, got "),
     ({"batches": iter([])}, "iterated twice"),
-    ({"batches": []}, "two images or more, got 0"),
+    ({"batches": []}, "two images or more, got 0 for the positions"),
+    ({"positions_from": []}, "two images or more, got 0 for the positions"),
+    ({"others": {"b": []}}, "two images or more, got 0 for the audit of b"),
     ({"batches": [None]}, "a batch must be two tensors, images and their classes, got NoneType"),
     ({"batches": None}, "batches must be a list or a loader"),
     ({"batches": [], "positions_from": 3}, "positions_from must be a list or a loader"),

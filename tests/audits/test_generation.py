@@ -95,6 +95,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         evaluate_generation(make("score"), texts()[:, :15], WINDOW)
     with pytest.raises(ValueError, match="got 6"):
         evaluate_generation(make("score"), texts()[:, :6], WINDOW)
+    with pytest.raises(ValueError, match="windows of 0 tokens"):
+        evaluate_generation(make("score"), texts(), 0)
     threshold = mmod.RoutingConfig(router="linear", select="threshold")
     for routing in (threshold, mmod.RoutingConfig(router="linear")):
         model = mmod.route_(make_language("llama", vocab_size=20).eval(), routing)

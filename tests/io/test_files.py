@@ -1,10 +1,15 @@
+import ast
 import errno
+import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+import mmod
 from mmod.io.files import (
     DamagedFileError,
     UnwrittenError,
@@ -14,8 +19,10 @@ from mmod.io.files import (
     read_json_object,
     replacing,
     write_atomically,
+    write_json,
     writing,
 )
+from mmod.io.tables import write_csv
 from mmod.io.tensors import check_complete, read_tensors, write_tensors
 from tests.kit.disk import small_disk
 
@@ -51,6 +58,42 @@ def test_a_folder_with_files_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="is not empty"), replacing(tmp_path):
         pass
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_numbers_that_are_none_are_null_in_json_and_empty_in_tables(tmp_path: Path) -> None:
+    values = {"a": [1.0, math.nan, (math.inf, 2)], "b": {"c": -math.inf, "d": "nan"}}
+    write_json(tmp_path / "values.json", values)
+    text = (tmp_path / "values.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": [1.0, None, [None, 2]], "b": {"c": None, "d": "nan"}}
+    write_csv(tmp_path / "rows.csv", [{"a": math.nan, "b": 0.5}])
+    assert (tmp_path / "rows.csv").read_text() == "a,b\n,0.5\n"
+
+
+# What writes JSON of another form: a store's own lines, texts with a checksum, users' records, other libraries' files.
+_OTHER_JSON = {
+    "adapters/transformers/saving.py",
+    "data/convert/conversations.py",
+    "data/readers/lengths.py",
+    "data/readers/shard_files.py",
+    "data/synthetic/questions.py",
+    "io/store.py",
+    "opening/open_clip.py",
+    "pretrained.py",
+    "training/chat/kind.py",
+}
+
+
+def test_files_of_json_have_one_writer() -> None:
+    package = Path(mmod.__file__).parent
+    writers = set()
+    for path in package.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                called = {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
+                writes = any(re.search(r"write_(atomically|text|bytes)$|\.write$|_append$", name) for name in called)
+                if ("json.dumps" in called and writes) or "json.dump" in called:
+                    writers.add(str(path.relative_to(package)))
+    assert writers <= {"io/files.py", *_OTHER_JSON}
 
 
 def test_text_that_utf8_cannot_hold_is_escaped(tmp_path: Path) -> None:

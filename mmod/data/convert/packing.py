@@ -21,7 +21,7 @@ from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, OnCorrupt, UnusableError
 from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
-from mmod.io.files import open_shard, read_json_object, write_atomically
+from mmod.io.files import open_shard, read_json_object, write_atomically, write_json
 from mmod.io.options import add_fields, with_options
 from mmod.io.progress import progress_bar
 from mmod.io.records import record_config
@@ -131,7 +131,7 @@ def pack_shards(
                             writer.write({"__key__": f"{number}{index - first:05d}", **outcome})
                     bar.update(len(window))
             # Written last: the statistics mark the shard as complete.
-            write_atomically(folder / f"{number}{_STATS}", json.dumps({"samples": samples, "dropped": dropped}) + "\n")
+            write_json(folder / f"{number}{_STATS}", {"samples": samples, "dropped": dropped})
     stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
     counts = {number: shard["samples"] for number, shard in stats.items()}
     return counts, list(chain.from_iterable(shard["dropped"] for shard in stats.values()))
@@ -158,7 +158,7 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], 
     csv.writer(text, lineterminator="\n").writerows([("item", "name", "reason", "details"), *dropped])
     folder = Path(config.output)
     write_atomically(folder / DROPPED, text.getvalue())
-    write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    write_json(folder / REPORT, report)
     if dropped and config.on_corrupt == "raise":
         number, name, reason, told = dropped[0]
         raise CorruptDataError(

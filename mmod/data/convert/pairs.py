@@ -24,7 +24,7 @@ from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
 from mmod.data.synthetic.build import SIZES
-from mmod.io.files import check_regular, open_rows, parse_json, write_atomically
+from mmod.io.files import check_regular, open_rows, parse_json, write_json
 from mmod.lazy import name_missing_extra
 from mmod.values import check_fields
 
@@ -102,7 +102,7 @@ def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, A
     )
     shards = {f"{number}.tar": samples for number, samples in counts.items()}
     report = publish(config, sum(shards.values()), dropped, shards=shards)
-    write_atomically(Path(config.output) / SIZES, json.dumps(shards, indent=2) + "\n")
+    write_json(Path(config.output) / SIZES, shards)
     return report
 
 

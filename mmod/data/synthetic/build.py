@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
@@ -14,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig
-from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256, write_atomically
+from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256, write_json
 from mmod.io.progress import progress_bar
 from mmod.io.records import check_same, read_record
 
@@ -105,8 +104,8 @@ class SyntheticSet(Generic[Config]):
         shards = dict(sorted(shards.items()))
         if self.sizes:
             sizes = {name: shard["samples"] for name, shard in shards.items()}
-            write_atomically(folder / SIZES, json.dumps(sizes, indent=2) + "\n")
-        write_atomically(folder / MANIFEST, json.dumps({**manifest, "shards": shards}, indent=2) + "\n")
+            write_json(folder / SIZES, sizes)
+        write_json(folder / MANIFEST, {**manifest, "shards": shards})
 
     def _write(self, folder: Path, config: Config, splits: Sequence[str], progress: bool) -> dict[str, dict[str, Any]]:
         shards: dict[str, dict[str, Any]] = {}

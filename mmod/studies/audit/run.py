@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Mapping
 from functools import partial
@@ -27,7 +26,7 @@ from mmod.audits.run import audit
 from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
-from mmod.io.files import read_json_object, write_atomically
+from mmod.io.files import read_json_object, write_atomically, write_json
 from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
@@ -173,7 +172,7 @@ def _write(
         "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
     }
     # Last, because a record says that the audit is finished.
-    write_atomically(folder / "audit.json", json.dumps(record, indent=1) + "\n")
+    write_json(folder / "audit.json", record, indent=1)
 
 
 def _baselines(config: Any) -> dict[str, Any]:

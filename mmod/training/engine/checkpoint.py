@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from mmod.io.files import DamagedFileError, replacing, write_atomically
+from mmod.io.files import DamagedFileError, replacing, write_json
 from mmod.io.processes import gathered, process_rank
 from mmod.io.tensors import WEIGHTS, read_tensors, unshared, write_tensors
 from mmod.opening.weights import (
@@ -113,7 +112,7 @@ def write_sums(folder: Path, *, together: bool = False) -> None:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
     sums = sums_of(folder, [str(path.relative_to(folder)) for path in files], together)
     if not together or process_rank() == 0:
-        write_atomically(folder / SUMS, json.dumps(sums, indent=2) + "\n")
+        write_json(folder / SUMS, sums)
 
 
 def remove_checkpoints(folder: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import DamagedFileError, locked, make_folder, parse_json, write_atomically
+from mmod.io.files import DamagedFileError, locked, make_folder, parse_json, write_atomically, write_json
 from mmod.io.records import FolderTakenError, check_same, differences, flatten, read_record
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG
@@ -206,7 +206,7 @@ def read_fit(folder: Path, result_class: type[Any]) -> FitResult[Any] | None:
 def record_classes(folder: Path, numbers: Mapping[str, int]) -> None:
     """Write the number of each class by its name into a run folder, unless an earlier start of the run has."""
     if not (folder / CLASSES).exists():
-        write_atomically(folder / CLASSES, json.dumps(dict(numbers), indent=1) + "\n")
+        write_json(folder / CLASSES, numbers, indent=1)
 
 
 def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
@@ -226,4 +226,4 @@ def write_result(folder: str | Path, result: FitResult[Any]) -> None:
     """Write the result of a run, which marks it as finished."""
     fields = dataclasses.asdict(result)
     del fields["outcomes"]
-    write_atomically(Path(folder) / _RESULT, json.dumps(fields, indent=2) + "\n")
+    write_json(Path(folder) / _RESULT, fields)

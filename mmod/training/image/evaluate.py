@@ -39,7 +39,7 @@ class EvalResult(RoutedResult):
         top5: Share of labels among the first five guesses, in percent; None for a model of five classes or fewer.
         loss: Mean cross entropy.
         kept: Mean kept share of tokens, in [0, 1], by routed block.
-        objects: Accuracy on patches of any class but 0, the background, in percent; None for labels of images.
+        objects: Accuracy on patches of any class but 0, the background, in percent; None without such patches.
         mean_iou: Mean intersection over union of the classes, in percent; None for labels of images.
         capacities: Accuracies by capacity; None for a model that was not trained for several.
         classes: How the classes of the data were matched to those of the model; None where both are the same.
@@ -213,13 +213,14 @@ def iou_of(count_SCC: np.ndarray) -> np.ndarray:
     return np.divide(right_SC, union_SC, out=np.full(union_SC.shape, np.nan), where=union_SC > 0)
 
 
-def _patch_figures(rows: Columns) -> tuple[float, float]:
+def _patch_figures(rows: Columns) -> tuple[float | None, float]:
     """Return `objects` and `mean_iou` of patches."""
     count_CC = _confusion(rows["target"], rows["guess"], _classes(rows)).double()
     iou_C = torch.from_numpy(iou_of(count_CC[None].numpy())[0])
-    # Class 0 is the background.
-    objects = count_CC.diagonal()[1:].sum() / count_CC[1:].sum()
-    return 100 * float(objects), 100 * float(iou_C[~iou_C.isnan()].mean())
+    # Class 0 is the background, which may be all there is.
+    patches = float(count_CC[1:].sum())
+    objects = 100 * float(count_CC.diagonal()[1:].sum() / patches) if patches else None
+    return objects, 100 * float(iou_C[~iou_C.isnan()].mean())
 
 
 def _classes(rows: Columns) -> int:

@@ -123,6 +123,8 @@ def test_figures_are_those_of_all_patches_at_once(
     logits = torch.randn(images, patches, classes, generator=generator)
     targets = torch.randint(0, classes, (images, patches), generator=generator)
     targets[0, 0] = 1
+    background = evaluate(Table(logits), Labels(torch.zeros_like(targets), batch))  # type: ignore[arg-type]
+    assert background.objects is None
     evaluation = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
     true, guess = targets.flatten().numpy(), logits.argmax(-1).flatten().numpy()
     assert evaluation.samples == images
