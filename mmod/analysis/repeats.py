@@ -13,9 +13,6 @@ from torch import Tensor
 
 from mmod.values import check_finite, check_value
 
-# Shares of flat patches below which smaller images won, and from which merging did.
-_LITTLE, _MUCH = 0.1, 1 / 3
-
 
 @dataclass(frozen=True)
 class RedundancyReport:
@@ -32,20 +29,6 @@ class RedundancyReport:
     flat: float
     kept_99: float
     kept_95: float
-
-    @property
-    def suggestion(self) -> str:
-        """What to try first, as measured on images of all kinds; see docs/notebook/equal_time.md.
-
-        Example:
-            >>> print(RedundancyReport(256, 16, flat=0.04, kept_99=0.9, kept_95=0.8).suggestion)
-            4% flat is little: try smaller images first.
-        """
-        if self.flat < _LITTLE:
-            return f"{self.flat:.0%} flat is little: try smaller images first."
-        if self.flat < _MUCH:
-            return f"{self.flat:.0%} flat is neither little nor much: compare merging with smaller images."
-        return f"{self.flat:.0%} flat is much: try merging first."
 
     def __str__(self) -> str:
         return (

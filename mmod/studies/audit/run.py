@@ -23,6 +23,8 @@ from mmod.audits.generation import Generation, evaluate_generation
 from mmod.audits.plots import draw_audit
 from mmod.audits.result import Audit
 from mmod.audits.run import audit
+from mmod.audits.tables import joined
+from mmod.blocks import by_data
 from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment
@@ -114,12 +116,13 @@ def _dense(kind: Kind, folder: str) -> nn.Module:
 
 
 def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
-    """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
-    # Evaluated, because what a model keeps may depend on the sample.
-    with torch.inference_mode():
-        parts = [kind.evaluate_batch(model, _on_device(kind, labelled.batch)) for labelled in batches]
-    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return float(sum(kind.cost(model, kept_means(rows)).values()))
+    """Return the mean FLOPs of a sample in a model of another run; it is evaluated where they follow from the data."""
+    kept = {}
+    if by_data(model):
+        with torch.inference_mode():
+            parts = [kind.evaluate_batch(model, _on_device(kind, labelled.batch)) for labelled in batches]
+        kept = kept_means(joined(parts))
+    return float(sum(kind.cost(model, kept).values()))
 
 
 def _generation(kind: Kind, model: nn.Module) -> Generation | None:

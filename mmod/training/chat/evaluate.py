@@ -154,7 +154,7 @@ def evaluate(
     return EvalResult(shares, {kind: count for kind, (_, count) in counts.items()}, kept)
 
 
-def outcomes_of(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
+def answer_outcomes(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
     """Return whether each answer is right (N,), and the number of its kind of question, -1 where that does not count.
 
     The mean over the kinds of `right_answers` is `EvalResult.accuracy`.
@@ -169,7 +169,7 @@ def outcomes_of(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
 
 
 def right_answers(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
-    """Return the accuracy of weighted answers in percent, the mean over kinds of questions (S,); see `outcomes_of`."""
+    """Return the accuracy of weighted answers in percent, mean over kinds of questions (S,); see `answer_outcomes`."""
     shares = []
     for kind in range(int(outcomes["kind"].max()) + 1):
         is_kind_N = outcomes["kind"] == kind

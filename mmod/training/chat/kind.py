@@ -33,7 +33,7 @@ from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
-from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate, outcomes_of
+from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, answer_outcomes, check_enough, evaluate
 from mmod.training.chat.model import apply_methods, create_dense, create_with_processor, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
@@ -171,7 +171,7 @@ class ChatKind:
         """Generate answers to the evaluation questions; see `Kind.evaluate`."""
         answers: list[Answer] = []
         result = self._ask(model, self.collator, self.questions, progress, answers)
-        return Evaluated(result, outcomes_of(answers))
+        return Evaluated(result, answer_outcomes(answers))
 
     def _ask(
         self,

@@ -110,10 +110,10 @@ def evaluate(
 def evaluate_set(
     model: nn.Module, stream: BatchStream, device: torch.device, precision: str = "fp32", *, progress: bool = False
 ) -> Evaluated:
-    """Return the result of `evaluate`, and the outcomes that it follows from; see `outcomes_of`."""
+    """Return the result of `evaluate`, and the outcomes that it follows from; see `image_outcomes`."""
     rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
     # Streams of a caller may name no classes.
-    return Evaluated(score(rows, getattr(stream, "classes", None)), outcomes_of(rows))
+    return Evaluated(score(rows, getattr(stream, "classes", None)), image_outcomes(rows))
 
 
 def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
@@ -193,7 +193,7 @@ def score(rows: Columns, classes: Classes | None = None) -> EvalResult:
     )
 
 
-def outcomes_of(rows: Columns) -> dict[str, np.ndarray]:
+def image_outcomes(rows: Columns) -> dict[str, np.ndarray]:
     """Return what is right of each image: "top1" (N,), or of patches their confusion (N, classes, classes)."""
     if "guess" not in rows:
         return {"top1": rows["outcome"].float().numpy()}
