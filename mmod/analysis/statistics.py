@@ -99,10 +99,7 @@ def difference(one: BySeed, other: BySeed) -> Estimate:
         >>> print(difference({0: 95.0, 1: 94.0, 2: 96.0}, {0: 94.0, 1: 93.2, 2: 94.8}))
         +1.0 [+0.5, +1.5]
     """
-    shared = sorted(set(one) & set(other))
-    if not shared:
-        raise ValueError(f"no shared seed: one has seeds {sorted(one)}, the other {sorted(other)}")
-    gaps = [one[seed] - other[seed] for seed in shared]
+    gaps = [one[seed] - other[seed] for seed in sorted(set(one) & set(other))]
     middle = mean(gaps)
     if len(gaps) == 1:
         return Estimate(middle, seeds=1)

@@ -147,7 +147,9 @@ class RemoteFiles:
         return self._retry(url, lambda: next(self._items(produce)))
 
     def _retry(self, url: str, attempt: Callable[[], Result]) -> Result:
-        for number in range(self.config.retries + 1):
+        attempts = 0
+        while True:
+            attempts += 1
             try:
                 return attempt()
             except _AttemptError as error:
@@ -155,12 +157,11 @@ class RemoteFiles:
                 # No later attempt finds what is not there.
                 if isinstance(cause, ModuleNotFoundError):
                     raise cause from None
-                if number == self.config.retries or isinstance(cause, (FileNotFoundError, PermissionError)):
+                if attempts > self.config.retries or isinstance(cause, (FileNotFoundError, PermissionError)):
                     reason = f"{type(cause).__name__}: {cause}"
-                    raise RemoteError(f"{url} cannot be read, in {number + 1} attempts: {reason}") from cause
+                    raise RemoteError(f"{url} cannot be read, in {attempts} attempts: {reason}") from cause
             self.retried += 1
-            time.sleep(self.config.backoff * 2**number)
-        raise AssertionError("the last attempt returns or raises")
+            time.sleep(self.config.backoff * 2 ** (attempts - 1))
 
     def _items(self, produce: Callable[[], Iterator[Result]]) -> Iterator[Result]:
         """Yield from an iterator on another thread, which is left behind when an item takes longer than `timeout`.

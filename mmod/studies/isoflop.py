@@ -25,7 +25,6 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Measurer, Rates, Run, compare, fit, measured_of
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
-from mmod.training.engine.kind import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import TextKind
 from mmod.training.text.model import window_flops
@@ -184,7 +183,7 @@ def _length(config: TrainConfig, budget: float, step: int, name: str) -> dict[st
 def _check_text(places: list[Place]) -> None:
     longest = max(places, key=lambda place: place.steps)
     stream = text_stream(longest.config.data, seed=0)
-    available = steps_of_epoch(dataclasses.replace(longest.config, epoch_steps=None), stream)
+    available = dataclasses.replace(longest.config, epoch_steps=None).steps_of_epoch(stream.steps_per_epoch)
     if longest.steps > available:
         raise ValueError(
             f"budget {longest.budget:g} trains {longest.series} {longest.size} for {longest.steps} steps, and the text "

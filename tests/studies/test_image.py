@@ -29,7 +29,6 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
 from mmod.studies.report import harm, verdict
 from mmod.studies.study import candidates_and_runs, run_study
-from mmod.training.engine.preflight import check_schedule
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import kind_of
@@ -354,7 +353,7 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     assert len({job.config.output for job in planned}) == len(planned)
     for job in planned:
         # Every run reaches its learning rate; the runner would refuse it only after hours of other runs.
-        check_schedule(job.config, job.config.data.batch_size)
+        kind_of(job.config).check_schedule()
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 

@@ -404,6 +404,16 @@ class LoopConfig(RunConfig):
         if self.model.checkpoint is not None:
             find_weights(self.model.checkpoint)
 
+    def step_samples(self, world: int) -> int:
+        """Return the samples of an optimiser step over so many processes."""
+        return int(self.data.batch_size) * self.accumulate * world
+
+    def steps_of_epoch(self, batches: int) -> int:
+        """Return the number of optimiser steps in an epoch of so many batches."""
+        # Rounded up, because the last group of an epoch may have fewer batches.
+        steps = -(-batches // self.accumulate)
+        return steps if self.epoch_steps is None else min(steps, self.epoch_steps)
+
     @cached_property
     def applied(self) -> tuple[Method, ...]:
         """The methods that the run applies to its model, in order."""

@@ -11,9 +11,10 @@ import torch
 from mmod.analysis.memory import ActivationMemory
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
-from mmod.training.engine.kind import LoopKind, device_of, step_samples, steps_of_epoch
+from mmod.training.engine.kind import LoopKind, device_of
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.start import check_start, create_models
+from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.start import create_models
 
 # Mixup needs a pair of samples.
 _SAMPLES = 2
@@ -82,15 +83,15 @@ def estimate(kind: LoopKind) -> RunEstimate:
     device = device_of(kind)
     world = int(os.environ.get("WORLD_SIZE", 1))
     # The checks of a run in the same order, so that an estimate refuses what training would.
-    check_start(kind, world)
+    check_schedule(kind, world)
     kind.check_data()
     torch.manual_seed(config.seed)
     model, teacher = create_models(kind)
     model.to(device)
     stream = kind.create_stream(Process(0, world, device), model, config.seed)
     kind.check_samples(model, stream)
-    batch = step_samples(config, world)
-    epoch_steps = steps_of_epoch(config, stream)
+    batch = config.step_samples(world)
+    epoch_steps = config.steps_of_epoch(stream.steps_per_epoch)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]
 
     # In training mode and with the teacher: both hold activations that an evaluation does not.

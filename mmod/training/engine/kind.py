@@ -163,15 +163,3 @@ def seed_draws(seed: int, step: int, rank: int) -> None:
     random.seed(word)
     np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
     torch.manual_seed(word)
-
-
-def step_samples(config: LoopConfig, world: int) -> int:
-    """Return the samples of an optimiser step over so many processes."""
-    return int(config.data.batch_size) * config.accumulate * world
-
-
-def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
-    """Return the number of optimiser steps per epoch."""
-    # Rounded up, because the last group of an epoch may have fewer batches.
-    steps = -(-train.steps_per_epoch // config.accumulate)
-    return steps if config.epoch_steps is None else min(steps, config.epoch_steps)

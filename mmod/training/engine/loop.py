@@ -40,10 +40,11 @@ from mmod.training.engine.distributed import (
 )
 from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws, step_samples, steps_of_epoch
+from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
+from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.run_folder import (
     FitResult,
     check_recorded,
@@ -52,7 +53,7 @@ from mmod.training.engine.run_folder import (
     run_once,
     write_result,
 )
-from mmod.training.engine.start import check_start, create_models
+from mmod.training.engine.start import create_models
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite, gradient_norm
 
 
@@ -101,10 +102,10 @@ class _Trainer:
         self.folder = Path(config.output)
 
         self.usage = Usage(process.device)
-        self.step_samples = step_samples(config, process.world)
+        self.step_samples = config.step_samples(process.world)
         if streams is None:
             # Before the model is made, which may take minutes.
-            check_start(kind, process.world)
+            check_schedule(kind, process.world)
             kind.check_data()
         # As rank 0 in all processes, so that all draw the same new weights.
         seed_draws(config.seed, 0, 0)
@@ -134,7 +135,7 @@ class _Trainer:
         self.task: Task = kind.create_task(self.model, teacher, process).to(process.device)
         self.wrapped = self.parallel.wrap(self.task)
 
-        self.steps_per_epoch = steps_of_epoch(config, train)
+        self.steps_per_epoch = config.steps_of_epoch(train.steps_per_epoch)
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
         self.optimizer = create_optimizer(config.optim, self.model, self.step_samples)

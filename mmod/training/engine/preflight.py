@@ -1,7 +1,7 @@
 """Checks before the first step: settings with which a run would train to its end in vain.
 
-Each function takes plain facts of config and data. It raises a ValueError that says what to set, or warns where a user
-may want to train so. The loop, the trainer of conversations and the estimates of their costs call them.
+Each function raises a ValueError that says what to set, or warns where a user may want to train so. The loop, the
+trainer of conversations and the estimates of their costs call them.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from mmod.data.labels import Classes
-from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.kind import LoopKind
 
 # Shares of unknown words of which a run warns, and with which it does not start.
 _NOTED = 0.001
 _REFUSED = 0.05
 
 
-def check_schedule(config: LoopConfig, step_samples: int) -> None:
+def check_schedule(kind: LoopKind, world: int = 1) -> None:
     """Raise a ValueError if a run would end in its warm-up, or if its learning rate is below the schedule's bounds.
 
     Args:
-        step_samples: Samples of an optimiser step over all processes.
+        world: Processes of the run, over which a step's samples add up.
     """
-    schedule = config.schedule
-    check_warmup("schedule.warmup_epochs", schedule.warmup_epochs, "epochs", config.epochs)
-    schedule.check_rate(config.optim, step_samples)
+    config = kind.config
+    check_warmup("schedule.warmup_epochs", config.schedule.warmup_epochs, "epochs", config.epochs)
+    config.schedule.check_rate(config.optim, config.step_samples(world))
 
 
 def check_warmup(key: str, warmup: float, length_key: str, length: float) -> None:

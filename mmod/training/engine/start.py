@@ -16,8 +16,7 @@ from mmod.model import apply_
 from mmod.opening.weights import load_weights, some
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
-from mmod.training.engine.kind import LoopKind, Streams, device_of, step_samples
-from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.kind import LoopKind, Streams, device_of
 
 Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
 """From a dense model and the dense weights of a checkpoint to weights by the model's names and in its shapes."""
@@ -137,11 +136,6 @@ def _checkpoint_gradients(model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.set_grad_checkpointing(True)
-
-
-def check_start(kind: LoopKind, world: int = 1) -> None:
-    """Check the schedule of a run over so many processes; see `Kind.check_schedule`."""
-    check_schedule(kind.config, step_samples(kind.config, world))
 
 
 def evaluate(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evaluated:

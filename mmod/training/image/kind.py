@@ -35,7 +35,7 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of, load
 from mmod.training.engine.loop import fit
-from mmod.training.engine.preflight import check_outputs
+from mmod.training.engine.preflight import check_outputs, check_schedule
 from mmod.training.image.classes import check_same_classes, model_classes
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
@@ -56,7 +56,7 @@ class ImageKind:
     create_models = start.create_models
     load = load
     sketch = start.sketch
-    check_schedule = start.check_start
+    check_schedule = check_schedule
     fit = fit
     estimate = estimate
     evaluate = start.evaluate

@@ -32,6 +32,7 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import device_of, load
 from mmod.training.engine.loop import fit
+from mmod.training.engine.preflight import check_schedule
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
 from mmod.training.pairs.folder import TwoTowers, save_model
@@ -51,7 +52,7 @@ class PairsKind:
     create_models = start.create_models
     load = load
     sketch = start.sketch
-    check_schedule = start.check_start
+    check_schedule = check_schedule
     create_teacher = start.create_teacher
     create_streams = start.create_streams
     fit = fit

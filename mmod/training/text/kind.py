@@ -21,6 +21,7 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import device_of, load
 from mmod.training.engine.loop import fit
+from mmod.training.engine.preflight import check_schedule
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
 from mmod.training.text.model import create_dense, logits_of, window_flops
@@ -39,7 +40,7 @@ class TextKind:
     create_models = start.create_models
     load = load
     sketch = start.sketch
-    check_schedule = start.check_start
+    check_schedule = check_schedule
     create_teacher = start.create_teacher
     create_streams = start.create_streams
     fit = fit
