@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from transformers.vision_utils import get_vision_window_index
 
 import mmod
 from mmod.io.store import STORE, Store
@@ -247,7 +248,7 @@ def test_a_screenshot_is_measured_in_models_of_full_width(tmp_path: Path, monkey
         commands.main()
     size, *lines = json.loads((tmp_path / "tables.json").read_text())["wide"]["rows"]
     assert size[0] == "224 x 224 pixels"
-    assert [line[1] for line in lines] == [196, 49, 64]
+    assert [line[1] for line in lines] == [196, 49, 256, 64]
     for _, _, kept, (dense, left), seconds, speed, *_ in lines:
         assert 0 < kept < 100
         assert left <= dense
@@ -259,27 +260,38 @@ def test_a_screenshot_is_measured_in_models_of_full_width(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("name", wide.HOSTS)
 @torch.no_grad()
-def test_flops_and_shares_are_those_of_the_model(name: str) -> None:
+def test_flops_and_kept_rows_are_those_of_the_model(name: str) -> None:
     host = small_host(wide.HOSTS[name])
     model = wide.make(host.config()).float()
-    picture = drawn.screen(1, 224, 192).picture
+    picture = drawn.screen(1, 280, 252).picture
     batch = wide.prompt(picture, host.patch)
-    tokens = batch["input_ids"].shape[1]
+    image_TN = batch["input_ids"] == wide.IMAGE
+    others = {"tower": 0, "language": int((~image_TN).sum())}
+    kept_of = wide.kept_rows(picture, host.patch)
     with flop_counter() as counter:
         model(**batch)
     counts = {module: sum(by_op.values()) for module, by_op in counter.get_flop_counts().items()}
-    for part, count in {"tower": len(batch["pixel_values"]), "language": tokens}.items():
-        if part in host.layers:
-            place = "visual.blocks" if part == "tower" else "language_model.layers"
-            counted = [flops for module, flops in counts.items() if module.rpartition(".")[0].endswith(place)]
-            assert wide.flops(host, part, count) == pytest.approx(sum(counted))
-    mmod.route_(model, **host.routes)
+    places = {"tower": "visual.blocks", "language": "language_model.layers"}
+    for part, place in places.items():
+        counted = [flops for module, flops in counts.items() if module.rpartition(".")[0].endswith(place)]
+        assert wide.flops(host, part, torch.ones_like(kept_of[part]), others[part]) == pytest.approx(sum(counted))
+    mmod.route_(model, **wide.ROUTES)
     with mmod.trace(model) as decisions:
         model(**batch)
-    kept_of = {"tower": "visual", "language": "language_model"}
-    for share, part in zip(wide.kept_shares(picture, host.patch), kept_of):
-        kept = [routing.keep_BN for module, routing in decisions.items() if kept_of[part] in module]
-        images = batch["input_ids"] == wide.IMAGE
-        of_images = [keep_BN if part == "tower" else keep_BN[images] for keep_BN in kept]
-        assert len(kept) == host.layers.get(part, 0)
-        assert all(float(keep.float().mean()) == pytest.approx(share) for keep in of_images)
+    for part, place in places.items():
+        keeps = [routing.keep_BN for module, routing in decisions.items() if place in module]
+        assert len(keeps) == host.layers[part]
+        of_images = [keep_BN[0] if part == "tower" else keep_BN[image_TN] for keep_BN in keeps]
+        assert all(int(keep_N.sum()) == int(kept_of[part].sum()) for keep_N in of_images)
+    vision = host.config().vision_config
+    if hasattr(vision, "window_size"):
+        # The decision is in the order of the windows.
+        _, bound_W = get_vision_window_index(
+            batch["image_grid_thw"], wide.MERGED, vision.window_size, vision.patch_size
+        )
+        keep_N = next(routing.keep_BN[0] for module, routing in decisions.items() if places["tower"] in module)
+        lengths = [int(part_N.sum()) for part_N in keep_N.tensor_split(bound_W[1:-1].tolist())]
+        assert len(lengths) > 4
+        assert len(set(lengths)) > 1
+        side = vision.window_size // vision.patch_size
+        assert wide.pairs_in_windows(kept_of["tower"], side) == sum(length**2 for length in lengths)

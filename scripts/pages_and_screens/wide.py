@@ -1,6 +1,6 @@
 """What a screenshot costs Qwen's models at full width: few layers of random weights, dense and without duplicates.
 
-Axes: P patches, T tokens of a prompt.
+Axes: P patches, T tokens of a prompt, R and C rows and columns of patches or tokens.
 """
 
 import time
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor, nn
@@ -45,14 +46,12 @@ class Host(NamedTuple):
     Args:
         patch: Side of a patch in pixels.
         layers: Layers of the whole model in the parts that are measured, "tower" and "language".
-        config: Makes the config.
-        routes: What routes the model, as arguments of `mmod.route_`.
+        config: Makes the config. Of the layers that it builds, as large a share sees windows as of the whole model's.
     """
 
     patch: int
     layers: Mapping[str, int]
     config: Callable[[], Any]
-    routes: Mapping[str, str]
 
 
 _IDS = {
@@ -80,9 +79,9 @@ def _qwen25_vl() -> Any:
         "hidden_size": 1280,
         "intermediate_size": 3420,
         "num_heads": 16,
-        "depth": 2,
+        "depth": 8,
         "out_hidden_size": 3584,
-        "fullatt_block_indexes": [],
+        "fullatt_block_indexes": [7],
         "window_size": 112,
         "patch_size": 14,
     }
@@ -126,11 +125,10 @@ COLUMNS = {
     "KV cache MB": "{:.0f} / {:.0f}",
     "peak GB, few layers": "{:.1f} / {:.1f}",
 }
-LANGUAGE = {"language": "pixelprune-language"}
+ROUTES = {"vision": "pixelprune", "language": "pixelprune-language"}
 HOSTS = {
-    "Qwen3-VL 8B": Host(16, {"tower": 27, "language": 36}, _qwen3_vl, {**LANGUAGE, "vision": "pixelprune"}),
-    # Its tower, most of whose layers see windows, is not measured.
-    "Qwen2.5-VL 7B": Host(14, {"language": 28}, _qwen25_vl, LANGUAGE),
+    "Qwen3-VL 8B": Host(16, {"tower": 27, "language": 36}, _qwen3_vl),
+    "Qwen2.5-VL 7B": Host(14, {"tower": 32, "language": 28}, _qwen25_vl),
 }
 
 
@@ -167,18 +165,18 @@ def prompt(picture: Image.Image, patch: int) -> dict[str, Tensor]:
     }
 
 
-def kept_shares(picture: Image.Image, patch: int) -> tuple[float, float]:
-    """Return the shares of patches that a tower computes, and of image tokens that a language model gets."""
+def kept_rows(picture: Image.Image, patch: int) -> dict[str, Tensor]:
+    """Return by part which patches a tower computes (R, C), and which image tokens a language model gets (R, C)."""
     pixel_YXC = torch.from_numpy(np.asarray(picture.convert("RGB")).copy()).float()
     rows, columns = (extent // (MERGED * patch) * MERGED for extent in pixel_YXC.shape[:2])
     cut = pixel_YXC[: rows * patch, : columns * patch].view(rows, patch, columns, patch, 3)
     patches = cut.permute(0, 2, 4, 1, 3).flatten(3).unsqueeze(0)
-    shares = []
-    for cell, side in ((4, 1), (None, MERGED)):
+    kept = {}
+    for part, cell, side in (("tower", 4, 1), ("language", None, MERGED)):
         stands_N = find_duplicates(patches, 0.0, cell, torch.ones(3)).stands_BN[0]
         own = (stands_N == torch.arange(len(stands_N))).view(rows // side, side, columns // side, side)
-        shares.append(float(own.any(3).any(1).float().mean()))
-    return shares[0], shares[1]
+        kept[part] = own.any(3).any(1)
+    return kept
 
 
 def screenshots(driver: Any, folder: Path, scale: int) -> list[Path]:
@@ -196,7 +194,7 @@ def median_page(store: Store, scale: int, paths: Sequence[Path]) -> Path:
     """Return the page whose share of kept tokens of 28 pixels is the median; the store takes all shares."""
 
     def measured() -> list[float]:
-        return [kept_shares(Image.open(path), 14)[1] for path in paths]
+        return [float(kept_rows(Image.open(path), 14)["language"].float().mean()) for path in paths]
 
     shares = store.once({"wide": "kept shares", "scale": scale}, measured)
     return sorted(zip(shares, paths))[len(paths) // 2][1]
@@ -245,16 +243,32 @@ def _bytes_of(layer: Any) -> int:
     return sum(tensor.nbytes for tensor in (layer.keys, layer.values))
 
 
-def flops(host: Host, part: str, tokens: float) -> float:
-    """Return the FLOPs of all layers of a part on so many rows: matrix products with weights, and attention."""
+def flops(host: Host, part: str, kept_RC: Tensor, others: int = 0) -> float:
+    """Return the FLOPs of all layers of a part: matrix products with weights, and attention among the rows of a window.
+
+    Args:
+        kept_RC: The patches or image tokens that are computed.
+        others: Further tokens.
+    """
     with torch.device("meta"):
         model: Any = transformers.AutoModelForImageTextToText.from_config(host.config())
     layers = layers_of(model, part)
     weights = sum(module.weight.numel() for module in layers[0].modules() if isinstance(module, nn.Linear))
-    width = model.config.vision_config.hidden_size
-    if part == "language":
-        width = layers[0].self_attn.o_proj.in_features
-    return host.layers[part] * (2 * tokens * weights + 4 * tokens**2 * width)
+    vision = model.config.vision_config
+    rows = int(kept_RC.sum()) + others
+    pairs: float = rows**2
+    width = layers[0].self_attn.o_proj.in_features if part == "language" else vision.hidden_size
+    if part == "tower" and hasattr(vision, "window_size"):
+        in_windows = pairs_in_windows(kept_RC, vision.window_size // vision.patch_size)
+        pairs = in_windows + len(vision.fullatt_block_indexes) / vision.depth * (pairs - in_windows)
+    return host.layers[part] * (2 * rows * weights + 4 * pairs * width)
+
+
+def pairs_in_windows(kept_RC: Tensor, side: int) -> int:
+    """Return how many pairs of kept patches lie in the same window of a side in patches."""
+    below, right = (-extent % side for extent in kept_RC.shape)
+    window_RSCS = F.pad(kept_RC.long(), (0, right, 0, below)).unflatten(1, (-1, side)).unflatten(0, (-1, side))
+    return int((window_RSCS.sum(dim=(1, 3)) ** 2).sum())
 
 
 def layers_of(model: Any, part: str) -> nn.ModuleList:
@@ -279,7 +293,7 @@ def measure(store: Store, name: str, scale: int, picture: Image.Image, rounds: i
     for figure in wanted:
         for row in (DENSE, DUPLICATE):
             if row == DUPLICATE:
-                mmod.route_(model, **host.routes)
+                mmod.route_(model, **ROUTES)
             if figure == "memory":
                 store.once(identity(name, scale, row, figure), lambda: memory(model, batch))
             else:
@@ -291,18 +305,18 @@ def measure(store: Store, name: str, scale: int, picture: Image.Image, rounds: i
 def lines_of(store: Store, name: str, scale: int, picture: Image.Image) -> list[list[Any]]:
     """Return a line for each part of a host: what it computes of a picture, and its cost as far as it is known."""
     host = HOSTS[name]
-    side = MERGED * host.patch
-    tokens = picture.width // side * (picture.height // side)
-    share = dict(zip(("tower", "language"), kept_shares(picture, host.patch)))
+    kept_of = kept_rows(picture, host.patch)
     used = [store.get(identity(name, scale, row, "memory")) for row in (DENSE, DUPLICATE)]
     rounds = list[list[Any]]()
     while identity(name, scale, DUPLICATE, f"round {len(rounds)}") in store:
         rounds.append([store.get(identity(name, scale, row, f"round {len(rounds)}")) for row in (DENSE, DUPLICATE)])
     lines = list[list[Any]]()
     for part, layers in host.layers.items():
-        rows, others = (tokens * MERGED**2, 0) if part == "tower" else (tokens, QUESTION + 2)
-        line: list[Any] = [f"{name}, {TITLES[part]} of {layers} layers", rows, 100 * share[part]]
-        line.append([flops(host, part, rows * kept + others) / 1e12 for kept in (1, share[part])])
+        kept_RC = kept_of[part]
+        others = 0 if part == "tower" else QUESTION + 2
+        line: list[Any] = [f"{name}, {TITLES[part]} of {layers} layers", kept_RC.numel()]
+        line.append(100 * float(kept_RC.float().mean()))
+        line.append([flops(host, part, rows, others) / 1e12 for rows in (torch.ones_like(kept_RC), kept_RC)])
         seconds = [[one[part] for one in of_row] for of_row in zip(*rounds)]
         line.append([float(np.median(of_row)) for of_row in seconds] if rounds else None)
         line.append(float(np.median([dense / left for dense, left in zip(*seconds)])) if rounds else None)
