@@ -102,8 +102,10 @@ class MemoryReader:
         # One multiplication and one addition, in place of dividing, subtracting and dividing again.
         self.scale = (1 / (255 * std))[:, None, None]
         self.shift = (-mean / std)[:, None, None]
+        # One tensor: many small ones among the larger ones of decoding would scatter over ten times their memory.
+        self._image_NCHW: Tensor | None = None
         # By index; None for one that cannot be read.
-        self._samples: dict[int, tuple[Tensor, Any] | None] = {}
+        self._labels: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -112,15 +114,25 @@ class MemoryReader:
         """Read one batch; see `BatchReader.read`."""
         faults: list[Fault] = []
         for index in indices.tolist():
-            if index in self._samples:
-                continue
-            decoded = self.reader.decode(index, faults)
-            self._samples[index] = None if decoded is None else (self.reader.transform(decoded[0]), decoded[1])
-        samples = [sample for sample in map(self._samples.get, indices.tolist()) if sample is not None]
-        if not samples:
+            if index not in self._labels:
+                self._labels[index] = self._decode(index, faults)
+        readable = [index for index in indices.tolist() if self._labels[index] is not None]
+        if not readable:
             return ReadBatch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
-        images, labels = zip(*samples)
-        return ReadBatch(torch.stack(images) * self.scale + self.shift, self.reader.collate([*labels]), faults)
+        assert self._image_NCHW is not None
+        images = self._image_NCHW[readable] * self.scale + self.shift
+        return ReadBatch(images, self.reader.collate([self._labels[index] for index in readable]), faults)
+
+    def _decode(self, index: int, faults: list[Fault]) -> Any:
+        """Keep the image of a sample, and return its label; None if the sample cannot be read."""
+        decoded = self.reader.decode(index, faults)
+        if decoded is None:
+            return None
+        image_CHW = self.reader.transform(decoded[0])
+        if self._image_NCHW is None:
+            self._image_NCHW = torch.empty(len(self), *image_CHW.shape, dtype=image_CHW.dtype)
+        self._image_NCHW[index] = image_CHW
+        return decoded[1]
 
 
 class BatchStream:
