@@ -27,15 +27,17 @@ def at_budgets(
     flops_of: Flops,
     sides: Sequence[Any],
     patches: int,
-    refused: dict[str, str] | None = None,
-    merged: dict[str, Candidate] | None = None,
-) -> list[Candidate]:
+    *,
+    strict: bool,
+) -> tuple[list[Candidate], dict[str, str]]:
     """Return candidates that are fitted to their budgets and named by their shares: see `fitted`, `named_by_share`.
 
     Args:
         flops_of: Asked once for each model.
-        refused: Receives why series cannot be fitted; None raises.
-        merged: See `named_by_share`.
+        strict: Raise for a series that cannot be fitted, instead of leaving it out.
+
+    Returns:
+        The candidates, and why series and budgets are left out, by name.
     """
     known: dict[str, float | None] = {}
 
@@ -52,15 +54,17 @@ def at_budgets(
         return None if own is None or whole is None else own / whole
 
     chosen = []
+    left_out: dict[str, str] = {}
     for candidate in candidates:
         try:
             chosen.append(fitted(candidate, share_of, sides, patches))
         except ValueError as refusal:
-            if refused is None:
+            if strict:
                 raise
             # The same for all budgets, mostly.
-            refused[candidate.series] = str(refusal)
-    return named_by_share(chosen, share_of, merged)
+            left_out[candidate.series] = str(refusal)
+    named, equal = named_by_share(chosen, share_of)
+    return named, left_out | equal
 
 
 def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches: int) -> Candidate:
@@ -161,17 +165,15 @@ def _with(candidate: Candidate, value: Any) -> Candidate:
     )
 
 
-def named_by_share(
-    candidates: Sequence[Candidate], share_of: Share, merged: dict[str, Candidate] | None = None
-) -> list[Candidate]:
+def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> tuple[list[Candidate], dict[str, str]]:
     """Return candidates named by their share of the dense FLOPs where that is more than 3 % off the budget in the name.
 
     Of several that are the same model, such as one size of images for two budgets, one stays.
 
-    Args:
-        merged: Receives the one that stays, by the names of the others.
+    Returns:
+        The candidates, and why others are left out, by the name that they would have.
     """
-    merged = {} if merged is None else merged
+    left_out: dict[str, str] = {}
     shares: dict[str, float] = {}
     for candidate in candidates:
         budget = candidate.budget
@@ -193,8 +195,8 @@ def named_by_share(
         if equal is None:
             named.append(dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2)))
         else:
-            merged[candidate.name] = equal
-    return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named]
+            left_out[candidate.name] = f"nothing is nearer to {candidate.budget:g} of the dense FLOPs than {equal.name}"
+    return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named], left_out
 
 
 def _are_equal(one: Candidate, other: Candidate) -> bool:

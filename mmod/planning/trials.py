@@ -28,7 +28,6 @@ from mmod.planning.candidate import Candidate, copy_of
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import (
-    Refused,
     image_candidates,
     language_candidates,
     smaller_images,
@@ -124,7 +123,7 @@ def advise(
     is_named = find_library(model) is not None
     samples: Images | Prompts
     chosen: Sequence[Candidate]
-    unfitted: Refused = {}
+    unfitted: dict[str, str] = {}
     study = ""
     if faster is not None and (stack.language or candidates is not None):
         raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")

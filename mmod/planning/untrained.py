@@ -43,8 +43,6 @@ _SERIES: dict[str, dict[str, Any]] = {
 _MILD = ("gradual", "random", "smaller-image")
 _EVENLY: dict[str, Any] = {"routing": {"router": "stride", "blocks": "late", "capacity": FIT}}
 _FASTER = {"gradual": _GRADUAL, "merge late": _MERGE, "evenly spread": _EVENLY, "smaller-image": _RESIZE}
-Refused = dict[str, str]
-"""Why series and candidates are left out, by name."""
 
 
 def image_candidates(
@@ -54,8 +52,8 @@ def image_candidates(
     image: Tensor,
     patch: tuple[int, int] | None,
     faster: float | None = None,
-) -> tuple[list[Candidate], Refused]:
-    """Return the candidates of an image model, at shares of its FLOPs, and why others are refused.
+) -> tuple[list[Candidate], dict[str, str]]:
+    """Return the candidates of an image model, at shares of its FLOPs, and why others are left out, by name.
 
     Args:
         image: An image of the size that is advised on (1, C, H, W).
@@ -95,7 +93,6 @@ def image_candidates(
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
     candidates: list[Candidate] = []
-    refused: Refused = {}
     for name, fields in series.items():
         if patch is None and "methods" in fields:
             refused[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
@@ -103,8 +100,8 @@ def image_candidates(
         candidates += [
             Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]
         ]
-    fitted = at_budgets(candidates, flops_of, sizes, patches, refused)
-    return [*map(_advised, fitted), *further], refused
+    fitted, left_out = at_budgets(candidates, flops_of, sizes, patches, strict=False)
+    return [*map(_advised, fitted), *further], left_out
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[Any]:

@@ -70,20 +70,7 @@ def _fitted(candidates: Sequence[Candidate], dense: Any) -> Chosen:
         except (ValueError, AssertionError) as error:
             raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
 
-    equals: dict[str, Candidate] = {}
-    chosen = at_budgets(candidates, flops_of, sides, height * width, merged=equals)
-    # The side of the dense model's images stands behind the smaller ones.
-    sides.append(patch * height)
-    budgets = {candidate.name: candidate.budget for candidate in candidates}
-    return chosen, {name: _no_nearer(budgets[name], equal, sides) for name, equal in equals.items()}
-
-
-def _no_nearer(budget: float | None, equal: Candidate, sides: Sequence[int]) -> str:
-    """Say why the model of a budget is that of another candidate."""
-    side = equal.image_size
-    if not isinstance(side, int) or side not in sides[:-1]:
-        return f"no setting is nearer to {budget} of the dense FLOPs than {equal.name}"
-    return f"no size between {side} and {sides[sides.index(side) + 1]} px; {side} px is {equal.name}"
+    return at_budgets(candidates, flops_of, sides, height * width, strict=True)
 
 
 def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[Candidate]:
