@@ -9,7 +9,7 @@ from pathlib import Path
 
 from matplotlib.image import imread
 
-from mmod.analysis.fronts import Mark, draw_marks, name_panels
+from mmod.analysis.fronts import Mark, draw_panels, name_panels
 from mmod.analysis.style import FAINT, INK, looks, new_figure, tidy
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ def main() -> None:
     kept.set_title("gradual-0.5: patches that are computed, by block", fontsize=10, color=INK)
     models = marks()
     styles = looks({mark.series for mark in models})
-    draw_marks(front, models, styles, faster=True)
+    draw_panels([front], [models], styles, faster=True)
     front.set(xlabel="times as fast, batches of 32", ylabel="top-1 accuracy in %")
     front.set_title("arrows: MoD without training, at 36 and 41 %", fontsize=9, color=FAINT, loc="right")
     tidy(front, "both")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,36 +62,60 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
     return [marks[number] for number in sorted(front, key=costs.__getitem__)]
 
 
-def floor_of(marks: Sequence[Mark], faster: bool = False) -> float:
+def floor_of(panels: Sequence[Sequence[Mark]], faster: bool = False) -> float:
     """Return a score that no mark of interest lies below: those below it would flatten the picture of all others.
 
-    Lost are marks more than 1.5 interquartile ranges below the first quartile, unless they are on the front.
+    Lost are marks more than 1.5 interquartile ranges below the first quartile, unless they are on the front of a panel.
+
+    Args:
+        panels: The same models in each panel, at another cost.
 
     Source: Tukey, Exploratory Data Analysis (1977): the inner fence.
 
     Example:
         >>> scores = (90, 89, 88, 86, 36)
-        >>> floor_of([Mark(str(score), "a", score, score, score, score) for score in scores], faster=True)
+        >>> floor_of([[Mark(str(score), "a", score, score, score, score) for score in scores]], faster=True)
         86
     """
-    scores = [mark.score for mark in marks]
+    scores = [mark.score for mark in panels[0]]
     first, third = np.percentile(scores, (25, 75))
     # Tukey's fence: what lies lower is an outlier.
     fence = first - 1.5 * (third - first)
-    front = [mark.score for mark in front_of(marks, faster)]
-    return min(*front, *(score for score in scores if score >= fence))
+    fronts = chain.from_iterable(front_of(marks, faster) for marks in panels)
+    return min(*(mark.score for mark in fronts), *(score for score in scores if score >= fence))
 
 
-def draw_marks(
-    axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], faster: bool = False
+def draw_panels(
+    axes: Sequence[Axes],
+    panels: Sequence[Sequence[Mark]],
+    styles: Mapping[str, Mapping[str, Any]],
+    faster: bool = False,
 ) -> None:
-    """Draw models, their front as a line with bars, and lost ones as arrows at the lower edge; see `floor_of`."""
-    front = front_of(marks, faster)
-    floor = floor_of(marks, faster)
-    shown = [mark for mark in marks if mark.score >= floor]
-    bottom = min(floor, *(mark.low for mark in front))
-    top = max(mark.high if mark in front else mark.score for mark in shown)
+    """Draw models, their fronts as lines with bars, and lost ones as arrows at the lower edge; see `floor_of`.
+
+    All panels have one scale, as what is below it must be in each.
+    """
+    floor = floor_of(panels, faster)
+    fronts = [front_of(marks, faster) for marks in panels]
+    bottom = min(floor, *(mark.low for front in fronts for mark in front))
+    top = max(mark.score for mark in panels[0])
+    top = max(top, *(mark.high for front in fronts for mark in front))
     margin = 0.08 * (top - bottom) or 1.0
+    for axis, marks, front in zip(axes, panels, fronts):
+        _draw_marks(axis, marks, front, styles, floor, bottom - margin)
+        axis.margins(x=0.12)
+        axis.set_ylim(bottom - margin, top + 2 * margin)
+
+
+def _draw_marks(
+    axis: Axes,
+    marks: Sequence[Mark],
+    front: Sequence[Mark],
+    styles: Mapping[str, Mapping[str, Any]],
+    floor: float,
+    edge: float,
+) -> None:
+    shown = [mark for mark in marks if mark.score >= floor]
     axis.plot([mark.cost for mark in front], [mark.score for mark in front], color=INK, linewidth=2.2, alpha=0.35)
     for name, style in styles.items():
         points = sorted((mark for mark in shown if mark.series == name), key=lambda mark: mark.cost)
@@ -104,22 +129,20 @@ def draw_marks(
             style |= {"markersize": 0.75 * style["markersize"], "alpha": 0.7}
         if mark not in shown:
             style |= {"marker": _ARROW}
-        (drawn,) = axis.plot(mark.cost, mark.score if mark in shown else bottom - margin, **style)
+        (drawn,) = axis.plot(mark.cost, mark.score if mark in shown else edge, **style)
         note = f"\n{mark.note}" if mark.note else ""
         add_hint(drawn, f"{mark.name}: {mark.score:.2f} at {mark.cost:.4g}{note}")
-    axis.margins(x=0.12)
-    axis.set_ylim(bottom - margin, top + 2 * margin)
 
 
-def lost_marks(marks: Sequence[Mark], faster: bool = False) -> str:
+def lost_marks(panels: Sequence[Sequence[Mark]], faster: bool = False) -> str:
     """Return the marks below the axis with their scores, the best first; empty where there are none."""
-    floor = floor_of(marks, faster)
-    lost = sorted((mark for mark in marks if mark.score < floor), key=lambda mark: -mark.score)
+    floor = floor_of(panels, faster)
+    lost = sorted((mark for mark in panels[0] if mark.score < floor), key=lambda mark: -mark.score)
     return ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
 
 
-def name_front(
-    axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], faster: bool = False
+def _name_front(
+    axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], floor: float, faster: bool
 ) -> None:
     """Name the dense model, those on the front and, with their scores, those below the axis next to their marks.
 
@@ -141,7 +164,6 @@ def name_front(
             x, y = start + share * (end - start)
             boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
     texts = []
-    floor = floor_of(marks, faster)
     lost = [mark for mark in marks if mark.score < floor]
     for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front), *lost]:
         look = {"color": styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
@@ -177,7 +199,8 @@ def draw_tradeoff(
     Args:
         rows: One mapping for each model with "name", "series" ("dense", "shallow" for a dense model of fewer blocks,
             or a name of its own), the score in percent, and costs. `SCORE_std`, where there is one, is its standard
-            deviation over "seeds" runs; "note" is added to what a browser shows of the point.
+            deviation over "seeds" runs, and "to_dense" an `Estimate` over the samples of one; "note" is added to what a
+            browser shows of the point.
         score: Key of the score, and `measure` its name.
         costs: Key of each cost to the title of its axis; None for FLOPs alone. One that a row lacks is not drawn.
 
@@ -203,14 +226,16 @@ def draw_tradeoff(
     styles = looks({row["series"] for row in rows})
     figure = new_figure(max(_PANEL, len(panels) * min(_PANEL, _WIDTH / len(panels))), 4.2)
     axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False).flatten())
-    for axis, (key, title) in zip(axes, panels.items()):
-        draw_marks(axis, marks[key], styles)
+    draw_panels(axes, list(marks.values()), styles)
+    for axis, title in zip(axes, panels.values()):
         axis.set_xlabel(title)
         tidy(axis)
     axes[0].set_ylabel(f"{measure} in %", color=INK)
     seeds = max(int(row.get("seeds") or 1) for row in rows)
     note = f"bars: standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
-    lost = lost_marks(next(iter(marks.values())))
+    if any(map(_has_interval, rows)):
+        note += "; bars: 95 % intervals of the difference to dense"
+    lost = lost_marks(list(marks.values()))
     figure.suptitle(f"{note}; below the axis: {lost}" if lost else note, fontsize=9, color=FAINT, x=0.99, ha="right")
     name_panels(figure, axes, list(marks.values()), styles)
     return figure
@@ -219,20 +244,31 @@ def draw_tradeoff(
 def name_panels(
     figure: Figure,
     axes: Sequence[Axes],
-    marks: Sequence[Sequence[Mark]],
+    panels: Sequence[Sequence[Mark]],
     styles: Mapping[str, Mapping[str, Any]],
     faster: bool = False,
 ) -> None:
     """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
-    add_legend(figure, legend_of(marks[0], styles), max(1, math.floor(figure.get_figwidth() / 1.5)))
+    add_legend(figure, legend_of(panels[0], styles), max(1, math.floor(figure.get_figwidth() / 1.5)))
     figure.draw_without_rendering()
     # Laid out once, then frozen: names are placed by pixels, and must not move the panels.
     figure.set_layout_engine("none")
-    for axis, of_panel in zip(axes, marks):
-        name_front(axis, of_panel, styles, faster)
+    floor = floor_of(panels, faster)
+    for axis, marks in zip(axes, panels):
+        _name_front(axis, marks, styles, floor, faster)
 
 
 def _mark(row: Mapping[str, Any], cost: str, score: str) -> Mark:
     std = row.get(f"{score}_std") or 0.0
+    below = above = std
+    if _has_interval(row):
+        below = row["to_dense"].value - row["to_dense"].low
+        above = row["to_dense"].high - row["to_dense"].value
     note = "\n".join(filter(None, [f"± {std:.2f}" if std else "", row.get("note") or ""]))
-    return Mark(row["name"], row["series"], row[cost], row[score], row[score] - std, row[score] + std, note)
+    return Mark(row["name"], row["series"], row[cost], row[score], row[score] - below, row[score] + above, note)
+
+
+def _has_interval(row: Mapping[str, Any]) -> bool:
+    """Whether one seed has an interval, over samples."""
+    gap = row.get("to_dense")
+    return int(row.get("seeds") or 1) == 1 and gap is not None and gap.has_interval

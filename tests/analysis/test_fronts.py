@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mmod.analysis.fronts import Mark, draw_tradeoff, floor_of, front_of
+from mmod.analysis.statistics import Estimate
 
 TIMES = {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 1", "latency_ms_b8": "ms per image, batch 8"}
 
@@ -84,10 +85,16 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
         # At the edge of its own panel.
         assert bottom <= name.get_position()[1] < bottom + 0.35 * (top - bottom)
     assert figure.get_suptitle().endswith("below the axis: untrained-0.5 12.0")
+    # One that is on the front of one panel is shown in all of them, on one scale.
+    cheap = [{**row, "latency_ms": 1.0} for row in rows()]
+    cheap[5] |= {"latency_ms": 0.1, "top1": 60.0}
+    figure = draw_tradeoff(cheap, costs=TIMES)
+    assert len({axis.get_ylim() for axis in figure.axes}) == 1
+    assert {len([mark for mark in masks_of(axis) if mark.get_marker() == 7]) for axis in figure.axes} == {1}
     # One that costs least is on the front, however low it scores.
     lowest = [Mark(str(score), "a", score, score, score, score) for score in (10.0, 90.0, 91.0, 92.0, 93.0)]
-    assert floor_of(lowest) == 10
-    assert floor_of(lowest, faster=True) == 90
+    assert floor_of([lowest]) == 10
+    assert floor_of([lowest], faster=True) == 90
 
 
 def test_tradeoff_has_a_panel_for_each_cost_that_was_measured_side_by_side() -> None:
@@ -100,6 +107,15 @@ def test_tradeoff_has_a_panel_for_each_cost_that_was_measured_side_by_side() -> 
     assert "one seed" in draw_tradeoff(rows(seeds=1)).get_suptitle()
     fewer = draw_tradeoff(rows(latency_ms=10), costs=TIMES)
     assert [axis.get_xlabel() for axis in fewer.axes] == list(TIMES.values())[:2]
+
+
+def test_one_seed_has_bars_of_its_intervals_over_samples() -> None:
+    gap = Estimate(-1.0, -4.0, 0.5, seeds=1)
+    figure = draw_tradeoff([{**row, "to_dense": None if row["series"] == "dense" else gap} for row in rows(seeds=1)])
+    (axis,) = figure.axes
+    (bar,) = (bar for bar in axis.collections if bar.get_segments()[0][0][0] == 0.625)
+    assert [y for _, y in bar.get_segments()[0]] == [88.0, 92.5]
+    assert "bars: 95 % intervals of the difference to dense" in figure.get_suptitle()
 
 
 def test_the_front_is_named_and_a_legend_names_all_series() -> None:
