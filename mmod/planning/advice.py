@@ -203,7 +203,10 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The lines of Python that follow the advice; empty without any, or where the samples leave it undecided."""
+        """The lines of Python that follow the advice; empty without any.
+
+        Where the samples leave it undecided, there are lines only for a wanted speed-up.
+        """
         row = self.best
         return f"import mmod\n\n{row.code}" if row is not None and row.code and self._is_given(row) else ""
 

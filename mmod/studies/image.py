@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,14 +15,13 @@ from torch import nn
 from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
-from mmod.analysis.statistics import as_cheap, unbeaten
+from mmod.analysis.statistics import as_cheap
 from mmod.analysis.timing import relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.compare.table import (
     DENSE,
     Measured,
     Table,
-    best,
     gap,
     gaps,
     mean_of,
@@ -122,7 +120,7 @@ def draw(config: TimmStudyConfig, run: Run, model: nn.Module) -> dict[str, Figur
 def baselines(table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
     """Return the models without a router that are as fast as each, by batch size."""
     by_size = {}
-    for size, ms in _known_times(table, runs).items():
+    for size, ms in _known_times(table, runs, least=2).items():
         by_model = {}
         for name in runs:
             by_model[name] = [other for other in as_cheap(ms, name) if runs[other].candidate.is_baseline]
@@ -158,7 +156,7 @@ def tell(
     summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
     axes = {"gflops": "GFLOPs per image", **axes}
     told = Told(rows, _with_batch_sizes(suffixes, columns), measures[score], axes, "", summary)
-    times = _known_times(table, names)
+    times = _known_times(table, names, least=1)
     to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
     has_intervals = any(difference.has_interval for difference in to_dense)
     is_by_sample = paired_by_sample(table, score, names)
@@ -167,7 +165,8 @@ def tell(
         return told._replace(text="\n\n".join(filter(None, [note, verdict(table, score, names)])))
     dense = table.runs[DENSE][0]
     if is_by_sample:
-        chance = median([(value.high - value.low) / 2 for value in to_dense] or [0.0])
+        # That of the models that agree least: what is said of all must hold for them.
+        chance = max([(value.high - value.low) / 2 for value in to_dense], default=0.0)
     else:
         right = dense.figures[score] / 100
         # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
@@ -181,13 +180,6 @@ def tell(
 
     texts = [_advice(table, score, ms, size, is_better) for size, ms in times.items()]
     texts += [*filter(None, [note]), *facts["images"]]
-    if has_intervals:
-        for size, ms in times.items():
-            fastest = sorted(unbeaten(ms, is_better), key=ms.__getitem__)
-            texts.append(
-                f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
-                f"difference) than any of these, the fastest first: {listed(fastest)}."
-            )
     limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
     if not has_intervals or (is_by_sample and not note):
         limits.append(_of_chance(chance, dense.samples, is_by_sample))
@@ -265,22 +257,32 @@ STUDY = StudyKind(
 """Classifiers of images or of patches."""
 
 
-def _known_times(table: Table, names: Iterable[str]) -> dict[int, dict[str, float]]:
-    """Return the time of every model by batch size, for sizes above 1; nothing before it is measured."""
+def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, dict[str, float]]:
+    """Return the time of every model by batch size, from the least size on; nothing before it is measured."""
     known = {}
     for (_, size), ms in sorted(table.times.items()):
-        if size > 1:
+        if size >= least:
             times = relative_times(ms, DENSE)
             known[size] = {name: times[name][0] for name in names}
     return known
 
 
 def _best_at_speeds(table: Table, score: str, ms: Mapping[str, float]) -> dict[float, str | None]:
-    """Return the best model by speed, up to the first speed that none reaches."""
+    """Return the model by speed that loses least, up to the first speed that none reaches.
+
+    With an interval, that is at most the loss at its lower end: the best mean of many is often luck.
+    """
+
+    def least(name: str) -> float:
+        difference = gap(table, score, name, DENSE)
+        if difference is None:
+            return -math.inf
+        return difference.low if difference.has_interval else difference.value
+
     found: dict[float, str | None] = {}
     for speed in _SPEEDS:
         fast = _as_fast_as(ms, speed)
-        found[speed] = best(table, score, fast)
+        found[speed] = max(fast, key=least, default=None)
         if not fast:
             break
     return found
@@ -300,8 +302,8 @@ def _advice(table: Table, score: str, ms: Mapping[str, float], size: int, is_bet
             continue
         close = [other for other in _as_fast_as(ms, speed) if other != name and not is_better(name, other)]
         close.sort(key=mean, reverse=True)
-        line = f"- {speed:g} times the dense speed: {listed([name])}, {mean(name) - mean(DENSE):+.1f} points"
-        lines.append(f"{line}; no clear difference from {listed(close)}" if close else line)
+        line = f"- {speed:g} times the dense speed: {listed([name])}, {gap(table, score, name, DENSE)} points"
+        lines.append(f"{line}; no clear difference from {listed(close, most=6)}" if close else line)
     return "\n".join(lines)
 
 

@@ -126,7 +126,6 @@ def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: I
         latency_batches=[8],
     )
     result = run_study(searched, progress=False)
-    assert "At batch 8, no entrant that is as fast is significantly better" in result.table
     rates = json.loads((result.folder / "tradeoff.json").read_text())["rates"]
     assert list(rates) == [point.name for point in result.points]
     for name, rate in rates.items():

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
-from mmod.compare.table import Measured, Table
+from mmod.compare.table import Measured, Table, gap
 from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
 from mmod.io import jobs
@@ -222,6 +222,26 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
     assert isinstance(following, ImageStudyConfig)
     assert (following.output, following.following()) == (str(Path(study.output) / "tuned"), None)
     assert {job.seed for job in candidates_and_runs(following)[1]} == {0, 1}
+
+
+def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
+    config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False, tune_dense=False)
+    right_N = np.arange(80) < 56
+    # More right than dense by two of 80, on images that differ from those that dense has right.
+    lucky_N = (right_N & (np.arange(80) >= 6)) | (np.arange(80) >= 72)
+    table = Table()
+    for name, outcome_N in (("dense", right_N), ("lucky", lucky_N), ("same", right_N)):
+        figures = {"top1": 100 * outcome_N.mean()}
+        table.add(name, 0, Measured(figures, samples=80, outcomes={"top1": outcome_N.astype(np.float32)}))
+    table.times = {("image", size): {"dense": [3.0], "lucky": [2.0], "same": [2.1]} for size in (1, 16)}
+    runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
+    told = tell(config, table, runs, [], {"images": [], "depth": 4})
+    for size in (1, 16):
+        assert f"What to use, in batches of {size}:\n\n- 1.25 times the dense speed: same, +0.0 [" in told.text
+    assert "points; no clear difference from lucky" in told.text
+    (points,) = re.findall("differences below ([0-9.]+) points may be chance", told.text)
+    difference = gap(table, "top1", "lucky", "dense")
+    assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
