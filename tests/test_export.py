@@ -23,7 +23,6 @@ ROUTINGS = {
     "attention": RoutingConfig(capacity=0.5),
     "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.3),
     "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25), blocks="all"),
-    "norm": RoutingConfig(router="norm", capacity=0.5),
     "change": RoutingConfig(router="change", capacity=0.5),
     "distilled": mmod.preset("distilled", router={"init_std": 0.3}),
     "p-mod": mmod.preset("p-mod", depth=2, router={"init_std": 0.3}),
@@ -50,7 +49,8 @@ def images(batch: int, size: int = 64) -> Tensor:
     return torch.randn(batch, 3, size, size)
 
 
-@pytest.mark.parametrize("routing", ["stride", "change", "p-mod", "threshold", "context"])
+# Graphs of thresholds are counted in the tests of compiled blocks.
+@pytest.mark.parametrize("routing", ["change", "p-mod", "context"])
 def test_compiles_without_a_break_for_any_batch(routing: str) -> None:
     model = routed(routing)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=True, backend="eager")
@@ -76,7 +76,9 @@ def test_compiled_training_has_the_gradients_of_eager(routing: str) -> None:
     assert_same_gradients(twin, model)
 
 
-@pytest.mark.parametrize("method", [ROUTINGS["distilled"], Experts(choice="tokens")], ids=["routing", "experts"])
+@pytest.mark.parametrize(
+    "method", [ROUTINGS["distilled"], Experts(choice="tokens", blocks=(1,))], ids=["routing", "experts"]
+)
 def test_one_graph_keeps_the_losses_of_several_passes(method: Any) -> None:
     model = mmod.apply_(make_model("vit_tiny_patch16_224", depth=2), method).train()
     counter = CompileCounterWithBackend("aot_eager")
@@ -109,11 +111,12 @@ def test_inductor_gives_the_same_output() -> None:
 STRICT = ("attention", "learned threshold")
 
 
-@pytest.mark.parametrize(("routing", "strict"), [(name, name in STRICT) for name in ROUTINGS])
-def test_exports_with_a_dynamic_batch(routing: str, strict: bool) -> None:
+# Thresholds of importance go to ONNX below.
+@pytest.mark.parametrize("routing", ["attention", "stride", "change", "p-mod", "context", "learned threshold"])
+def test_exports_with_a_dynamic_batch(routing: str) -> None:
     model = routed(routing)
     program = torch.export.export(
-        model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=strict
+        model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=routing in STRICT
     )
     module = program.module()
     for batch in (1, 2, 7):
@@ -127,8 +130,7 @@ def test_exports_with_a_dynamic_batch(routing: str, strict: bool) -> None:
 def test_other_families_compile_and_export(name: str) -> None:
     model = routed("attention", name)
     x = images(2)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="eager")(x), model(x))
-    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+    torch.testing.assert_close(torch.export.export(model, (x,), strict=True).module()(x), model(x))
 
 
 def test_exports_with_a_dynamic_image_size() -> None:

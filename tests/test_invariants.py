@@ -148,7 +148,7 @@ def test_attention_routing_adds_no_key_and_unroute_restores_everything(name: str
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("router", ["attention", "linear", "random"])
+@pytest.mark.parametrize("router", ["attention", "linear", "p-mod", "threshold", "random"])
 def test_copies_and_pickles_route_alike(router: str) -> None:
     model, images = mmod.route_(make_model("test_vit"), ROUTERS[router]), make_images("test_vit", 2)
     model.train()

@@ -104,21 +104,6 @@ def test_start_and_end_run_and_padding_does_not(name: str) -> None:
                 assert kept.sum() == max(2, length // 2)
 
 
-@pytest.mark.parametrize("config", ROUTED, ids=ids)
-@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "coca_ViT-B-32", "custom-blocks", "EVA02-B-16"])
-def test_skipped_tokens_pass_bitwise(name: str, config: RoutingConfig) -> None:
-    model, images, captions = mmod.route_(make_clip(name), config), make_images(name), make_captions(name)
-    recorded: dict[str, tuple[Tensor, Tensor]] = {}
-    for block_name, block in mmod.routed_blocks(model).items():
-        block.register_forward_hook(lambda _, args, out, n=block_name: recorded.update({n: (args[0], out)}))
-    with torch.no_grad(), mmod.trace(model) as traced:
-        embed(model, images, captions)
-    for block_name, routing in traced.items():
-        before, after = recorded[block_name]
-        assert torch.equal(before[~routing.keep_BN], after[~routing.keep_BN])
-        assert not torch.equal(before[routing.keep_BN], after[routing.keep_BN])
-
-
 def pairs_of(block: nn.Module, attn_mask: Tensor | None, sample: int, queries: Tensor, keys: Tensor) -> dict[str, Any]:
     if attn_mask is None:
         return {}

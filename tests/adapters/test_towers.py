@@ -247,11 +247,11 @@ def test_gradients_are_those_without_checkpointing(name: str, config: str) -> No
         torch.testing.assert_close(plain, again)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 @torch.no_grad()
-def test_a_compiled_tower_equals_the_eager_one(name: str) -> None:
-    model = mmod.route_(make_joint(name), vision="gradual")
+def test_a_compiled_tower_equals_the_eager_one() -> None:
+    name = "qwen2.5-vl"
+    # What is traced grows with the depth.
+    model = mmod.route_(make_deep(name, layers=3, fullatt_block_indexes=[1]), vision="gradual")
     expected = features(tower_of(model), name)
     compiled = torch.compile(tower_of(model), backend="eager")
     for actual, eager in zip(features(compiled, name), expected):

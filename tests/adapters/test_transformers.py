@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
-from tests.kit.cover import in_turn
+from tests.kit.cover import cover, in_turn
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.vlm_zoo import (
     IMAGE,
@@ -27,6 +27,7 @@ from tests.kit.vlm_zoo import (
     prompt,
     words,
 )
+from tests.kit.zoo import make_model
 
 ATTENTION = ("sdpa", "eager")
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks="all")
@@ -157,26 +158,48 @@ def test_attention_maps_have_the_index_of_their_layer(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("importance", ["mean", "per_viewer"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_importance_is_the_mean_of_the_map(attention: str, importance: str) -> None:
-    config = mmod.RoutingConfig(capacity=0.5, blocks=(1,), router={"name": "attention", "importance": importance})
-    batch = prompt("llava", (1, 2))
-    model = make_joint("llava", attention="eager")
-    maps = model(**batch, output_attentions=True).attentions[0]
+@pytest.mark.parametrize(
+    ("name", "importance", "side", "attention"),
+    cover(
+        ["llava", "llava-qwen2", "llava-mistral-window"],
+        ["mean", "per_viewer", "last_token"],
+        ["left", "right"],
+        ["sdpa", "eager"],
+    ),
+)
+def test_importance_is_read_from_the_map(name: str, importance: str, side: str, attention: str) -> None:
+    config = mmod.RoutingConfig(capacity=0.5, blocks=(1, 2), router={"name": "attention", "importance": importance})
+    batch = prompt(name, (1, 2), side=side)
+    maps = make_joint(name, attention="eager")(**batch, output_attentions=True).attentions[0]
     real = batch["attention_mask"].bool()
-    model = mmod.route_(make_joint("llava", attention=attention), language=config)
+    model = mmod.route_(make_joint(name, attention=attention), language=config)
     with mmod.trace(model) as decisions:
         model(**batch)
-    (routing,) = decisions.values()
+    first, second = decisions.values()
+    # A span decides once.
+    assert torch.equal(first.keep_BN, second.keep_BN)
     for row in range(2):
         attention_map = maps[row][:, real[row]][:, :, real[row]]
+        if importance == "last_token":
+            attention_map = attention_map[:, -1:]
         if importance == "per_viewer":
-            count = torch.arange(1, attention_map.shape[-1] + 1)
-            attention_map = attention_map * count[:, None] / count.flip(0)
-        torch.testing.assert_close(
-            routing.score_BN[row][real[row]], attention_map.mean(dim=(0, 1)), atol=1e-6, rtol=1e-4
-        )
+            sees = attention_map > 0
+            attention_map = attention_map * sees.sum(-1, keepdim=True) / sees.sum(1, keepdim=True)
+        torch.testing.assert_close(first.score_BN[row][real[row]], attention_map.mean(dim=(0, 1)), atol=1e-6, rtol=1e-4)
+
+
+def test_importance_of_the_last_token_costs_one_query_and_is_for_language_models() -> None:
+    last = mmod.RoutingConfig(router=mmod.score("attention", importance="last_token"), capacity=0.5, blocks=(2, 3))
+    costs = []
+    for importance in ("last_token", "mean"):
+        model = mmod.route_(make_joint("llava"), language=last.replace(router={"importance": importance}))
+        costs.append(mmod.flops(model, mmod.Prompt(5, 9)).importance)
+    assert costs[0] * 14 == costs[1]
+    with pytest.raises(ValueError, match="importance='last_token' is for language models"):
+        mmod.route_(make_model("test_vit"), last)
+    packed = mmod.route_(make_language("llama"), last.replace(select="threshold"))
+    with pytest.raises(ValueError, match="rows are packed with several samples"):
+        packed(input_ids=words(1, 12)["input_ids"], position_ids=torch.tensor([[*range(6), *range(6)]]))
 
 
 @pytest.mark.parametrize("name", ["gamma-mod", "p-mod", "a-mod"])

@@ -409,17 +409,6 @@ def test_chunked_prefill_is_exact_where_tokens_are_decided_alone() -> None:
     assert torch.equal(expected, generate(model, batch, suppress_tokens=None, prefill_chunk_size=5))
 
 
-@torch.no_grad()
-def test_compiled_models_compute_the_same() -> None:
-    model, batch = (
-        mmod.route_(make_language("llama"), IMAGES_ONLY["linear"]),
-        {"input_ids": torch.randint(3, 80, (2, 9))},
-    )
-    expected = model(**batch).logits
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(compiled(**batch).logits, expected, atol=1e-5, rtol=1e-4)
-
-
 def _like_flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
     """Attend as flash attention is asked to: causally from the end of the keys, with a mask of keys alone."""
     group = query.shape[1] // key.shape[1]

@@ -360,7 +360,7 @@ def test_text_decides_for_itself_while_it_is_decoded(name: str, way: tuple[str, 
     check_cache_changes_nothing(mmod.route_(make_language(name), language=config), words(3))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [("block", "kept"), *WAYS])
 def test_copies_and_unrouted_models_have_their_own_branches(way: tuple[str, str]) -> None:
     batch, config = prompt("llava", (1, 2)), LINEAR.replace(operator=way[0], context=way[1])
     dense = make_joint("llava")

@@ -26,18 +26,6 @@ from tests.kit.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language
 LINEAR_TEXT = LINEAR.replace(language={"tokens": "all"})
 
 
-def test_copies_route_alike() -> None:
-    model, batch = mmod.route_(make_joint("llava"), language=LINEAR), prompt("llava", (1, 2))
-    # After a forward pass transformers has left functions in a model, routed or not, that cannot be pickled.
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    with torch.no_grad():
-        expected = model(**batch).logits
-        for twin in twins:
-            assert torch.equal(twin(**batch).logits, expected)
-            mmod.unroute_(twin)
-            assert mmod.is_routed(model)
-
-
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
 def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,9 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Recursions, methods_of, read_method, undo_
-from mmod.training import evaluate
-from mmod.training.image.kind import ImageKind
+from mmod.methods import Recursions, methods_of, undo_
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
-from tests.kit.engine_worker import TensorStream, run, tiny_config
 from tests.kit.zoo import make_images, make_model
 
 # Class token or none, registers, rotary positions, a bias of pairs, norms behind.
@@ -197,17 +192,6 @@ def test_flops_are_those_that_run(keys: str) -> None:
     scored = 4 * 2 * 37 * width
     assert report.routed == dense.dense - saved + scored
     assert report.parameters < dense.parameters
-
-
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[6]], ids=lambda way: "-".join(way.values()))
-def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> None:
-    method = {"kind": "recursions", "recursions": 2, **way}
-    config = tiny_config(output=tmp_path / "run", epochs=1, methods=[method])
-    result = run(config)
-    model, teacher = ImageKind(replace(config, model=config.model.started_from(str(tmp_path / "run")))).create_models()
-    assert methods_of(model)[0] == read_method(method)
-    assert teacher is None
-    assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import copy
 from fractions import Fraction
 from typing import Any
 
@@ -8,14 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import mmod
-from mmod import RoutingConfig
 from mmod.ops import inverse_rows, use
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import Kept, kept_count, select_topk
 from tests.kit.cover import cover
 from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
-from tests.kit.zoo import make_model
 
 # B, N, capacity, prefix: one token, one kept, all kept, only the prefix kept, lengths of common models, the longest.
 CASES = [
@@ -136,26 +132,6 @@ def test_custom_ops_keep_the_rules_of_torch(device: str) -> None:
     torch.library.opcheck(
         torch.ops.mmod.gate_grad.default, (torch.randn(2, 3, device=device), score.detach(), inverse, "tanh", 0.2)
     )
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("routing", ["linear", "padding-free threshold", "attention"])
-def test_a_model_trains_on_kernels_as_on_torch(device: str, routing: str) -> None:
-    config = {
-        "linear": RoutingConfig(router="linear", gate=mmod.Gate("tanh", scale=0.2), capacity=0.5),
-        "padding-free threshold": RoutingConfig(router="linear", gate="sigmoid", select=mmod.Threshold(max_tokens=9)),
-        "attention": RoutingConfig(router="attention", capacity=0.3),
-    }[routing]
-    model = mmod.route_(make_model("vit_tiny_patch16_224", depth=3), config).to(device).train()
-    x = torch.randn(2, 3, 64, 64, device=device)
-    results = []
-    for backend in ("torch", "triton"):
-        twin = copy.deepcopy(model)
-        with use(backend, "gather_rows", "merge_rows", "select_topk"):
-            out = twin(x)
-            results.append([out, *gradients(out, [p for p in twin.parameters() if p.requires_grad])])
-    for plain, kernel in zip(*results):
-        torch.testing.assert_close(kernel, plain, atol=1e-5, rtol=1e-4)
 
 
 def test_more_tokens_than_a_program_holds_are_refused_by_the_kernel_alone() -> None:
