@@ -31,10 +31,16 @@ _LAYOUTS = 32
 
 
 class Noted:
-    """What calls of a tower's layer, or of its patch embedding, computed in one thread, until it is taken."""
+    """What one thread notes of a tower while a model runs.
+
+    Attributes:
+        calls: What calls of the tower's layer, or of its patch embedding, computed, until it is taken.
+        runs: A call of the model runs, or was interrupted.
+    """
 
     def __init__(self) -> None:
         self.calls: list[Tensor] = []
+        self.runs = False
 
     def take(self) -> list[Tensor]:
         """Return what the calls computed, and drop it."""
@@ -109,8 +115,6 @@ class TowerReader(ModelHook):
         self.stack = part()
         self.layer = self.stack.blocks[_last_used(entry.config, len(self.stack.blocks))]
         self.noted: PerThread[Noted] = PerThread(Noted)
-        # Whether a call runs in a thread.
-        self._runs: PerThread[bool] = PerThread(bool)
         # The token of each patch, and the number of tokens, by layout of the images.
         self._known: dict[tuple[object, ...], tuple[Tensor, int]] = {}
 
@@ -121,14 +125,16 @@ class TowerReader(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
-        if self._runs.value:
-            self.noted.value.take()
-        self._runs.value = True
+        noted = self.noted.value
+        if noted.runs:
+            noted.take()
+        noted.runs = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Drop what was noted."""
-        self._runs.value = False
-        self.noted.value.take()
+        noted = self.noted.value
+        noted.runs = False
+        noted.take()
 
     @torch.compiler.disable
     def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments) -> Tensor:
