@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from typing_extensions import Self
 
 Config = TypeVar("Config")
 
@@ -108,13 +109,14 @@ def check_fields(config: object, group: str = "") -> None:
     """Raise unless every field of a dataclass has its annotated type and is within its limit; numbers must be finite.
 
     The limit of a field stands in its annotation: `Annotated[int | None, "[1, inf)"]`. Numbers of numpy are replaced by
-    Python's, which files can hold, and lists by tuples where the type is a tuple. `group` is the fields' section in
-    messages.
+    Python's, which files can hold, and lists and ranges by tuples where the type is a tuple. `group` is the fields'
+    section in messages.
     """
     cls: Any = type(config)
     limits = _limits(cls)
     for name, hint in _hints(cls).items():
-        value = getattr(config, name)
+        given = getattr(config, name)
+        value = list(given) if isinstance(given, range) else given
         _check_named(cls, name, f"{group}.{name}" if group else name, value)
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
         plain = _builtin(value)
@@ -122,9 +124,23 @@ def check_fields(config: object, group: str = "") -> None:
         # A field's tuple that came from a file is a list.
         if isinstance(plain, list) and any(typing.get_origin(option) is tuple for option in options):
             plain = tuple(plain)
-        if plain is not value:
+        if plain is not given:
             # A frozen dataclass refuses assignments.
             object.__setattr__(config, name, plain)
+
+
+class _OfInit:
+    """The signature of a class as `inspect` finds it: that of its `__init__`, whatever its `__new__` takes."""
+
+    def __get__(self, instance: object, cls: type) -> inspect.Signature:
+        return _signature_of(cls)
+
+
+@functools.cache
+def _signature_of(cls: Any) -> inspect.Signature:
+    whole = inspect.signature(cls.__init__)
+    _, *parameters = whole.parameters.values()
+    return whole.replace(parameters=parameters)
 
 
 class Checked:
@@ -139,9 +155,22 @@ class Checked:
         >>> Average(decay=2)
         Traceback (most recent call last):
         ValueError: ema.decay must be a number in [0, 1), got 2
+        >>> Average(deacy=0.9)
+        Traceback (most recent call last):
+        TypeError: Average has no field 'deacy'; near ones: decay; valid ones are decay
     """
 
     _group: typing.ClassVar[str] = ""
+    __signature__ = _OfInit()
+
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        """Refuse unknown names with the near ones, which `__init__` would not name."""
+        known = inspect.signature(cls).parameters
+        for name in fields:
+            if name not in known:
+                hint = valid_names(name, list(known), "valid ones are")
+                raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
+        return super().__new__(cls)
 
     def __init_subclass__(cls, group: str | None = None) -> None:
         super().__init_subclass__()

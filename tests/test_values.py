@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -116,6 +118,12 @@ def test_configs_turn_numbers_of_numpy_into_numbers_that_files_hold() -> None:
     assert mmod.RoutingConfig.from_dict(plain) == config
     plan = mmod.RoutingConfig(blocks=(*np.arange(2),), capacity=(0.5, np.float64(0.5)), depth=np.int32(4))
     assert json.loads(json.dumps(plan.to_dict()))["depth"] == 4
+
+
+def test_a_range_is_as_good_as_its_numbers_and_signatures_are_those_of_the_fields() -> None:
+    assert mmod.RoutingConfig(blocks=range(1, 4)) == mmod.RoutingConfig(blocks=(1, 2, 3))
+    names = [field.name for field in dataclasses.fields(mmod.RoutingConfig)]
+    assert list(inspect.signature(mmod.RoutingConfig).parameters) == names
 
 
 def test_containers_without_known_items_are_checked_by_their_class() -> None:

@@ -13,6 +13,7 @@ import torch
 
 import mmod
 from mmod.analysis.style import new_figure, save_picture
+from mmod.config.parts import Gate
 from mmod.io.records import record_config
 from mmod.methods import Exit, Experts, Merge, Prune
 from tests.kit.vlm_zoo import make_language
@@ -61,6 +62,13 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, tokens=torch.rand(2, 3)), TypeError, r"must be a mmod.Tokens, got Tensor \(2, 3\)$"),
     (lambda m: mmod.flops(m, {"x": {"y": [3]}}), ValueError, r"input_size must be .*, got {'x': {'y': \[3\]}}$"),
     (lambda m: mmod.RoutingConfig(capacity=torch.rand(2)), TypeError, r"capacity must be .*, got Tensor \(2,\)$"),
+    (
+        lambda m: mmod.RoutingConfig(ruoter="norm"),
+        TypeError,
+        "Config has no field 'ruoter'; near ones: router;",
+    ),
+    (lambda m: Prune(kep=0.5), TypeError, "^Prune has no field 'kep'; near ones: keep; valid ones are keep, blocks"),
+    (lambda m: Gate("tanh", scael=1), TypeError, "^Gate has no field 'scael'; near ones: scale; valid ones are name, "),
     (lambda m: mmod.apply_(m, {"r": 8}), ValueError, "must be one of 'channels', .*, got None"),
     (lambda m: mmod.apply_(m, {"kind": "tome"}), ValueError, "'merge', .*, got 'tome'"),
     (lambda m: mmod.apply_(m, {"kind": "merge", "q": 8}), ValueError, "field of method merge q; valid ones are r"),

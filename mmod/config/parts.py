@@ -83,7 +83,7 @@ class Merged(Checked, group="skipped"):
 
 
 @dataclass(frozen=True, init=False)
-class Gate:
+class Gate(Checked, group="gate"):
     """How the score of a kept token weighs the block's update.
 
     Args:

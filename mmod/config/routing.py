@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,7 +32,7 @@ from mmod.config.plan import (
 )
 from mmod.config.registry import LOSSES, SCORES, check_options, read_parts, revised
 from mmod.io.files import check_free, check_regular, parse_json, write_json
-from mmod.values import check_fields, check_value
+from mmod.values import Checked, check_fields, check_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +46,7 @@ ScoreFunction = Callable[["Tensor"], "Tensor"]
 
 
 @dataclass(frozen=True, init=False)
-class RoutingConfig:
+class RoutingConfig(Checked):
     """How a model is routed: which blocks, which tokens they keep, at what weight, and what skipped tokens do.
 
     A config whose blocks are written out is a plan: `resolved` returns it, searches and schedules find it, and it
@@ -132,7 +132,7 @@ class RoutingConfig:
         context: str | tuple[str, ...] = "kept",
         operator: str | tuple[str, ...] = "block",
         skipped: str | Merged | Mapping[str, Any] = "pass",
-        blocks: str | tuple[int, ...] = "every_other",
+        blocks: str | Sequence[int] = "every_other",
         protect_prefix: bool = True,
         losses: Mapping[str, float] | None = None,
         language: LanguageRouting | Mapping[str, Any] | None = None,
