@@ -15,5 +15,5 @@ from mmod.adapters.find import (
     own_name,
     used_parameters,
 )
-from mmod.adapters.grids import SeenGrid, image_stack, patch_grid, watch_grid
+from mmod.adapters.grids import SeenGrid, grid_of_squares, image_stack, patch_grid, watch_grid
 from mmod.adapters.images import ImageFacts, image_facts, image_output, tensor_of

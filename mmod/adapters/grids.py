@@ -33,7 +33,7 @@ def image_stack(model: nn.Module) -> BlockStack | None:
         stacks = find_stacks(model)
     except ValueError:
         return None
-    return next((stack for stack in stacks.values() if stack.grid is not None), None)
+    return next((stack for stack in stacks.values() if stack.grid is not None or stack.proof is not None), None)
 
 
 def patch_grid(model: nn.Module, image_size: tuple[int, int]) -> Grid:
@@ -99,12 +99,12 @@ def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: i
     if outputs == labels:
         return x_BNC
     height, width = images.shape[-2:]
-    asked = _grid_of_squares(labels, height, width)
+    asked = grid_of_squares(labels, height, width)
     if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
         grid: Grid | None = patch_grid(model, (height, width))
     else:
         # A model that shows no patches has square ones, as labels do.
-        grid = _grid_of_squares(outputs, height, width)
+        grid = grid_of_squares(outputs, height, width)
     if asked is None or grid is None:
         raise ValueError(
             f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
@@ -113,7 +113,7 @@ def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: i
     return resized(x_BNC, grid, asked)
 
 
-def _grid_of_squares(count: int, height: int, width: int) -> Grid | None:
+def grid_of_squares(count: int, height: int, width: int) -> Grid | None:
     """Return rows and columns of squares that tile an image; None if so many do not."""
     rows = math.isqrt(count * height // width)
     columns = count // max(rows, 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import SeenGrid, image_stack, watch_grid
+from mmod.adapters import SeenGrid, grid_of_squares, image_stack, watch_grid
 from mmod.analysis.maps import deciding_together, draw_maps
 from mmod.blocks import Deciding, deciding_modules
 from mmod.config import Grid
@@ -113,10 +113,17 @@ class Trace(Mapping[str, Routing]):
 
     @property
     def prefix(self) -> int:
-        """Number of leading tokens that are not patches, in a model whose grid is known."""
+        """Number of leading tokens that are not patches.
+
+        Raises:
+            ValueError: The model belongs to no supported library, and no trial of its blocks showed it.
+        """
         stack = image_stack(self._owner)
         if stack is None:
-            raise ValueError("the number of tokens before the patches is unknown for this model: pass prefix")
+            raise ValueError(
+                "this model does not say which tokens are patches: pass the number of tokens before them, and their "
+                "rows and columns, as prefix=1, grid=(10, 10)"
+            )
         return stack.prefix
 
     def kept_shares(self) -> dict[str, float]:
@@ -130,8 +137,8 @@ class Trace(Mapping[str, Routing]):
 
         Args:
             prefix: Leading tokens that are not patches; None takes the model's.
-            grid: Rows and columns of patches; None takes those of the traced pass. A ValueError where they do not hold
-                the patches.
+            grid: Rows and columns of patches; None takes those of the traced pass, and `plot` square patches that tile
+                the images where the model shows none. A ValueError where they do not hold the patches.
             image_BN: True where a token is a patch, in sequences of text and images (B, N), whose images come in order;
                 None if all tokens after the prefix are patches.
         """
@@ -180,7 +187,15 @@ class Trace(Mapping[str, Routing]):
             >>> len(decisions.plot(images).axes)
             8
         """
+        if grid is None and self._seen.grid is None and image_BN is None and len(self):
+            prefix = self.prefix if prefix is None else prefix
+            grid = self._grid_of_squares(images, prefix)
         return draw_maps(images, list(self), self.maps(prefix, grid, image_BN).cpu(), labels)
+
+    def _grid_of_squares(self, images: Tensor, prefix: int) -> Grid | None:
+        """Return rows and columns of square patches that tile images; None where none do."""
+        patches = next(iter(self.values())).keep_BN.shape[1] - prefix
+        return grid_of_squares(patches, *images.shape[-2:]) if patches > 0 else None
 
     def __str__(self) -> str:
         shares = self.kept_shares()

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import mmod
 from mmod.analysis.maps import VEIL_OPACITY
 from mmod.analysis.tracing import draw_sample_maps
-from tests.kit.own_vits import GRID, make_own, make_own_images
+from tests.kit.own_vits import DIM, GRID, PATCH, make_own, make_own_images
 from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
@@ -59,15 +61,6 @@ def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
     title, *_, line = str(decisions).splitlines()
     assert title.startswith(f"1 decision of {len(names)} blocks, 0.471 of the tokens")
     assert line.split()[1:4] == [names[0], "to", last]
-
-
-def test_a_class_of_ones_own_shows_its_grid_and_prefix() -> None:
-    images = make_own_images(2)
-    model = mmod.route_(make_own("sdpa, registers"), mmod.RoutingConfig(router="norm"))
-    with mmod.trace(model) as decisions, torch.no_grad():
-        model(images)
-    assert (decisions.prefix, decisions.grid) == (5, (GRID, GRID))
-    assert decisions.plot(images).axes
 
 
 def test_maps_take_grey_images(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
@@ -134,6 +127,43 @@ def test_samples_are_drawn_on_the_grid_of_their_pass(size: tuple[int, int]) -> N
     picture, shown = (axis.images[0].get_array() for axis in draw_sample_maps(model, images).axes)
     same = np.isclose(shown, picture).all(axis=-1)
     assert (same == kept.repeat_interleave(16, 0).repeat_interleave(16, 1).numpy()).all()
+
+
+class Folded(nn.Module):
+    """Patches without a convolution: no feature map shows their grid."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return F.unfold(images, PATCH, stride=PATCH)[:, :DIM].unflatten(-1, (-1, 1))
+
+
+@pytest.mark.parametrize("shows", [True, False], ids=["convolution", "folded"])
+@pytest.mark.parametrize("name", ["own softmax", "sdpa, registers", "no class token"])
+def test_maps_of_an_own_model_know_its_prefix_and_grid(name: str, shows: bool) -> None:
+    model, images = make_own(name), make_own_images(2)
+    if not shows:
+        model.patchify = Folded()
+    mmod.route_(model, mmod.RoutingConfig(router="norm"))
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(images)
+    figure = decisions.plot(images)
+    prefix = model.special.shape[1]
+    expected = decisions.maps(prefix, (GRID, GRID))[0, 0]
+    picture, shown = (axis.images[0].get_array() for axis in figure.axes[:2])
+    same = np.isclose(shown, picture).all(axis=-1)
+    assert (same == expected.repeat_interleave(PATCH, 0).repeat_interleave(PATCH, 1).numpy()).all()
+    assert decisions.prefix == prefix
+    if not shows:
+        with pytest.raises(ValueError, match=r"grid=\(10, 10\)"):
+            decisions.maps()
+
+
+def test_a_model_of_which_nothing_is_known_is_asked_for_prefix_and_grid_at_once() -> None:
+    models = nn.ModuleList([mmod.route_(make_own("own softmax"), mmod.RoutingConfig(router="norm")) for _ in range(2)])
+    images = make_own_images(1)
+    with mmod.trace(models) as decisions, torch.no_grad():
+        models[1](images)
+    with pytest.raises(ValueError, match=r"prefix=1, grid=\(10, 10\)"):
+        decisions.plot(images)
 
 
 def test_a_trace_without_images_has_no_grid() -> None:
