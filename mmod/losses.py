@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmod.blocks import Deciding
 from mmod.config import register_loss
-from mmod.methods.base import methods_of
+from mmod.methods.base import methods_of, refuse_evaluated
 from mmod.routing import Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
 
@@ -110,6 +110,7 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     check_module(model)
     deciding = {name: module for name, module in model.named_modules() if isinstance(module, Deciding)}
     if not deciding and not methods_of(model):
+        refuse_evaluated(model)
         raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
     terms = [module.auxiliary_loss(name, model.training) for name, module in deciding.items() if module.has_loss]
     if not terms:

@@ -362,7 +362,18 @@ class _Earlier:
 def check_changed(model: nn.Module) -> None:
     """Raise a ValueError unless a method changed a model, or one inside it."""
     if not methods_inside(model):
+        refuse_evaluated(model)
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+
+
+def refuse_evaluated(model: nn.Module) -> None:
+    """Raise a ValueError if a model has methods for training alone, which its evaluation mode took off."""
+    kinds = [method.kind for module in training_only_models(model) for method in module.mod_training]
+    if kinds:
+        raise ValueError(
+            f"this {type(model).__name__} is dense in evaluation: {', '.join(kinds)} is for training alone, call "
+            "model.train() first"
+        )
 
 
 def undo_(model: Model) -> Model:

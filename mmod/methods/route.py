@@ -35,8 +35,8 @@ from mmod.methods.base import (
     method_owners,
     methods_of,
     owner_of,
+    refuse_evaluated,
     register_method,
-    training_only_models,
 )
 from mmod.methods.prepare import Conversion, prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
@@ -291,10 +291,8 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     check_module(model)
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
     if not blocks:
-        title = type(model).__name__
-        if training_only_models(model):
-            raise ValueError(f"this {title} is dense in evaluation, and its routing for training alone: call train()")
-        raise ValueError(f"nothing in this {title} is routed: call mmod.route_(model, config) first")
+        refuse_evaluated(model)
+        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
     return blocks
 
 

@@ -125,10 +125,14 @@ def test_what_reads_a_model_in_evaluation_sees_the_dense_one() -> None:
     exported, expected = (torch.export.export(one, (images,)).graph for one in (model, dense))
     assert [node.target for node in exported.nodes] == [node.target for node in expected.nodes]
     torch.testing.assert_close(torch.jit.trace(model, images)(images), dense(images))
-    with pytest.raises(ValueError, match="dense in evaluation, and its routing for training alone: call train"):
-        mmod.routed_blocks(model)
-    with pytest.raises(ValueError, match="no method changed"), mmod.trace(model):
-        model(images)
+    readers: list[Callable[[nn.Module], object]] = [
+        mmod.routed_blocks,
+        mmod.auxiliary_loss,
+        lambda model: mmod.trace(model).__enter__(),
+    ]
+    for read in readers:
+        with pytest.raises(ValueError, match=r"evaluation: routing is for training alone, call model\.train\(\) first"):
+            read(model)
 
 
 def test_a_compiled_model_follows_the_mode() -> None:
