@@ -118,7 +118,11 @@ def load_pretrained(
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
-            inside = [file.parent for file in sorted(folder.glob(f"*/{CONFIG}"))[:3]]
+            if not folder.is_dir():
+                raise FileNotFoundError(f"there is no folder {str(folder)!r}")
+            # The model of a run is in a folder inside, also that of a dense one.
+            files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
+            inside = sorted({file.parent for file in files})[:3]
             meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant" if inside else ""
             raise FileNotFoundError(
                 f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {name}{meant}"
@@ -174,7 +178,7 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
         present = len(list(lists[name].children())) if name in lists else 0
         # It may have more: a method may have put one module in the place of several blocks.
         if present < len(numbers):
-            raise ValueError(f"{refusal} {len(numbers)} blocks in {name}, {actual} has {present}")
+            raise ValueError(f"{refusal} {len(numbers)} blocks in {name!r}, {actual} has {present} there")
     inside = tuple(f"{name}." for name in config["proofs"])
     # Inside blocks, methods replace weights; what they make of them is compared with the saved ones later.
     unknown = [key for key in model.state_dict() if key not in state and not key.startswith(inside)]

@@ -61,6 +61,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, torch.rand(2, 3)), TypeError, r"must be a RoutingConfig, got Tensor \(2, 3\), or"),
     (lambda m: mmod.route_(m, tokens=torch.rand(2, 3)), TypeError, r"must be a mmod.Tokens, got Tensor \(2, 3\)$"),
     (lambda m: mmod.flops(m, {"x": {"y": [3]}}), ValueError, r"input_size must be .*, got {'x': {'y': \[3\]}}$"),
+    (lambda m: mmod.flops(m, torch.rand(2, 3, 160, 160)), ValueError, r"160, 160\): pass \(3, 160, 160\)$"),
     (lambda m: mmod.RoutingConfig(capacity=torch.rand(2)), TypeError, r"capacity must be .*, got Tensor \(2,\)$"),
     (
         lambda m: mmod.RoutingConfig(ruoter="norm"),
@@ -78,6 +79,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.apply_(m, {"kind": "routing", "parts": 3}), TypeError, "method.parts must be a mapping"),
     (lambda m: mmod.apply_(m, Merge(r=(1, 2))), ValueError, "one number per block, 6, got 2"),
     (lambda m: mmod.apply_(m, Experts(choice="score")), ValueError, "choice='score' is for language models"),
+    (lambda m: Exit(confidence=90), ValueError, r"method.confidence must be a number in \(0, 1\], got 90"),
     (lambda m: Merge(r=2.5), TypeError, "method.r must be an integer .* got 2.5"),
     (lambda m: Prune(blocks=3), TypeError, "method.blocks must be several values, each an integer .*, got 3"),
     (lambda m: Exit(blocks=(1.5,)), TypeError, r"method.blocks .* got \(1.5,\)"),
@@ -113,6 +115,9 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     ),
     (lambda m: mmod.route_(torch.nn.Linear(2, 2)), ValueError, "supported are models of open_clip, timm, transformers"),
     (lambda m: mmod.route_(m, 0.5), TypeError, r"config must be a RoutingConfig, got 0\.5, or the name of"),
+    (lambda m: mmod.route_(m, Merge(r=8)), TypeError, r"got Merge\(r=8.*; a method goes to mmod\.apply_$"),
+    (lambda m: mmod.route_(m, mmod.preset("gradual", start=6)), ValueError, "start=6 keeps all .* at least 7, got 6$"),
+    (lambda m: mmod.preset("gradual", depth=1), ValueError, "start=1 keeps all blocks dense: depth must be at least 2"),
     (lambda m: mmod.unroute_(m), ValueError, "nothing in this VisionTransformer is routed"),
     (lambda m: mmod.RoutingConfig(language="all"), TypeError, "must be options of LanguageRouting, got 'all'"),
     (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
@@ -152,7 +157,7 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             (lambda: mmod.routing_config(model, "text"), ValueError, "'text' .* routed are image"),
             (lambda: mmod.flops(model, 160, kept=0.5), ValueError, "leave kept out: it is for .* by a threshold"),
             (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
-            (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "'nowhere' is no folder"),
+            (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "there is no folder 'nowhere'"),
         ]:
             with pytest.raises(error, match=message):
                 call()

@@ -274,9 +274,9 @@ def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=f"it has no mmod.json. '{folder}' may be meant"):
         mmod.load_pretrained(tmp_path)
     saved = r"do not fit: saved from tests\.kit\.own_vits\.OwnViT"
-    with pytest.raises(ValueError, match=f"{saved} with 5 blocks in stages, this Linear has 0"):
+    with pytest.raises(ValueError, match=f"{saved} with 5 blocks in 'stages', this Linear has 0 there"):
         mmod.load_pretrained(folder, model=nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=f"{saved} with 5 blocks in stages, this OwnViT has 4"):
+    with pytest.raises(ValueError, match=f"{saved} with 5 blocks in 'stages', this OwnViT has 4 there"):
         mmod.load_pretrained(folder, model=OwnViT(lambda _: OwnBlock(), depth=4))
     other = OwnViT(lambda _: OwnBlock())
     other.tail = nn.Linear(1, 1)

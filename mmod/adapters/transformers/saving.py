@@ -249,8 +249,8 @@ def take_description(config: Any, folder: str | Path) -> Changes:
     file = f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
         raise ValueError(
-            f"{str(folder)!r} has no routed model: its config.json has no key {KEY!r}. Load a dense model with "
-            "from_pretrained and call mmod.route_"
+            f"{str(folder)!r} has no routed model: its config.json has no key {KEY!r}. A dense model opens with "
+            f"mmod.open_model({str(folder)!r}).model"
         )
     if described.get("version") != FORMAT_VERSION:
         raise ValueError(f"{file}: saved as version {described.get('version')!r}, this mmod reads {FORMAT_VERSION}")
