@@ -149,9 +149,10 @@ def _configs_by_part(
                 f"mmod.RoutingConfig({field}={value!r})"
             )
         if value is not None and not isinstance(value, (RoutingConfig, str)):
+            hint = "; a method goes to mmod.apply_" if isinstance(value, Method) else ""
             raise TypeError(
                 f"{name} must be a RoutingConfig, got {brief(value)}, or the name of a preset, which "
-                "mmod.presets() lists"
+                f"mmod.presets() lists{hint}"
             )
     if config is None and not parts:
         config = RoutingConfig()

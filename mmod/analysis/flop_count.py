@@ -248,8 +248,8 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
     if kept is None:
         first, *others = by_data
         raise ValueError(
-            f"what {first}{f' and {len(others)} others' if others else ''} cost follows from the data: pass kept=, the "
-            "share of tokens or images that they keep, or `decisions` of `with mmod.trace(model) as decisions`, in "
+            f"the cost of {first}{f' and {len(others)} others' if others else ''} follows from the data: pass kept=, "
+            "the share of tokens or images that they keep, or `decisions` of `with mmod.trace(model) as decisions`, in "
             "which the model saw representative images"
         )
     shares = kept.kept_shares() if isinstance(kept, Trace) else kept
@@ -303,9 +303,11 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
     if isinstance(size, (tuple, list)) and len(size) == 2:
         size = (channels or 3, *size)
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
+        is_batch = isinstance(input_size, Tensor) and input_size.ndim == 4
+        hint = f": pass {tuple(input_size.shape[1:])}" if is_batch else ""
         raise ValueError(
             "input_size must be (channels, height, width), (height, width), one number or arguments by name, got "
-            f"{brief(input_size)}"
+            f"{brief(input_size)}{hint}"
         )
     if channels not in (None, size[0]):
         raise ValueError(f"this {type(model).__name__} cannot take image {tuple(size)}: it reads {channels} channels")

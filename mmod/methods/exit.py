@@ -50,7 +50,7 @@ class Exit(Method):
     all images.
 
     Args:
-        confidence: Probability at which an image exits; above 1, none does.
+        confidence: Probability at which an image exits, a share of 1.
         blocks: Numbers of the blocks that an exit follows.
 
     Source: BranchyNet, Teerapittayanon et al., arXiv 1709.01686.
@@ -63,7 +63,7 @@ class Exit(Method):
     """
 
     added: ClassVar[tuple[str, ...]] = (".exit.",)
-    confidence: Annotated[float, "(0, inf)"] = 0.9
+    confidence: Annotated[float, "(0, 1]"] = 0.9
     blocks: Annotated[tuple[int, ...], "[0, inf)"] = (3, 6, 9)
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:

@@ -96,7 +96,7 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> RoutingConfig
         (2, 3, 4, 5)
     """
     check_value("depth", depth, int, DEPTH)
-    check_value("after", after, int, f"[0, {depth})")
+    _check_first("after", after, depth)
     check_value("keep", keep, float, "(0, 1)")
     return RoutingConfig(blocks=tuple(range(after, depth)), capacity=(keep,) * (depth - after), depth=depth)
 
@@ -119,10 +119,17 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5, start: int = 1) ->
         (1, (0.866667, 0.733333, 0.6, 0.466667, 0.333333))
     """
     check_value("depth", depth, int, DEPTH)
-    check_value("start", start, int, f"[0, {depth})")
+    _check_first("start", start, depth)
     check_value("steps", steps, int, f"[1, {depth - start}]")
     check_value("mean", mean, float, f"({(steps - 1) / (2 * steps):g}, 1]")
     fall = 2 * (1 - mean) / (steps + 1)
     blocks = tuple(range(start, depth))
     capacities = tuple(round(1 - fall * (1 + (block - start) * steps // len(blocks)), 6) for block in blocks)
     return RoutingConfig(blocks=blocks, capacity=capacities, depth=depth)
+
+
+def _check_first(name: str, block: int, depth: int) -> None:
+    """Raise a ValueError if a model has no block from the first routed one on; most callers give its depth alone."""
+    check_value(name, block, int, "[0, inf)")
+    if block >= depth:
+        raise ValueError(f"{name}={block} keeps all blocks dense: depth must be at least {block + 1}, got {depth}")

@@ -36,7 +36,7 @@ REDUCING: list[tuple[Method, Method]] = [
     (Prune(0.6, (0, 2), fuse=True), Prune(1.0, (0, 2), fuse=True)),
     (Prune(0.6, (1, 3), fuse=False, by="mean"), Prune(1.0, (1, 3), fuse=False, by="mean")),
     (Merge(3), Merge(0)),
-    (Exit(0.2, (0, 2)), Exit(2.0, (0, 2))),
+    (Exit(0.2, (0, 2)), Exit(1.0, (0, 2))),
 ]
 
 

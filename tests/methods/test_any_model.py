@@ -258,7 +258,7 @@ def test_images_leave_any_classifier_where_they_are_sure(name: str) -> None:
     """A slow definition: a dense model that ends behind each exit, with the exit's own modules."""
     dense, inputs = make_classifier(name), inputs_of(name, 6)
     expected, state = logits_of(dense, inputs), state_of(dense)
-    model = Exit(2.0, EXITS).apply_(copy.deepcopy(dense))
+    model = Exit(1.0, EXITS).apply_(copy.deepcopy(dense))
     torch.testing.assert_close(logits_of(model, inputs), expected, rtol=0, atol=1e-13)
     assert type(model).__name__ == type(dense).__name__ or name in ROUTED
     ends = []

@@ -80,7 +80,7 @@ def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, start: int, s
         ({"depth": 5, "steps": 5}, r"steps must be an integer in \[1, 4\], got 5"),
         ({"depth": 12, "mean": 0.4}, r"mean must be a number in \(0.4, 1\], got 0.4"),
         ({"depth": 12, "mean": 1.2}, "got 1.2"),
-        ({"depth": 6, "start": 6}, r"start must be an integer in \[0, 6\), got 6"),
+        ({"depth": 6, "start": 6}, "start=6 keeps all blocks dense: depth must be at least 7, got 6"),
         ({"depth": 6, "start": 3, "steps": 4}, r"steps must be an integer in \[1, 3\], got 4"),
     ],
 )
