@@ -44,11 +44,13 @@ class Terminal(io.StringIO):
 def test_off_a_terminal_there_are_lines_now_and_then(
     clock: Clock, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
 ) -> None:
-    for _ in progress_bar(range(100), desc="epoch 1/2", unit="sample", mininterval=0, miniters=1, **options):
+    for _ in progress_bar(range(100), desc="epoch 1/2", unit="samples", mininterval=0, miniters=1, **options):
         clock.now += 1
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 100 // SECONDS + (not options)
-    assert all(re.fullmatch(r"epoch 1/2: \d+ of 100 sample, \d\d:\d\d elapsed, \d\d:\d\d left", line) for line in lines)
+    assert all(
+        re.fullmatch(r"epoch 1/2: \d+ of 100 samples, \d\d:\d\d elapsed, \d\d:\d\d left", line) for line in lines
+    )
     assert [line.split()[2] for line in lines[:3]] == ["30", "60", "90"]
     assert options or lines[-1].startswith("epoch 1/2: 100 of 100")
 

@@ -107,7 +107,7 @@ def pack_shards(
 
     with (
         ThreadPoolExecutor(config.threads) as pool,
-        progress_bar(desc="convert", total=total, unit="item", shown=progress) as bar,
+        progress_bar(desc="convert", total=total, unit="items", shown=progress) as bar,
     ):
         for first in range(0, total, config.shard_size):
             number = f"{first // config.shard_size:05d}"

@@ -223,7 +223,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
 
 
 def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
-    for number, record in enumerate(progress_bar(read_records(path), desc="check", unit="record", shown=progress)):
+    for number, record in enumerate(progress_bar(read_records(path), desc="check", unit="records", shown=progress)):
         try:
             messages = check_record(record)
             images = [files.locate(name) for name in image_names(record)]
@@ -234,7 +234,7 @@ def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: b
 
 
 def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
-    for number in progress_bar(range(len(files.urls)), desc="index", unit="shard", shown=progress):
+    for number in progress_bar(range(len(files.urls)), desc="index", unit="shards", shown=progress):
         try:
             # A copy, because every record is checked.
             shard = files.fetch(number)

@@ -137,7 +137,7 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
         if wrong:
             faults[index] = wrong[0]
     left = [index for index in range(len(chats)) if index not in faults]
-    with progress_bar(desc="check lengths", unit="record", total=len(left), shown=progress, leave=False) as bar:
+    with progress_bar(desc="check lengths", unit="records", total=len(left), shown=progress, leave=False) as bar:
         for start in range(0, len(left), _BATCH):
             batch = left[start : start + _BATCH]
             texts = collator.plain_tokens([_without_images(chats.record(index)) for index in batch])
@@ -163,7 +163,7 @@ def _read_sizes(chats: ChatDataset, progress: bool) -> tuple[dict[int, list[Size
     indices = np.flatnonzero(chats.images).tolist()
     with ThreadPoolExecutor(_THREADS) as pool:
         results = progress_bar(
-            pool.map(read, indices), desc="read sizes", unit="record", total=len(indices), shown=progress, leave=False
+            pool.map(read, indices), desc="read sizes", unit="records", total=len(indices), shown=progress, leave=False
         )
         for index, result in zip(indices, results):
             if isinstance(result, str):
@@ -183,7 +183,7 @@ def _ask(
     plain = whole.tokens_without_images(ChatSample("", _QUESTION, ()))
     tokens: dict[Size, ImageLength] = {}
     refused: dict[Size, str] = {}
-    for size in progress_bar(sizes, desc="encode sizes", unit="size", shown=progress, leave=False):
+    for size in progress_bar(sizes, desc="encode sizes", unit="sizes", shown=progress, leave=False):
         sample = ChatSample(f"an image of {size[0]}x{size[1]} pixels", _QUESTION, (Image.new("RGB", size),))
         try:
             ids = whole([sample])["input_ids"][0].numpy()

@@ -117,7 +117,7 @@ class ShardFiles:
                 results = pool.map(find, numbers, chunksize=_SHARDS_PER_PROCESS)
             else:
                 results = map(find, numbers)
-            bar = progress_bar(results, desc="index", unit="shard", total=len(numbers), shown=progress)
+            bar = progress_bar(results, desc="index", unit="shards", total=len(numbers), shown=progress)
             for number, index in enumerate(bar):
                 if isinstance(index, RemoteError):
                     self.report.add([Fault(self.urls[number], "", str(index))])

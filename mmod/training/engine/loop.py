@@ -216,8 +216,7 @@ class _Trainer:
             desc=f"epoch {self.epoch + 1}/{self.epochs}{left_out}",
             total=samples_per_epoch,
             initial=done * self.step_samples,
-            unit="sample",
-            unit_scale=True,
+            unit="samples",
             shown=self.progress,
         )
         with bar:
