@@ -287,12 +287,13 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     hints = _hints(config_class)
     prefix = f"{name}." if name else ""
     fields: dict[str, Any] = {}
-    errors: list[Exception] = []
+    # All mistakes of a file are collected, so that the user mends them at once.
+    unknown = [key for key in values if key not in hints]
+    errors: list[Exception] = [ValueError(_told_unknown(config_class, unknown, name))] if unknown else []
     for key, value in values.items():
-        # All mistakes of a file are collected, so that the user mends them at once.
+        if key in unknown:
+            continue
         try:
-            if key not in hints:
-                raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; {_known_keys(config_class, key, name)}")
             fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
             _check_named(cls, key, f"{prefix}{key}", fields[key])
             check_value(f"{prefix}{key}", fields[key], hints[key], limit)
@@ -306,14 +307,23 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     return cls(**fields)
 
 
-def _known_keys(cls: Any, key: object, name: str) -> str:
-    """Return the keys of a config as a hint for an unknown one: similar ones, and those that a group below it has."""
+def _told_unknown(cls: Any, keys: Sequence[object], name: str) -> str:
+    """Return the message for unknown keys of a config: similar ones, also in its groups, and once all valid ones."""
+    prefix = f"{name}." if name else ""
     valid = sorted(_hints(cls))
+    paths = list(_paths_in_groups(cls))
+    hints = []
+    for key in keys:
+        near = [path for path in paths if path.rpartition(".")[2] == key] or similar(key, valid)
+        hints.append(f"near ones: {', '.join(near)}" if near else "")
     lead = f"valid keys in group {name!r}:" if name else "valid keys at the top level:"
-    elsewhere = [path for path in _paths_in_groups(cls) if path.rpartition(".")[2] == key]
-    if elsewhere:
-        return f"near ones: {', '.join(elsewhere)}; {lead} {', '.join(valid)}"
-    return valid_names(key, valid, lead)
+    listed = f"{lead} {', '.join(valid)}"
+    if len(keys) == 1:
+        is_long = len(valid) > _MANY and hints[0]
+        told = [f"unknown config key {f'{prefix}{keys[0]}'!r}", hints[0], "" if is_long else listed]
+        return "; ".join(filter(None, told))
+    named = [f"{f'{prefix}{key}'!r}" + (f" ({hint})" if hint else "") for key, hint in zip(keys, hints)]
+    return f"unknown config keys {', '.join(named)}; {listed}"
 
 
 def _paths_in_groups(cls: Any) -> Iterator[str]:

@@ -70,13 +70,18 @@ def test_plain_values_become_dataclasses_and_tuples() -> None:
         (
             {"colour": 1, "end": {"name": 2, "sides": 3}},
             ValueError,
-            r"4 mistakes: \(1\) unknown config key 'colour'.*; \(2\) end.name must be .*; "
-            r"\(3\) unknown config key 'end.sides'.*; \(4\) keys that are required: points",
+            r"4 mistakes: \(1\) unknown config key 'colour'.*; \(2\) unknown config key 'end.sides'.*; "
+            r"\(3\) end.name must be .*; \(4\) keys that are required: points",
         ),
         (
             {"points": [], "colour": 1},
             ValueError,
             "unknown config key 'colour'; valid keys at the top level: end",
+        ),
+        (
+            {"points": [], "widht": 1, "colour": 2},
+            ValueError,
+            r"keys 'widht' \(near ones: width, weights\), 'colour'; valid keys at the top level: end, [^;]*$",
         ),
         ({"points": [], "ned": None}, ValueError, "unknown config key 'ned'; near ones: end; valid keys"),
         ({"points": [], "sides": 3}, ValueError, "unknown config key 'sides'; valid keys"),
