@@ -270,6 +270,13 @@ def _check_own(description: Mapping[str, Any]) -> None:
         raise ValueError(f"class in a saved folder must be a string, got {description['class']!r}")
 
 
+def refuse_own(folder: str | Path) -> None:
+    """Raise a ValueError if a folder holds a model of a user's own class, which nothing can build from its name."""
+    config = _read_config(Path(folder) / CONFIG)
+    if config["library"] == OWN:
+        _build_own(config["model"])
+
+
 def _build_own(description: Mapping[str, Any]) -> NoReturn:
     raise ValueError(
         f"the folder holds weights of the class {description['class']}, which mmod cannot build: build the dense model "

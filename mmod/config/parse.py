@@ -64,8 +64,11 @@ def read_config(arguments: Sequence[str], config_class: type[Config], start: Map
         )
     except ValueError as error:
         # Without a file all required keys are missing, and the list of them hides the one mistake.
-        if fields is None and not start and "required: " in str(error):
-            raise ValueError(f"{error}; name a CONFIG that has them before the options") from error
+        if fields is None and "required: " in str(error):
+            hint = "name a CONFIG that has them before the options"
+            if start:
+                hint = "name them in --config FILE or as options, which --help lists"
+            raise ValueError(f"{error}; {hint}") from error
         raise
 
 

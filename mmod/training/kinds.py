@@ -133,6 +133,11 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] =
     """
     if arguments and find_run(arguments[0]) is None and is_described(arguments[0]):
         folder, *options = arguments
+        if (Path(folder) / "mmod.json").is_file():
+            # Imports torch, which `--help` of a config leaves alone.
+            from mmod.pretrained import refuse_own
+
+            refuse_own(folder)
         kind = kind_named(options)
         model = {"name": folder, "pretrained": True} if kind == "image" else {"checkpoint": folder}
         return parse_config(options, config_of(kind), {"output": folder, "model": model})

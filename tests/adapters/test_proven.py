@@ -16,6 +16,7 @@ import mmod
 from mmod.adapters.proven import Proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
+from mmod.cli import main
 from mmod.values import from_plain
 from tests.kit import proven_worker as worker
 from tests.kit.clip_zoo import make_clip
@@ -271,6 +272,8 @@ def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
     mmod.save_pretrained(model, folder)
     with pytest.raises(ValueError, match=r"^the folder .*OwnViT, which mmod cannot build: .* model=dense\)$"):
         mmod.load_pretrained(folder)
+    with pytest.raises(SystemExit, match=r"^error: the folder .*OwnViT, which mmod cannot build: .* model=dense\)$"):
+        main(["evaluate", str(folder)])
     with pytest.raises(FileNotFoundError, match=f"it has no mmod.json. '{folder}' may be meant"):
         mmod.load_pretrained(tmp_path)
     saved = r"do not fit: saved from tests\.kit\.own_vits\.OwnViT"
