@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mmod.io.configs import config_names, existing_config
-from mmod.io.refusals import one_line_errors
+from mmod.io.refusals import one_line_errors, one_line_warnings
 from mmod.training.table import KINDS
-from mmod.values import near_names
+from mmod.values import from_plain, near_names
 
 
 class Command(NamedTuple):
@@ -119,8 +119,7 @@ def _refuse_misspelt(words: Sequence[str]) -> None:
         near = "" if word in valid else near_names(word, valid)
         if near:
             listing = " ".join(["mmod", *group, "--help"])
-            sys.stderr.write(f"error: no command {' '.join(['mmod', *group, word])!r}; {near}; `{listing}` lists all\n")
-            sys.exit(2)
+            _end(f"no command {' '.join(['mmod', *group, word])!r}; {near}; `{listing}` lists all")
 
 
 def make_parser() -> CommandParser:
@@ -167,7 +166,7 @@ def completions(line: str) -> list[str]:
 def run(command: str, arguments: Sequence[str]) -> None:
     """Run a command; studies and audits end with a report page."""
     wait_passively()
-    with one_line_errors():
+    with one_line_errors(), one_line_warnings():
         _check_config(command, arguments)
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
         folders = importlib.import_module(COMMANDS[command].module).main(list(arguments), *kind)
@@ -176,6 +175,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
 
             for folder in folders:
                 report_on(folder)
+        # Here, where it is no fault that the program that reads them ended.
+        sys.stdout.flush()
 
 
 def wait_passively() -> None:
@@ -188,20 +189,65 @@ def wait_passively() -> None:
 
 
 def _check_config(command: str, arguments: Sequence[str]) -> None:
-    """Refuse a command line whose config is missing or not there, before the command's modules are imported."""
+    """Refuse a missing or unknown config, and that of another command, before the command's modules are imported."""
     if not COMMANDS[command].example:
         return
+    name = " ".join(["mmod", *_words(command)])
     if not arguments:
-        name = " ".join(["mmod", *_words(command)])
-        sys.stderr.write(
-            f"error: {command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`; "
-            f"`mmod configs` lists the configs, `{name} --help` their keys\n"
+        _end(
+            f"{command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`; `mmod configs` lists "
+            f"the configs, `{name} --help` their keys"
         )
-        sys.exit(2)
+    path = arguments[0]
     # A folder may be that of a run.
-    if not arguments[0].startswith("-") and not Path(arguments[0]).is_dir():
-        has_folders = command.endswith("_OR_RUN")
-        existing_config(arguments[0], "run, config or folder" if has_folders else "config file")
+    if path.startswith("-") or Path(path).is_dir():
+        return
+    try:
+        existing_config(path, "run, config or folder" if command.endswith("_OR_RUN") else "config file")
+    except FileNotFoundError as error:
+        _end(str(error))
+    meant = _meant_command(command, path)
+    if meant not in ("", name):
+        is_named = meant.startswith("mmod train") and not name.startswith("mmod train")
+        hint = f", or name it in the config of a study, `dense: {path}`" if is_named else ""
+        _end(f"{path!r} is a config of another kind: run `{meant} {path}`{hint}")
+
+
+def _meant_command(command: str, path: str) -> str:
+    """Return the command whose config a file is, as its keys show; empty where any may read it."""
+    # Imported here, inside of what names a missing package in one line.
+    from mmod.io.yaml import read_yaml
+
+    try:
+        fields = read_yaml(path)
+    except (ValueError, OSError):
+        # The command says what is wrong with the file.
+        return ""
+    if "dense" in fields:
+        return "mmod isoflop" if "sizes" in fields else "mmod tradeoff"
+    if "model" not in fields or command.endswith("_OR_RUN"):
+        return ""
+    kind = fields.get("kind")
+    # Only the command says the kind of a file that names none, unless its keys are those of images.
+    if kind is None and command.startswith("train") and not _is_of_images(fields):
+        return ""
+    return f"mmod train {kind or 'image'}" if kind is None or kind in KINDS else ""
+
+
+def _is_of_images(fields: dict[str, Any]) -> bool:
+    from mmod.training.kinds import config_class
+
+    try:
+        from_plain(config_class("image"), fields)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def _end(text: str) -> NoReturn:
+    """End the program with one line, as for a wrong command line."""
+    sys.stderr.write(f"error: {text}\n")
+    sys.exit(2)
 
 
 def _words(command: str) -> list[str]:

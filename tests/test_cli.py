@@ -129,6 +129,28 @@ def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pyte
     assert shown.splitlines()[-1].startswith("error: ")
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (
+            ["tradeoff", "digits/dense"],
+            "mmod train image digits/dense`, or name it in the config of a study, `dense: d",
+        ),
+        (["isoflop", "text/mod"], "mmod train text text/mod`, or name it in the config of a study"),
+        (["tradeoff", "isoflop/text"], "mmod isoflop isoflop/text`"),
+        (["train", "chat", "digits/dense"], "mmod train image digits/dense`"),
+        (["train", "pairs", "vlm/tiny-llava"], "mmod train chat vlm/tiny-llava`"),
+        (["train", "image", "tradeoff/my-model"], "mmod tradeoff tradeoff/my-model`"),
+        (["evaluate", "tradeoff/my-model"], "mmod tradeoff tradeoff/my-model`"),
+    ],
+)
+def test_a_config_of_another_command_names_it(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert f"error: {words[-1]!r} is a config of another kind: run `{meant}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rest", [["--help"], ["x", "--a=1", "--b", "-3", "--", "--c", "--"], ["--version"], []])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_follows_a_command_is_left_to_it(command: str, rest: list[str]) -> None:

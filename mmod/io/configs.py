@@ -66,7 +66,7 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
             known = config_names()
             # A bare name is compared with bare names: a folder in front would make all of them unlike.
             if "/" not in name:
-                known = [full.rpartition("/")[2] for full in known]
+                known = sorted({full.rpartition("/")[2] for full in known})
             hint = f"; {near_names(name, known, '`mmod configs`')}"
         raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
     return file

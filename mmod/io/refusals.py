@@ -1,13 +1,16 @@
-"""How commands end: with one line if something is refused, and with the exit codes that shells expect."""
+"""What commands say besides results: one line for a refusal and a warning, and the exit codes that shells expect."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mmod.lazy import name_missing_extra
 
@@ -16,6 +19,8 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, Modu
 
 # EX_TEMPFAIL of sysexits.h: the same command may succeed.
 _LOST = 75
+# 128 + SIGPIPE, as of other programs whose output goes to `head`.
+_READER_LEFT = 141
 
 
 class LostProcessError(RuntimeError):
@@ -48,7 +53,31 @@ def one_line_errors(*folders: Path) -> Iterator[None]:
     except _REFUSALS as error:
         if not _is_refusal(error, (_PACKAGE, *folders)):
             raise
+        if isinstance(error, BrokenPipeError):
+            # Python writes what is left when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(_READER_LEFT)
         sys.exit(f"error: {error}")
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Context in which a warning is one line without the place in the code that raised it, and is shown once."""
+    told: set[str] = set()
+
+    def line_of(message: Warning | str, *_: Any, **__: Any) -> str:
+        text = f"warning: {message}\n"
+        if text in told:
+            return ""
+        told.add(text)
+        return text
+
+    formatted = warnings.formatwarning
+    warnings.formatwarning = line_of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = formatted
 
 
 def _is_refusal(error: BaseException, folders: Sequence[Path]) -> bool:

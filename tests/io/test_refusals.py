@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -11,8 +14,8 @@ from torch.utils.data import DataLoader
 
 import mmod
 from mmod.data.corrupt import original_errors
-from mmod.io.refusals import one_line_errors
-from tests.kit.scripts import run_script
+from mmod.io.refusals import one_line_errors, one_line_warnings
+from tests.kit.scripts import ROOT, run_script
 
 
 def refuse() -> None:
@@ -66,3 +69,21 @@ def test_refusals_end_in_one_line_and_faults_keep_their_traceback() -> None:
         for fault in (fail, elsewhere(fail), in_loader(fail)):
             with pytest.raises(ValueError, match="seven"), one_line_errors():
                 fault()
+
+
+def test_a_reader_of_the_output_may_end_first() -> None:
+    reading = subprocess.Popen(
+        [sys.executable, "-m", "mmod", "configs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert reading.stdout is not None
+    reading.stdout.close()
+    _, said = reading.communicate()
+    assert (reading.returncode, said) == (141, b"")
+
+
+def test_a_warning_is_one_line_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with one_line_warnings():
+        for text in ("first", "second", "first"):
+            print(warnings.formatwarning(UserWarning(text), UserWarning, "a.py", 1), end="")
+    assert capsys.readouterr().out == "warning: first\nwarning: second\n"
+    assert "a.py:1: UserWarning" in warnings.formatwarning("first", UserWarning, "a.py", 1)
