@@ -58,11 +58,7 @@ def open_language(source: str, pretrained: bool, args: Mapping[str, Any], dense:
 def open_described(fields: Mapping[str, Any], args: Mapping[str, Any]) -> Opened:
     """Make a model with random weights from fields of a transformers config."""
     model = _drawn(described(fields), args)
-
-    def prepare() -> Any:
-        raise ValueError(f"a config of the type {fields['model_type']!r} does not say how inputs are prepared")
-
-    return Opened(model, f"a {type(model).__name__} with random weights", prepare)
+    return Opened(model, f"a {type(model).__name__} with random weights")
 
 
 def _drawn(config: Any, args: Mapping[str, Any]) -> Any:

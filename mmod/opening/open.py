@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.yaml import read_yaml
 from mmod.methods.base import methods_of, undo_
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.opened import Opened, Preprocessing, refuse_options
+from mmod.opening.opened import CHANGED, Opened, Preprocessing, refuse_options
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
 from mmod.opening.weights import find_weights, load_weights, read_weights
 from mmod.pretrained import CONFIG, load_pretrained
@@ -149,7 +150,7 @@ def _folder(
     """Open the model that a folder describes."""
     path = Path(folder)
     if (path / CONFIG).is_file():
-        refuse_options(folder, pretrained, args)
+        refuse_options(folder, CHANGED, pretrained, args)
         return _saved(load_pretrained(folder), f"the model that mmod saved in {folder}")
     if (path / CLIP_CONFIG).is_file():
         from mmod.opening.open_clip import open_clip_model
@@ -198,27 +199,18 @@ def _module(model: nn.Module) -> Opened:
     sentence = f"a {type(model).__name__} of {library}" if library else f"a {type(model).__name__}"
     # Typed as Any: what follows reads attributes of host libraries.
     inner: Any = model
-
-    def prepare() -> Any:
-        source = getattr(inner, "name_or_path", "")
-        if library == "timm":
-            from mmod.opening import timm
-
-            return timm.preprocessing_of(inner)
-        if library == "open_clip":
-            from mmod.opening import open_clip
-
-            return open_clip.preprocessing_of(inner, "of open_clip")
-        if library == "transformers" and is_of_transformers(source):
-            return open_model(source).preprocessing
-        raise ValueError(f"the {type(model).__name__} does not say how its inputs are prepared")
-
-    classes = None
+    source = getattr(inner, "name_or_path", "")
     if library == "timm":
-        from mmod.opening.timm import published_classes
+        from mmod.opening import timm
 
-        classes = published_classes(model)
-    return Opened(model, sentence, prepare, classes)
+        return Opened(model, sentence, partial(timm.preprocessing_of, inner), timm.published_classes(model))
+    if library == "open_clip":
+        from mmod.opening import open_clip
+
+        return Opened(model, sentence, partial(open_clip.preprocessing_of, inner, "of open_clip"))
+    if library == "transformers" and is_of_transformers(source):
+        return Opened(model, sentence, lambda: open_model(source).preprocessing)
+    return Opened(model, sentence)
 
 
 def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, Any], dense: bool) -> Opened:
@@ -228,9 +220,8 @@ def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, Any], dense
     folder = model_folder(path)
     if folder is not None:
         opened = _folder(str(folder), pretrained, args, dense)
-    elif args or not pretrained:
-        raise ValueError(f"{str(path)!r} holds weights of a run, which is taken as it is, without model.args")
     else:
+        refuse_options(path, "weights of a run", pretrained, args)
         opened = _checkpoint(kind, fields, path)
     is_final = folder == run / FINAL_MODEL
     name = f"the final model of the run {run}" if is_final else f"the weights {path} of the run {run}"

@@ -56,26 +56,33 @@ class Preprocessing:
         return f"Preprocessing {self.source}: {', '.join(parts)}."
 
 
+CHANGED = "a model that methods changed"
+"""What a folder holds whose model comes with its weights; see `refuse_options`."""
+
+
 class Opened(NamedTuple):
     """A model that `mmod.open_model` opened.
 
     Attributes:
         model: The model, in evaluation mode.
         sentence: What was opened: the model, its weights, and the methods that changed it.
-        prepare: Returns `preprocessing`; processors of transformers are read when they are needed.
+        prepare: Returns `preprocessing`; processors of transformers are read when they are needed. None where the model
+            does not say how its inputs are prepared.
         classes: Number of each class by name; None where the names are not known.
         is_run: Whether the classes are those of a training run, which images of other classes do not have.
     """
 
     model: nn.Module
     sentence: str
-    prepare: Callable[[], Any]
+    prepare: Callable[[], Any] | None = None
     classes: Mapping[str, int] | None = None
     is_run: bool = False
 
     @property
     def preprocessing(self) -> Any:
         """The `Preprocessing` of images, or of a model that reads text its processor; a ValueError if unknown."""
+        if self.prepare is None:
+            raise ValueError(f"the {type(self.model).__name__} does not say how its inputs are prepared")
         return self.prepare()
 
     @property
@@ -84,10 +91,10 @@ class Opened(NamedTuple):
         return tuple(find_parts(self.model))
 
 
-def refuse_options(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> None:
-    """Raise a ValueError for options of a folder whose model methods changed."""
+def refuse_options(path: str | Path, what: str, pretrained: bool, args: Mapping[str, Any]) -> None:
+    """Raise a ValueError for options of a model that comes with its weights; `what` says of which kind it is."""
     if args or not pretrained:
         raise ValueError(
-            f"{str(folder)!r} holds a model that methods changed: it is taken as it is, without model.args and with "
-            "its weights (model.pretrained true); for another one name the dense model"
+            f"{str(path)!r} holds {what}: it is taken as it is, without model.args and with its weights "
+            "(model.pretrained true); for another one name the dense model"
         )

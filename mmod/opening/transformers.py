@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
-from mmod.opening.opened import Opened, Preprocessing, refuse_options
+from mmod.opening.opened import CHANGED, Opened, Preprocessing, refuse_options
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import find_weights, read_weights
 from mmod.pretrained import load_pretrained
@@ -64,7 +64,7 @@ def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any])
 
     described = read_json_object(Path(folder) / _CONFIG)
     if _CHANGED in described:
-        refuse_options(folder, pretrained, args)
+        refuse_options(folder, CHANGED, pretrained, args)
         return load_pretrained(folder).float().train()
     named = {_NAMES.get(name, name): value for name, value in args.items()}
     if described["model_type"] == "timm_wrapper":
