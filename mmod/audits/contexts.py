@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from mmod.adapters import watch_grid
 from mmod.audits.choices import LEARNED, ORACLE, Choice, DecisionContext, FreeDecision
 from mmod.audits.evaluations import Evaluate, LabelledBatch
-from mmod.audits.information import POSITION, KindCounts, check_shapes, rolled_twice
+from mmod.audits.information import check_shapes, kept_shares, rolled_twice
 from mmod.audits.oracle import worth_of
 from mmod.audits.reference import consult
 from mmod.audits.replace import free_tokens, keep_best, only_free, replaced_decisions
@@ -112,7 +112,7 @@ class Contexts:
     """What evaluates a batch: a routed model with some choices of tokens, and the models that it is compared with.
 
     Args:
-        positions: What each decision keeps by position, from a pass before.
+        positions: What each decision keeps by position, from a pass before; see `position_counts`.
         dataset, number: The current batch, which errors name.
     """
 
@@ -121,7 +121,7 @@ class Contexts:
     config: AuditConfig
     compared: Comparisons
     choices: Mapping[str, Choice]
-    positions: Mapping[str, Mapping[str, KindCounts]] = field(default_factory=dict)
+    positions: Mapping[str, Tensor] = field(default_factory=dict)
     dataset: str = "batches"
     number: int = 0
 
@@ -269,7 +269,7 @@ class Contexts:
                 free_BN=free_BN,
                 partner=learned.partners[name],
                 images=learned.images,
-                frequency_F=self.positions[name][POSITION].frequency(x_BND.shape[1]).to(x_BND.device),
+                frequency_F=kept_shares(self.positions[name], x_BND.shape[1]).to(x_BND.device),
                 grid=grid,
                 reference={condition: by_block[name] for condition, by_block in learned.reference.items()},
                 draw=draw,

@@ -6,8 +6,9 @@ Axes: B images, N tokens, F tokens of an image that may be skipped, G groups of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from mmod.analysis.statistics import Estimate, pseudo_mean
-from mmod.audits.tables import BatchRows, TokenKinds
+from mmod.audits.tables import BatchRows
 from mmod.io.tables import MarkdownTable, table_of
 
 # Images are dealt out to so many groups by their number; each is left out once.
@@ -49,78 +50,91 @@ class Information:
     kept: dict[str, float]
 
 
-@dataclass
-class KindCounts:
-    """Kept tokens and all tokens of each kind, by group of images (G, 2, K). Kinds without names are positions."""
+Part = tuple[Tensor, Tensor, Tensor, range]
+"""Of a batch the kind of each token, which tokens are kept, which may be skipped (B, N) each, and its images."""
 
-    names: list[str] = field(default_factory=list)
-    counts_G2K: Tensor = field(default_factory=lambda: torch.zeros(_GROUPS, 2, 0, dtype=torch.float64))
 
-    @property
-    def left_out(self) -> Tensor:
-        """The counts of all images, and then those without each group of them (1 + G, 2, K)."""
-        total_2K = self.counts_G2K.sum(0)
-        filled_G = self.counts_G2K[:, 1].sum(1) > 0
-        # A group is left out by subtracting its counts from those of all.
-        return torch.cat([total_2K[None], total_2K - self.counts_G2K[filled_G]])
-
-    def add(self, kind_BN: Tensor, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
-        """Count the tokens of a batch."""
-        kinds = max(self.counts_G2K.shape[2], int(kind_BN.max()) + 1)
-        self.counts_G2K = F.pad(self.counts_G2K, (0, kinds - self.counts_G2K.shape[2]))
+def count_kinds(parts: Iterable[Part]) -> Tensor:
+    """Count kept tokens, and all that may be skipped, by kind and by group of images, float64 (G, 2, K)."""
+    counts_G2K = torch.zeros(_GROUPS, 2, 0, dtype=torch.float64)
+    for kind_BN, keep_BN, free_BN, images in parts:
+        kinds = max(counts_G2K.shape[2], int(kind_BN.max()) + 1)
+        counts_G2K = F.pad(counts_G2K, (0, kinds - counts_G2K.shape[2]))
         # One histogram over all pairs of group and kind.
         cell_BN = torch.arange(images.start, images.stop).unsqueeze(1) % _GROUPS * kinds + kind_BN
         for row, counted_BN in enumerate((keep_BN & free_BN, free_BN)):
             count = torch.bincount(cell_BN[counted_BN], minlength=_GROUPS * kinds)
-            self.counts_G2K[:, row] += count.view(_GROUPS, kinds)
-
-    def add_kinds(self, kinds: TokenKinds, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
-        """Count the tokens of a batch whose kinds have names."""
-        self.names += [name for name in kinds.names if name not in self.names]
-        numbers = torch.tensor([self.names.index(name) for name in kinds.names])
-        self.add(numbers[kinds.kind_BN.long()], keep_BN, free_BN, images)
-
-    def frequency(self, kinds: int) -> Tensor:
-        """Return how often tokens of each kind are kept, in [0, 1] (K)."""
-        # Negative padding cuts off kinds that are not asked for.
-        kept_K, there_K = F.pad(self.counts_G2K.sum(0), (0, kinds - self.counts_G2K.shape[2]))
-        return kept_K / there_K.clamp(min=1)
-
-    def information(self) -> Information | None:
-        """Return what kinds say of being kept; None where there are not two."""
-        there_K = self.counts_G2K[:, 1].sum(0) > 0
-        if int(there_K.sum()) < 2:
-            return None
-        bits, share = map(_jackknifed, _bits(self.left_out))
-        kept_K = self.frequency(len(there_K))
-        kept = {name: float(kept_K[number]) for number, name in enumerate(self.names) if there_K[number]}
-        return Information(bits, share, kept)
+            counts_G2K[:, row] += count.view(_GROUPS, kinds)
+    return counts_G2K
 
 
-def kind_counts(batches: Iterable[BatchRows]) -> dict[str, dict[str, KindCounts]]:
-    """Count kept tokens by decision, and by their position among those that may be skipped or what is known of them."""
-    counts: dict[str, dict[str, KindCounts]] = {}
+def kept_shares(counts_G2K: Tensor, kinds: int) -> Tensor:
+    """Return how often tokens of each kind are kept, in [0, 1] (K)."""
+    # Negative padding cuts off kinds that are not asked for.
+    kept_K, there_K = F.pad(counts_G2K.sum(0), (0, kinds - counts_G2K.shape[2]))
+    return kept_K / there_K.clamp(min=1)
+
+
+def position_counts(batches: Sequence[BatchRows]) -> dict[str, Tensor]:
+    """Count kept tokens by decision, and by their position among those that may be skipped; see `count_kinds`."""
+    return {name: count_kinds(_by_position(batches, name)) for name in batches[0].decisions}
+
+
+def _by_position(batches: Iterable[BatchRows], name: str) -> Iterator[Part]:
     for batch in batches:
-        for name, decision in batch.decisions.items():
-            free_BN = decision.free.unpacked()
-            masks = decision.keep.unpacked(), free_BN, batch.images
-            facts = counts.setdefault(name, {POSITION: KindCounts()})
-            facts[POSITION].add((free_BN.cumsum(1) - 1).clamp(min=0), *masks)
-            for known, kinds in batch.kinds.items():
-                # Parts of a model may have different tokens.
-                if kinds.kind_BN.shape == free_BN.shape:
-                    facts.setdefault(known, KindCounts()).add_kinds(kinds, *masks)
-    return counts
+        keep_BN, free_BN = batch.decisions[name].unpacked()
+        # That of tokens that may not be skipped is not counted.
+        yield (free_BN.cumsum(1) - 1).clamp(min=0), keep_BN, free_BN, batch.images
 
 
-def information_of(batches: Iterable[BatchRows]) -> dict[str, dict[str, Information]]:
+def _by_kind(batches: Iterable[BatchRows], name: str, known: str, names: Sequence[str]) -> Iterator[Part]:
+    for batch in batches:
+        kinds = batch.kinds.get(known)
+        keep_BN, free_BN = batch.decisions[name].unpacked()
+        # Parts of a model may have different tokens.
+        if kinds is not None and kinds.kind_BN.shape == free_BN.shape:
+            # Batches number the kinds that they have.
+            numbers = torch.tensor([names.index(kind) for kind in kinds.names])
+            yield numbers[kinds.kind_BN.long()], keep_BN, free_BN, batch.images
+
+
+def information_of(batches: Sequence[BatchRows]) -> dict[str, dict[str, Information]]:
     """Return by decision what the position of a token, and what else is known of it, say of being kept."""
+    names: dict[str, list[str]] = {}
+    for batch in batches:
+        for known, kinds in batch.kinds.items():
+            names[known] = list(dict.fromkeys([*names.get(known, ()), *kinds.names]))
     information: dict[str, dict[str, Information]] = {}
-    for name, facts in kind_counts(batches).items():
-        known_bits = {known: kinds.information() for known, kinds in facts.items()}
+    for name, positions in position_counts(batches).items():
+        facts = {POSITION: information_in(positions)}
+        for known, all_kinds in names.items():
+            facts[known] = information_in(count_kinds(_by_kind(batches, name, known, all_kinds)), all_kinds)
         # Facts that are the same for all tokens say nothing.
-        information[name] = {known: bits for known, bits in known_bits.items() if bits is not None}
+        information[name] = {known: bits for known, bits in facts.items() if bits is not None}
     return information
+
+
+def information_in(counts_G2K: Tensor, names: Sequence[str] = ()) -> Information | None:
+    """Return what kinds say of being kept; None where there are not two.
+
+    Args:
+        names: Those of the kinds; positions have none.
+    """
+    there_K = counts_G2K[:, 1].sum(0) > 0
+    if int(there_K.sum()) < 2:
+        return None
+    bits, share = map(_jackknifed, _bits(_left_out(counts_G2K)))
+    kept_K = kept_shares(counts_G2K, len(there_K))
+    kept = {name: float(share) for name, share, is_there in zip(names, kept_K, there_K) if is_there}
+    return Information(bits, share, kept)
+
+
+def _left_out(counts_G2K: Tensor) -> Tensor:
+    """Return the counts of all images, and then those without each group of them (1 + G, 2, K)."""
+    total_2K = counts_G2K.sum(0)
+    filled_G = counts_G2K[:, 1].sum(1) > 0
+    # A group is left out by subtracting its counts from those of all.
+    return torch.cat([total_2K[None], total_2K - counts_G2K[filled_G]])
 
 
 def check_shapes(kinds: Mapping[str, ArrayLike], free: Mapping[str, Tensor]) -> None:
@@ -205,34 +219,42 @@ class Influence:
         )
 
 
-def influence_of(batches: Iterable[BatchRows]) -> Influence | None:
+def influence_of(batches: Sequence[BatchRows]) -> Influence | None:
     """Return what decides where content is moved, the mean over decisions; None where nothing was moved."""
-    # By decision: by position, and by whether the same content was kept at another position.
-    counts: dict[str, tuple[KindCounts, KindCounts]] = {}
-    images = 0
-    grid = None
-    for batch in batches:
-        moved = {name: decision.moved for name, decision in batch.decisions.items() if decision.moved}
-        # Images of another grid have other positions.
-        if not moved or batch.grid is None or (grid or batch.grid) != batch.grid:
-            continue
-        grid = batch.grid
-        images += len(batch.images)
-        shifts = _shifts(batch.images, grid)
-        for name, masks in moved.items():
-            by_position, again = counts.setdefault(name, (KindCounts(), KindCounts()))
-            kept = [mask.unpacked() for mask in masks]
-            free_BF = torch.ones_like(kept[0])
-            for keep_BF in kept:
-                by_position.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, batch.images)
-            was_BF, is_BF = (_rolled_back(keep_BF, shift_B2, grid) for keep_BF, shift_B2 in zip(kept, shifts))
-            again.add(was_BF.long(), is_BF, free_BF, batch.images)
-    if not counts:
+    moved = [batch for batch in batches if batch.grid is not None and any(_moved_names(batch))]
+    if not moved:
         return None
-    content_G, position_G = torch.stack([_shares(*pair) for pair in counts.values()]).mean(0)
+    # Images of another grid have other positions.
+    moved = [batch for batch in moved if batch.grid == moved[0].grid]
+    shares = []
+    for name in dict.fromkeys(chain.from_iterable(map(_moved_names, moved))):
+        rolled = [batch for batch in moved if batch.decisions[name].moved]
+        positions = count_kinds(chain.from_iterable(_rolled_positions(batch, name) for batch in rolled))
+        shares.append(_shares(positions, count_kinds(_kept_again(batch, name) for batch in rolled)))
+    content_G, position_G = torch.stack(shares).mean(0)
     both_G = position_G + content_G
     share_G = torch.where(both_G > 0, position_G / both_G, 0.0)
+    images = sum(len(batch.images) for batch in moved)
     return Influence(images, *map(_jackknifed, (content_G, position_G, share_G)))
+
+
+def _moved_names(batch: BatchRows) -> list[str]:
+    return [name for name, decision in batch.decisions.items() if decision.moved]
+
+
+def _rolled_positions(batch: BatchRows, name: str) -> Iterator[Part]:
+    """Yield what is kept of rolled images by position."""
+    for mask in batch.decisions[name].moved:
+        keep_BF = mask.unpacked()
+        yield torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, torch.ones_like(keep_BF), batch.images
+
+
+def _kept_again(batch: BatchRows, name: str) -> Part:
+    """Return which content is kept at one position, by whether it is at another one."""
+    assert batch.grid is not None
+    masks = zip(batch.decisions[name].moved, _shifts(batch.images, batch.grid))
+    was_BF, is_BF = (_rolled_back(mask.unpacked(), shift_B2, batch.grid) for mask, shift_B2 in masks)
+    return was_BF.long(), is_BF, torch.ones_like(is_BF), batch.images
 
 
 def rolled_twice(batch: Any, grid: tuple[int, int], images: range) -> list[Any]:
@@ -279,11 +301,11 @@ def _rolled_back(keep_BF: Tensor, shift_B2: Tensor, grid: tuple[int, int]) -> Te
     return torch.stack([keep.roll(shift, (0, 1)).flatten() for keep, shift in maps])
 
 
-def _shares(positions: KindCounts, again: KindCounts) -> Tensor:
+def _shares(positions_G2K: Tensor, again_G2K: Tensor) -> Tensor:
     """Return the shares of content and of position, of all images and without each group of them (2, 1 + G)."""
-    position_G = _of_position(positions.left_out)
+    position_G = _of_position(_left_out(positions_G2K))
     # A position that counts is never the same twice, which lowers what content seems to decide.
-    content_G = _of_content(again.left_out) + position_G / (positions.counts_G2K.shape[2] - 1)
+    content_G = _of_content(_left_out(again_G2K)) + position_G / (positions_G2K.shape[2] - 1)
     return torch.stack([content_G, position_G])
 
 

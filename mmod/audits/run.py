@@ -19,7 +19,7 @@ from mmod.analysis.modes import in_mode
 from mmod.audits.choices import RANDOM, choices
 from mmod.audits.contexts import Comparisons, Contexts, Shift, check_set
 from mmod.audits.evaluations import Evaluate, LabelledBatch, evaluate_classes
-from mmod.audits.information import kind_counts
+from mmod.audits.information import position_counts
 from mmod.audits.result import Audit, result_of
 from mmod.audits.tables import LOSS, BatchRows
 from mmod.config import AuditConfig
@@ -89,7 +89,7 @@ def audit(
         read = partial(_read, store=None if store is None else Store(store), identity=identity, shown=progress)
         # The first pass, of which "mean mask" takes the positions that are kept most often.
         decided = read(dataclasses.replace(contexts, choices={}), Contexts.rows, "positions", positions_from)
-        contexts = dataclasses.replace(contexts, positions=kind_counts(decided))
+        contexts = dataclasses.replace(contexts, positions=position_counts(list(decided)))
         audited = list(read(contexts, Contexts.audited_rows, "audit", batches))
         elsewhere = {}
         drawn = dataclasses.replace(contexts, choices={RANDOM: by_name[RANDOM]})

@@ -79,6 +79,10 @@ class DecisionRows:
     moved: list[Mask] = field(default_factory=list)
     worth: dict[str, Tensor] = field(default_factory=dict)
 
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Return which tokens are kept, and which may be skipped (B, N) each."""
+        return self.keep.unpacked(), self.free.unpacked()
+
 
 @dataclass(frozen=True)
 class BatchRows:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.audits import LabelledBatch
-from mmod.audits.information import KindCounts, information_of
+from mmod.audits.information import Information, count_kinds, information_in, information_of
 from mmod.audits.result import Audit
 from tests.kit.decisions import decided
 from tests.kit.planted import FAVOURED, TOKENS, position
@@ -20,10 +20,11 @@ from tests.kit.zoo import make_images, make_model
 NAME = "vit_tiny_patch16_224"
 
 
-def counted(kind_BN: Tensor, keep_BN: Tensor) -> KindCounts:
-    counts = KindCounts()
-    counts.add(kind_BN, keep_BN, torch.ones_like(keep_BN), range(len(keep_BN)))
-    return counts
+def counted(kind_BN: Tensor, keep_BN: Tensor) -> Information:
+    counts = count_kinds([(kind_BN, keep_BN, torch.ones_like(keep_BN), range(len(keep_BN)))])
+    information = information_in(counts)
+    assert information is not None
+    return information
 
 
 def plain(kind_BN: Tensor, keep_BN: Tensor) -> float:
@@ -54,14 +55,12 @@ def test_many_images_come_near_the_definition_and_few_have_no_bias() -> None:
     rng = torch.Generator().manual_seed(0)
     kinds, odds = torch.randint(4, (3000, 20), generator=rng), torch.tensor([0.1, 0.2, 0.3, 0.6])
     keeps = torch.rand(kinds.shape, generator=rng) < odds[kinds]
-    truth = counted(kinds, keeps).information()
-    assert truth is not None
+    truth = counted(kinds, keeps)
     assert truth.bits.value == pytest.approx(plain(kinds, keeps), rel=0.01)
     covered, corrected, counts = 0, [], []
     for part in range(150):
         sample = kinds[20 * part : 20 * part + 20], keeps[20 * part : 20 * part + 20]
-        information = counted(*sample).information()
-        assert information is not None
+        information = counted(*sample)
         corrected.append(information.bits.value)
         counts.append(plain(*sample))
         covered += information.bits.low <= truth.bits.value <= information.bits.high
@@ -77,8 +76,7 @@ def test_chance_says_nothing_where_tokens_of_an_image_hang_together() -> None:
         # Whole images are kept or not, and each has one kind, so that there are few draws and many tokens.
         kinds = torch.randint(3, (60, 1), generator=rng).expand(-1, 16)
         keeps = (torch.rand(60, 1, generator=rng) < 0.5).expand(-1, 16)
-        estimate = counted(kinds, keeps).information()
-        assert estimate is not None
+        estimate = counted(kinds, keeps)
         within += estimate.bits.low <= 0 <= estimate.bits.high
         estimates.append(estimate.bits.value)
         biased.append(plain(kinds, keeps))
