@@ -82,6 +82,7 @@ def _shares(batch: BatchRows, parts: Sequence[Sequence[str]]) -> dict[tuple[str,
         keeps = {name: batch.decisions[name].keep.unpacked() for name in part}
         for name, keep_BN in keeps.items():
             shares["kept", name] = keep_BN.sum(1) / free_B
+            # NaN, which does not count, for an image of which the decision before keeps nothing.
             for before, before_BN in keeps.items():
                 shares["again", before, name] = (before_BN & keep_BN).sum(1) / before_BN.sum(1)
         ever_BN = torch.stack(list(keeps.values())).any(0)

@@ -279,6 +279,7 @@ def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
 
     def move(value: Any) -> Any:
         nonlocal is_rolled
+        # Images alone: labels, masks and ids go with no place.
         if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
             return value
         sides = value.shape[2:]

@@ -33,6 +33,7 @@ def consult(
     if DENSE_ATTENTION in conditions:
         modules = dict(model.named_modules())
         for name, routing in learned.items():
+            # A block that the dense model lacks is refused below, by what it has not captured.
             if name in modules:
                 captured[name] = capture_importance(getattr(routing.tokens, "valid_BN", None))
     entropies: list[Tensor] = []
@@ -41,6 +42,7 @@ def consult(
         if REFERENCE_ENTROPY in conditions:
             entropies = stack.enter_context(token_entropy(model))
         loss_B = evaluated()
+    # Of the last pass, if the evaluation runs the model several times.
     values = {
         DENSE_ATTENTION: {name: capture.importance_BN for name, capture in captured.items()},
         REFERENCE_ENTROPY: dict.fromkeys(learned, entropies[-1] if entropies else None),

@@ -176,6 +176,7 @@ def result_of(
     mean_C = contrast.mean_FC[OF_ACCURACY]
 
     random = names.index(RANDOM)
+    # Turned round, since contrasts are with the learned choice; 0 - 0 has no sign.
     above_S = 0 - contrast.drawn_change(OF_ACCURACY, random)
     gap = estimate_of(mean_C[0] - mean_C[random], above_S)
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.

@@ -150,6 +150,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
         )
     change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
     change = _changed(change_N)
+    # Outcomes are shares, and figures of their names in percent.
     is_in_percent = figure in _rows(table, name).figures
     return dataclasses.replace(100 * change, seeds=1) if is_in_percent else change
 

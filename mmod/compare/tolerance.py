@@ -50,6 +50,7 @@ def is_too_close(loss: Estimate, tolerance: float) -> bool:
 
 def _growth(loss: Estimate, tolerance: float) -> float:
     """Return how many times as many samples would decide."""
+    # One sample does not say how far others may be.
     if not loss.has_interval:
         return math.inf
     margin = abs(tolerance - loss.value)

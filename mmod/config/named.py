@@ -239,5 +239,7 @@ def _fits(name: str, part: str) -> bool:
     config = preset(name)
     router = config.router
     if part == "image":
+        # What says which tokens of a prompt may be skipped, and a router in the model that all layers share.
         return not (spelled(config.language) or router.tied)
+    # Layers of a language model have no grid, and what they skip joins nothing; an image is no sequence of theirs.
     return not (config.joins or router.per_image or (router.reads_grid and not router.reads_pixels))

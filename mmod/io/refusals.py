@@ -46,6 +46,7 @@ def one_line_errors(*folders: Path) -> Iterator[None]:
             yield
     except KeyboardInterrupt:
         print("interrupted: nothing was saved since the last checkpoint", file=sys.stderr)
+        # As shells report a program that SIGINT ended.
         sys.exit(130)
     except LostProcessError as error:
         print(f"error: {error}", file=sys.stderr)

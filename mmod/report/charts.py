@@ -158,8 +158,7 @@ def _draw_flops(rows: Sequence[Mapping[str, Any]]) -> Figure:
 def health_chart(run: RunRecord) -> Chart | None:
     """Return the figures of a run's routers at logged steps; None where nothing was logged."""
     steps = sorted({row["step"] for row in run.rows})
-    # Rounded up; the last step is always shown.
-    # Every n-th logged step, and the last one.
+    # Every n-th logged step, rounded up, and the last one.
     every = -(-len(steps) // _STEPS)
     chosen = {*steps[:: max(1, every)], *steps[-1:]}
     rows = [row for row in run.rows if row["step"] in chosen]

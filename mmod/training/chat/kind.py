@@ -133,6 +133,7 @@ class ChatKind:
         data = self.config.data
         collator = ChatCollator(create_processor(self.config), data.max_length, data.packed, data.protected)
         train = open_checked(data.train, data, collator, progress)
+        # Questions and losses of the evaluation are of whole conversations, one a row.
         whole = dataclasses.replace(collator, max_length=None, packed=False, protected=None)
         val = None
         if data.val is not None:

@@ -107,6 +107,7 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         >>> feature_of(timm.create_model("test_vit"), "mean")(torch.randn(2, 3, 160, 160)).shape
         torch.Size([2, 64])
     """
+    # transformers has a class around models of timm, which says nothing of their tokens.
     host: Any = getattr(model, "timm_model", model)
     if find_library(host) == "transformers":
         return _feature_of_transformers(host, kind)

@@ -284,6 +284,7 @@ def classify_folder(
     for images, classes in progress_bar(batches.batches(0), total=batches.steps_per_epoch, desc="zero-shot", shown=bar):
         logits = model.encode_image(images.to(device), normalize=True).float() @ weights
         first, five = _top(logits, classes.to(device))
+        # Sums of shares times images: the last batch of a process is shorter.
         sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)
     first, five, count = sum_over_processes(sums).tolist()
     if not count:
