@@ -1,4 +1,4 @@
-"""Candidates that are fitted to FLOPs once for all tests of a process: the same models have the same ones."""
+"""Candidates that are fitted to FLOPs once for all tests of a process, few of each series; equal models share them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from torch import Tensor, nn
 
 from mmod.planning import budgets, trials, untrained
+from mmod.planning.candidate import Candidate
 
+_BUDGET = 0.7
 _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
 
 
@@ -18,8 +20,16 @@ def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `advise` fit the candidates of equal models once, and roughly."""
+    """Let `advise` fit the candidates of equal models once, and roughly: one of each series, and all smaller images."""
     fit_roughly(monkeypatch)
+
+    def few(candidates: list[Candidate], *arguments: Any) -> list[Candidate]:
+        # Those of a wanted speed have budgets of their own.
+        if any(candidate.budget == _BUDGET for candidate in candidates):
+            candidates = [one for one in candidates if one.budget == _BUDGET or one.series == "smaller-image"]
+        return budgets.at_budgets(candidates, *arguments)
+
+    monkeypatch.setattr(untrained, "at_budgets", few)
 
     def fitted(
         model: nn.Module, part: str, depth: int, image: Tensor, patch: Any, faster: float | None

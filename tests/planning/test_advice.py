@@ -249,8 +249,11 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     assert any(row.images == 10 for row in advice.rows)
     assert not advice.refused
     for row in advice.rows:
-        model = make(**options)
+        model, other = make(**options), make(**options)
         exec(row.code, {"mmod": mmod, "model": model})
+        ((key, value),) = yaml.safe_load(row.config).items()
+        mmod.apply_(other, read_method(value[0]) if key == "methods" else resolve_routing(value))
+        assert methods_of(model) == methods_of(other), row.name
         with torch.no_grad():
             changed = model(images[: row.images])
         if options:
@@ -265,37 +268,41 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     assert advice.accuracy == (None if options else 1.0)
 
 
-def test_patches_of_smaller_images_are_compared_in_the_dense_grid(clock: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("size", "smaller"),
+    [
+        ((SIDE, SIDE), {"144", "112", "96"}),
+        # 8 x 18 patches are 144, which a square would hold too.
+        ((128, 288), {"112 x 256", "96 x 224", "80 x 176"}),
+    ],
+    ids=["square", "oblong"],
+)
+def test_patches_of_smaller_images_are_compared_in_the_dense_grid(
+    size: tuple[int, int], smaller: set[str], clock: Callable[..., None]
+) -> None:
     clock({})
     options = {"num_classes": 0, "global_pool": ""}
-    images = pictures(4)
+    images = torch.randn(4, 3, *size)
     advice = mmod.advise(make(**options), [images], progress=False)
     assert advice.measure == "cosine of patches"
     assert not advice.refused
+    sizes = {row.advice.removeprefix("use images of ").removesuffix(" px") for row in advice.rows if row.advice}
+    assert sizes >= smaller
     prefix = make(**options).num_prefix_tokens
+    grid = (size[0] // 16, size[1] // 16)
     with torch.no_grad():
         dense = make(**options)(images)[:, prefix:].half().float()
         for row in advice.rows:
             model = make(**options)
             exec(row.code, {"mmod": mmod, "model": model})
             patches = model(images)[:, prefix:].half().float()
-            side = int(patches.shape[1] ** 0.5)
-            grid = patches.transpose(1, 2).unflatten(2, (side, side))
-            patches = torch.nn.functional.interpolate(grid, size=(10, 10), mode="bilinear").flatten(2).transpose(1, 2)
+            if row.series == "smaller-image":
+                rows, *columns = (int(word) // 16 for word in row.advice.split()[3:-1:2])
+                map_BCHW = patches.transpose(1, 2).unflatten(2, (rows, *(columns or [rows])))
+                resized = torch.nn.functional.interpolate(map_BCHW, size=grid, mode="bilinear")
+                patches = resized.flatten(2).transpose(1, 2)
             expected = torch.cosine_similarity(patches, dense, dim=-1).mean()
             assert row.score.value == pytest.approx(float(expected), abs=1e-5)
-            assert row.name.startswith("smaller-image") == (side < 10)
-
-
-def test_the_line_for_a_training_config_applies_what_was_measured(clock: Callable[..., None]) -> None:
-    clock({})
-    advice = mmod.advise(make(), [pictures(2)], progress=False)
-    for row in advice.rows:
-        ((key, value),) = yaml.safe_load(row.config).items()
-        model, other = make(), make()
-        exec(row.code, {"mmod": mmod, "model": model})
-        mmod.apply_(other, read_method(value[0]) if key == "methods" else resolve_routing(value))
-        assert methods_of(model) == methods_of(other), row.name
 
 
 def test_a_class_of_ones_own_has_no_training_config_and_no_study(clock: Callable[..., None]) -> None:
@@ -328,7 +335,8 @@ def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(clock: Callab
 def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..., None]) -> None:
     clock({})
     images = torch.cat([pictures(2), pictures(2, flat=True)])
-    advice = mmod.advise(make(), [images], progress=False)
+    stride = [Candidate("stride", routing={"router": "stride"})]
+    advice = mmod.advise(make(), [images], candidates=stride, progress=False)
     assert advice.redundancy == mmod.redundancy(images, 16)
     assert "The images: 50% of patches flat" in str(advice)
 
@@ -544,30 +552,6 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[
 def test_candidates_that_advice_cannot_make_are_refused(candidates: list[Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         mmod.advise(make(), [pictures(1)], candidates=candidates, progress=False)
-
-
-def test_images_that_are_not_square_get_smaller_in_their_own_shape(clock: Callable[..., None]) -> None:
-    clock({})
-    options = {"num_classes": 0, "global_pool": ""}
-    images = torch.randn(4, 3, 128, 288)
-    # 8 x 18 patches are 144, which a square would hold too.
-    advice = mmod.advise(make(**options), [images], progress=False)
-    assert not advice.refused
-    prefix = make(**options).num_prefix_tokens
-    smaller = [row for row in advice.rows if row.series == "smaller-image"]
-    sizes = ("112 x 256", "96 x 224", "80 x 176")
-    assert {row.advice for row in smaller} == {f"use images of {size} px" for size in sizes}
-    with torch.no_grad():
-        dense = make(**options)(images)[:, prefix:].half().float()
-        for row in smaller:
-            model = make(**options)
-            exec(row.code, {"mmod": mmod, "model": model})
-            patches = model(images)[:, prefix:].half().float()
-            height, width = map(int, row.advice.split()[3:6:2])
-            grid = patches.transpose(1, 2).unflatten(2, (height // 16, width // 16))
-            patches = torch.nn.functional.interpolate(grid, size=(8, 18), mode="bilinear").flatten(2).transpose(1, 2)
-            expected = torch.cosine_similarity(patches, dense, dim=-1).mean()
-            assert row.score.value == pytest.approx(float(expected), abs=1e-5)
 
 
 @pytest.mark.parametrize(("size", "label_patch"), [((128, 288), 16), ((128, 288), 8), ((64, 256), 32)])
