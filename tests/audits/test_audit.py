@@ -31,7 +31,7 @@ SMALL = "vit_tiny_patch16_224"
 def test_planted_routers_are_told_apart(kind: str) -> None:
     config = mmod.AuditConfig(["random", "centre", "mean mask"], draws=3, resamples=300)
     for seed in range(4):
-        assert mmod.audit(plant(PLANTED[kind]), batches_of(1000, seed), config).kind == kind
+        assert mmod.audit(plant(PLANTED[kind]), batches_of(500, seed), config).kind == kind
 
 
 def test_few_images_do_not_tell() -> None:

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from mmod.planning import budgets, trials, untrained
+from mmod.planning import budgets, search, trials, untrained
 from mmod.planning.candidate import Candidate
+from mmod.planning.plan_search import BlockCosts
 
 _BUDGET = 0.7
 _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
+_COSTS: dict[str, BlockCosts] = {}
 
 
 def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +44,18 @@ def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(candidates), dict(refused)
 
     monkeypatch.setattr(trials, "image_candidates", fitted)
+
+
+def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let searches among the same options count the FLOPs of equal models once: counting takes longest."""
+    count = search.block_costs
+
+    def counted(model: nn.Module, *arguments: Any) -> BlockCosts:
+        part, stack, configs, cost, lengths, example = arguments
+        shapes = [tuple(value.shape) for value in (*tree_leaves(example), *model.state_dict().values())]
+        key = f"{model} {part} {stack.names} {stack.prefix} {configs} {cost} {lengths} {shapes}"
+        if key not in _COSTS:
+            _COSTS[key] = count(model, *arguments)
+        return _COSTS[key]
+
+    monkeypatch.setattr(search, "block_costs", counted)

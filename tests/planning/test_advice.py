@@ -33,7 +33,7 @@ from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from tests.kit.clip_zoo import make_clip, make_images
-from tests.kit.fitted import fit_once
+from tests.kit.fitted import count_once, fit_once
 from tests.kit.own_vits import make_own, make_own_images
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
@@ -43,6 +43,7 @@ SIDE = 160
 @pytest.fixture(autouse=True)
 def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fit_once(monkeypatch)
+    count_once(monkeypatch)
 
 
 def make(**options: Any) -> nn.Module:

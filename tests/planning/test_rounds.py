@@ -26,6 +26,7 @@ from mmod.planning.plan_search import (
     plan_of,
     stopwatch,
 )
+from tests.kit.fitted import count_once
 from tests.kit.vlm_zoo import make_joint, prompt
 from tests.kit.zoo import make_images, make_model
 
@@ -33,6 +34,11 @@ NAME = "vit_tiny_patch16_224"
 FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
 STRIDE = mmod.score("stride")
 DEPTH = 12
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_once(monkeypatch)
 
 
 def pretend(overhead: float, exponent: float) -> Callable[[Sequence[mmod.RoutingConfig]], tuple[float, list[float]]]:

@@ -18,15 +18,20 @@ import mmod
 from mmod.planning.divergence import outputs
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_choices, best_plan
 from tests.kit import clip_zoo, folders
+from tests.kit.fitted import count_once
 from tests.kit.vlm_zoo import IMAGE, make_joint, make_language, prompt
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
-# Counting FLOPs takes longest: once for every option.
 FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
 STRIDE = mmod.score("stride")
 # Of a batch in a search among these: each option in each block.
 TRIALS = len(FEW) * len(make_model(NAME).blocks)
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_once(monkeypatch)
 
 
 @given(
