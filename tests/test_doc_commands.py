@@ -24,7 +24,7 @@ from mmod.studies.study import candidates_and_runs
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
-from tests.kit.fitted import fit_roughly
+from tests.kit.fitted import fit_once
 from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
@@ -142,7 +142,7 @@ def test_every_command_is_in_a_group() -> None:
 @pytest.fixture(autouse=True)
 def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty working folder, and ViTs of 24 channels without published weights."""
-    fit_roughly(monkeypatch)
+    fit_once(monkeypatch)
     create = timm.create_model
 
     def create_narrow(name: str, *, pretrained: bool = False, **options: Any) -> Any:

@@ -29,7 +29,7 @@ from mmod.training.kinds import config_class
 from mmod.training.table import KINDS
 from mmod.values import dataclass_in
 from scripts import doc_tables, reference
-from tests.kit.fitted import fit_roughly
+from tests.kit.fitted import fit_once
 from tests.kit.pages import BENCHMARK, COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
 from tests.kit.scripts import ROOT, run_script
 
@@ -233,7 +233,7 @@ SLOW = ("docs/api/planning.md", "docs/api/training.md")
 @pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.slow if page in SLOW else ()) for page in RUNS])
 def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    fit_roughly(monkeypatch)
+    fit_once(monkeypatch)
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda *names, pretrained=False, **options: create(*names, **options))
     scope: dict[str, object] = {}

@@ -19,7 +19,7 @@ from PIL import Image
 from mmod import cli
 from mmod.compare import times
 from mmod.studies.study import candidates_and_runs
-from tests.kit.fitted import fit_roughly
+from tests.kit.fitted import fit_once
 from tests.kit.folders import save_image_model
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
 from tests.kit.prompts import make_prompts
@@ -69,7 +69,7 @@ def write_table(path: Path, folder: str, number: int) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with everything that the pages start from, and a small DeiT without published weights."""
     monkeypatch.chdir(tmp_path)
-    fit_roughly(monkeypatch)
+    fit_once(monkeypatch)
     monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     create = timm.create_model
 
