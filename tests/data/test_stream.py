@@ -155,12 +155,6 @@ def test_two_processes_make_the_global_batches_of_one(digits):
         assert torch.equal(classes, torch.cat([rank[step][1] for rank in ranks]))
 
 
-def test_epochs_differ_in_order(digits):
-    stream = image_stream(digits, 0)
-    first, second = (torch.cat([classes for _, classes in stream.batches(epoch)]) for epoch in range(2))
-    assert not torch.equal(first, second)
-
-
 def test_evaluation_is_every_sample_once_in_order(folder):
     config = folder_config(folder)
     images, classes = zip(*image_stream(config).batches(0))

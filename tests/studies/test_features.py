@@ -16,13 +16,10 @@ import pytest
 import timm
 import torch
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
 import mmod
-from mmod.analysis.statistics import Resampling
 from mmod.config.parse import read_config
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
@@ -331,24 +328,6 @@ def test_features_are_what_the_model_says_before_its_classifier() -> None:
         feature_of(without, "class")
     with pytest.raises(ValueError, match="no forward_features"):
         feature_of(torch.nn.Linear(1, 1), "head")
-
-
-@given(st.lists(st.floats(-1, 1), min_size=2, max_size=40), st.floats(0.5, 3), st.integers(0, 3))
-def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale: float, seed: int) -> None:
-    draws, figures = Resampling(len(values), 200, seed), np.array(values)
-    interval, larger = (draws.of(lambda weight_SN, x=x: weight_SN @ x) for x in (figures, scale * figures))
-    assert interval.has_interval
-    assert interval.high is not None
-    assert min(values) - 1e-6 <= interval.low <= interval.high <= max(values) + 1e-6
-    assert (larger.low, larger.high) == pytest.approx((scale * interval.low, scale * interval.high), abs=1e-4)
-    assert interval.value == pytest.approx(np.mean(values))
-
-
-def test_the_bootstrap_agrees_with_the_standard_error() -> None:
-    values = np.random.default_rng(0).normal(size=2000)
-    interval = Resampling(2000).of(lambda weight_SN: weight_SN @ values)
-    half = 1.96 * values.std() / 2000**0.5
-    assert (interval.low, interval.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
 
 
 def test_classifiers_learn_what_is_there_and_nothing_else() -> None:

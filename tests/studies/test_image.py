@@ -377,10 +377,10 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 
-@pytest.mark.parametrize("model", ["6 blocks, 64 patches", "transformers"])
+@pytest.mark.parametrize("model", ["4 blocks, 64 patches", "transformers"])
 def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -> None:
     side = 64
-    size = {"embed_dim": 24, "num_heads": 2, "img_size": side, "patch_size": 8, "depth": 6}
+    size = {"embed_dim": 24, "num_heads": 2, "img_size": side, "patch_size": 8, "depth": 4}
     dense: dict[str, Any] = {"name": SMALL, "args": size}
     if model == "transformers":
         save_image_model("vit", tmp_path / "vit")

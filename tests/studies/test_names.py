@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mmod.io.yaml import read_yaml
-from mmod.studies.command import CONFIGS
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
 from mmod.values import from_plain
-
-ROOT = Path(__file__).parents[2]
 
 
 def study(routers: dict[str, Any], kind: type[StudyConfig] = ImageStudyConfig) -> StudyConfig:
@@ -50,9 +45,3 @@ def test_a_series_with_another_rule_is_refused_under_the_name_of_a_preset(fields
 def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]) -> None:
     study({"a-mod": fields})
     study({"a-mod": fields}, ChatStudyConfig)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs/tradeoff").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_studies_of_the_package_name_their_series_rightly(path: Path) -> None:
-    fields = read_yaml(path)
-    from_plain(CONFIGS[fields.get("kind", "image")], fields)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -43,32 +42,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> PairsStudyConfig:
         latency_batch=4,
         latency_rounds=2,
     )
-
-
-def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
-    result = run_study(study, progress=False)
-    points = {point.name: point for point in result.points}
-    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5"]
-    dense, both, image = points.values()
-    assert dense.cost["image_gflops"] > both.cost["image_gflops"] > 0
-    assert dense.cost["text_gflops"] > both.cost["text_gflops"] > 0
-    assert dense.cost["text_gflops"] == image.cost["text_gflops"]
-    assert dense.row()["kept"] == 1 > both.row()["kept"]
-    assert all(len(point.figures) == 2 and point.row()["recall1_std"] is not None for point in result.points)
-    assert all({"before", "zero_shot_top1"} <= set(point.row()) for point in result.points)
-    folder = Path(result.folder)
-    for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png"):
-        assert (folder / name).stat().st_size
-    assert all((point.to_dense is None) == (point is dense) for point in result.points)
-    table, verdict = result.table.split("\n\n")
-    assert table.count("\n") == 4
-    assert verdict.startswith("Paired over 2 seeds (95 % intervals)")
-    assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 3
-    runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
-    assert len(runs) == 8
-    again = run_study(study, progress=False)
-    assert [point.figures for point in again.points] == [point.figures for point in result.points]
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
 
 
 @pytest.mark.parametrize(

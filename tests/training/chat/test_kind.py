@@ -142,7 +142,7 @@ def test_questions_asked_in_training_change_no_weight(folder: Path) -> None:
     assert answers[1]["eval_loss"] == pytest.approx(answer_loss(model, collator, questions, batch_size=5), rel=1e-5)
     # Each entry of training keeps the statistics of its routers.
     assert sum(any(name.startswith("kept/") for name in entry) for entry in asked.history) == 2
-    alone = fit(vlm_config(folder, "asked-at-the-end", routing=GAMMA), progress=False)
+    alone = fit(vlm_config(folder, "routed", routing=GAMMA), progress=False)
     assert same(weights(asked), weights(alone))
 
 
@@ -334,8 +334,8 @@ def test_wrong_configs_are_named(folder: Path, changes: dict[str, Any], message:
 
 
 def test_answers_are_written_with_what_was_expected(folder: Path) -> None:
-    result = fit(vlm_config(folder, "written"), progress=False)
-    lines = [json.loads(line) for line in (folder / "written" / "answers.jsonl").read_text().splitlines()]
+    result = fit(vlm_config(folder, "routed", routing=GAMMA), progress=False)
+    lines = [json.loads(line) for line in (folder / "routed" / "answers.jsonl").read_text().splitlines()]
     assert result.evaluation is not None
     for kind, asked in result.evaluation.questions.items():
         right = [line["right"] for line in lines if line["kind"] == kind]

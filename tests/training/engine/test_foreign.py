@@ -105,6 +105,7 @@ def test_the_weights_of_a_training_script_are_read(
     model, teacher = ImageKind(run).create_models()
     assert teacher is not None
     same(teacher.state_dict(), expected)
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
     same({name: value for name, value in model.state_dict().items() if name in expected}, expected)
 
 

@@ -26,8 +26,7 @@ from timm.utils import ModelEmaV3
 
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.opening.weights import find_weights, list_checkpoints
-from mmod.training import EmaConfig, OptimConfig, TrainConfig, evaluate
-from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from mmod.training import EmaConfig, TrainConfig, evaluate
 from mmod.training.engine.kind import Step
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import kind_of
@@ -35,22 +34,6 @@ from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weight
 from tests.kit.processes import FORK, run_processes
 from tests.kit.scripts import run_script
 from tests.kit.trap import Trap
-
-
-def test_folder_of_another_config_names_the_differing_keys(tmp_path: Path) -> None:
-    config = tiny_config(output=tmp_path / "run", epochs=1)
-    run(config)
-    other = replace(config, epochs=2, optim=OptimConfig(lr=0.5))
-    with pytest.raises(ValueError, match=r"epochs: 1 there, 2 now; optim\.lr: 0\.001 there, 0\.5 now"):
-        run(other)
-    assert run(replace(config, log_every=7, checkpoint_every=3)).reused
-
-
-def test_folder_with_foreign_files_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"holds files but no config\.yaml"):
-        run(tiny_config(output=tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
@@ -312,26 +295,6 @@ def test_weights_left_by_a_start_that_ended_before_its_result_are_written_again(
     assert weights(left.parent)
 
 
-def test_checkpoint_killed_while_written_leaves_the_earlier_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    content = Checkpoint({"weight": torch.ones(2)}, None, {"step": 1})
-    save_checkpoint(tmp_path, 0, 1, content)
-
-    def die(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", die)
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tmp_path, 0, 2, content)
-    path = next(iter(list_checkpoints(tmp_path)), None)
-    assert path is not None
-    assert load_checkpoint(path).training == {"step": 1}
-    save_checkpoint(tmp_path, 0, 2, Checkpoint({"weight": torch.zeros(2)}, None, {"step": 2}))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, ema=EmaConfig(decay=0.9))
     expected = run(replace(config, output=str(tmp_path / "other")))
@@ -362,7 +325,7 @@ def test_a_run_goes_on_with_the_data_elsewhere_and_damaged_samples_allowed(tmp_p
     config = tiny_config(output=tmp_path / "run", epochs=1)
     finished = run(config)
     data = replace(config.data, on_corrupt="skip", root="elsewhere", max_corrupt=3, workers=2)
-    assert run(replace(config, data=data)).reused
+    assert run(replace(config, data=data, log_every=7, checkpoint_every=3)).reused
     assert finished.folder == str(tmp_path / "run")
 
 

@@ -139,27 +139,6 @@ def seven_classes() -> dict[str, Tensor]:
 
 
 class TestStartingWeights:
-    def test_dense_teacher_is_the_model_before_routing(self, tmp_path: Path) -> None:
-        run(tiny_config(output=tmp_path / "dense", epochs=1))
-        config = tiny_config(output=tmp_path / "routed", model={"checkpoint": str(tmp_path / "dense")}, routing=ROUTED)
-        model, teacher = ImageKind(config).create_models()
-        assert teacher is not None
-        assert not mmod.is_routed(teacher)
-        assert mmod.is_routed(model)
-        dense = weights(tmp_path / "dense/model")
-        assert teacher.state_dict().keys() == dense.keys()
-        for name, value in teacher.state_dict().items():
-            assert torch.equal(value, dense[name])
-            assert torch.equal(model.state_dict()[name], dense[name])
-        assert not any(parameter.requires_grad for parameter in teacher.parameters())
-
-    def test_routed_run_starts_another(self, tmp_path: Path) -> None:
-        run(tiny_config(output=tmp_path / "routed", epochs=1, routing=ROUTED))
-        config = tiny_config(output=tmp_path / "again", model={"checkpoint": str(tmp_path / "routed")}, routing=ROUTED)
-        model, _ = ImageKind(config).create_models()
-        for name, value in weights(tmp_path / "routed/model").items():
-            assert torch.equal(model.state_dict()[name], value)
-
     @pytest.mark.parametrize(
         ("write", "changes", "message"),
         [
