@@ -79,9 +79,12 @@ def launches_of(config: RoutingConfig | None) -> Counter[str]:
         (RoutingConfig(router="redundancy", skipped="merge", blocks="late", **HALF), 140),
         (RoutingConfig(router="random", **HALF), 143),
         (RoutingConfig(router="attention", blocks="late", **HALF), 129),
+        # Six more than a dense block: score by product, norm, root and quotient, then select, gather and write back in
+        # one kernel each, of which the gather has the block's norm inside.
+        (RoutingConfig(router="linear", blocks="late", **HALF), 125 + 8 * 6),
         (RoutingConfig(router=mmod.config.score("linear", shared=True), blocks="late", **HALF), 138),
     ],
-    ids=["dense", "gradual", "late merge", "random", "late attention", "late learned, shared"],
+    ids=["dense", "gradual", "late merge", "random", "late attention", "late learned", "late learned, shared"],
 )
 def test_a_pass_launches_few_kernels(config: RoutingConfig | None, most: int) -> None:
     launches = launches_of(config)
