@@ -48,7 +48,7 @@ class TestRoute:
         with pytest.raises(ValueError, match=f"(?s)cannot route.*{why}"):
             mmod.route_(model)
 
-    @pytest.mark.parametrize("name", [n for n in timm.list_models("vit_*") if re.search(r"_r\d*_|resnet", n)])
+    @pytest.mark.parametrize("name", [n for n in timm.list_models("vit_*") if re.search(r"_r\d*_|resnet", n)][::4])
     def test_stages_of_a_convolutional_stem_are_no_blocks(self, name: str) -> None:
         with torch.device("meta"):
             model = mmod.route_(timm.create_model(name))
@@ -153,20 +153,6 @@ class TestTrace:
         model = mmod.route_(make_model(NAME))
         model(make_images(NAME, 2))
         assert all(block.mod_state.routing is None for block in mmod.routed_blocks(model).values())
-
-
-class TestCheckpointing:
-    @pytest.mark.parametrize("router", ["attention", "linear"])
-    def test_gradients_are_those_without(self, router: str) -> None:
-        gradients = []
-        for checkpointing in (False, True):
-            model = mmod.route_(make_model(NAME), RoutingConfig(router=router)).train()
-            model.set_grad_checkpointing(checkpointing)
-            model(make_images(NAME, 2)).square().sum().backward()
-            gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        assert gradients[0].keys() == gradients[1].keys()
-        for name, gradient in gradients[0].items():
-            torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_configs_are_frozen() -> None:

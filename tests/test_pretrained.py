@@ -155,39 +155,37 @@ def quantized(first: bool) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: quantized(first=True), r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
-        (lambda: quantized(first=False), r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
-        (lambda: timm.create_model("test_vit"), "no method changed this VisionTransformer"),
-        (lambda: routed(RoutingConfig(router=lambda x: x.mean(-1))), "function cannot be saved"),
-        (lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2)), "create_model"),
-        (lambda: torch.compile(routed()), "compiles"),
-        (lambda: nn.Sequential(routed()), "wraps"),
-        (lambda: exchange_head(routed()), "exchanged"),
-        (lambda: routed(act_layer=nn.ReLU), "JSON"),
-        (
-            lambda: mmod.route_(nn.Sequential(timm.create_model("test_vit")))[0],
-            "part of a changed model: save that model",
-        ),
-        (lambda: mmod.route_(timm.create_model("test_vit", features_only=True)), "forward_intermediates returns"),
-    ],
-    ids=[
-        "quantized first",
-        "quantized afterwards",
-        "dense",
-        "function",
-        "no create_model",
-        "compiled",
-        "wrapped",
-        "exchanged head",
-        "class as argument",
-        "part",
-        "features",
-    ],
-)
-def test_what_cannot_be_saved(make: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:
+# What stands around or in a model, and what the message says.
+UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "quantized first": (
+        lambda: quantized(first=True),
+        r"blocks\.0\.attn\.qkv\.weight \(Int8Weight\), .* Save .* before",
+    ),
+    "quantized afterwards": (lambda: quantized(first=False), r"qkv\.weight \(Int8Weight\), .* more\. Save .* before"),
+    "dense": (lambda: timm.create_model("test_vit"), "no method changed this VisionTransformer"),
+    "function": (lambda: routed(RoutingConfig(router=lambda x: x.mean(-1))), "function cannot be saved"),
+    "no create_model": (
+        lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2)),
+        "create_model",
+    ),
+    "compiled": (lambda: torch.compile(routed()), "compiles"),
+    "wrapped": (lambda: nn.Sequential(routed()), "wraps"),
+    "exchanged head": (lambda: exchange_head(routed()), "exchanged"),
+    "class as argument": (lambda: routed(act_layer=nn.ReLU), "JSON"),
+    "part": (
+        lambda: mmod.route_(nn.Sequential(timm.create_model("test_vit")))[0],
+        "part of a changed model: save that model",
+    ),
+    "features": (
+        lambda: mmod.route_(timm.create_model("test_vit", features_only=True)),
+        "forward_intermediates returns",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSAVED)
+def test_what_cannot_be_saved(name: str, tmp_path: Path) -> None:
+    make, message = UNSAVED[name]
     with pytest.raises(ValueError, match=message):
         save_pretrained(make(), tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
@@ -270,77 +268,35 @@ def test_what_changes_no_output_is_saved(tmp_path: Path) -> None:
     assert not load_pretrained(tmp_path).training
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_dense_checkpoint_loads_before_or_after_routing(before: bool) -> None:
-    dense = timm.create_model("test_vit")
-    model = timm.create_model("test_vit")
-    if before:
-        model.load_state_dict(dense.state_dict())
-        mmod.route_(model, LEARNED)
-    else:
-        mmod.route_(model, LEARNED)
-        missing, unexpected = model.load_state_dict(dense.state_dict(), strict=False)
-        assert not unexpected
-        assert set(missing) == {name for name in model.state_dict() if ".router." in name}
-    mmod.set_capacity_(model, 1.0)
-    for block in mmod.routed_blocks(model).values():
-        nn.init.zeros_(block.router.score.weight)
-    x = torch.randn(IMAGE)
-    torch.testing.assert_close(model.eval()(x), dense.eval()(x), atol=1e-6, rtol=0)
+# What is changed in a saved description, in one of its parts, and what the message says beside the part's name.
+OUTSIDE: list[tuple[str | None, dict[str, Any], str]] = [
+    ("arguments", {"checkpoint_path": "/tmp/other.pt"}, "in a saved folder may not have checkpoint_path"),
+    ("arguments", {"pretrained": True}, "in a saved folder may not have pretrained"),
+    ("arguments", {"pretrained_cfg_overlay": {"file": "x"}}, "in a saved folder may not have pretrained_cfg_overlay"),
+    ("arguments", {"cache_dir": "/tmp"}, "in a saved folder may not have cache_dir"),
+    ("pretrained_cfg", {"url": "https://example.org/x"}, "in a saved folder may not have url"),
+    ("pretrained_cfg", {"file": "/tmp/other.pt"}, "in a saved folder may not have file"),
+    ("pretrained_cfg", {"hf_hub_id": "a/b"}, "in a saved folder may not have hf_hub_id"),
+    ("pretrained_cfg", {"source": "local-dir"}, "in a saved folder may not have source"),
+    (None, {"architecture": "hf-hub:timm/vit"}, "knows no model 'hf-hub:timm/vit'"),
+    (None, {"architecture": "local-dir:/tmp"}, "knows no model 'local-dir:/tmp'"),
+    (None, {"architecture": 3}, "architecture in a saved folder must be a string, got 3"),
+    (None, {"arguments": 3}, "arguments in a saved folder must be a mapping, got 3"),
+    (None, {"pretrained": True}, "is described by architecture, arguments, pretrained_cfg"),
+    ("arguments", {"depth": "many"}, "saved with"),
+    ("arguments", {"embed_dim": 1 << 14}, "do not fit"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda model: model["arguments"].update(checkpoint_path="/tmp/other.pt"),
-            "arguments in a saved folder may not have checkpoint_path",
-        ),
-        (
-            lambda model: model["arguments"].update(pretrained=True),
-            "arguments in a saved folder may not have pretrained",
-        ),
-        (
-            lambda model: model["arguments"].update(pretrained_cfg_overlay={"file": "x"}),
-            "pretrained_cfg_overlay",
-        ),
-        (
-            lambda model: model["arguments"].update(cache_dir="/tmp"),
-            "arguments in a saved folder may not have cache_dir",
-        ),
-        (
-            lambda model: model["pretrained_cfg"].update(url="https://example.org/x"),
-            "pretrained_cfg in a saved folder may not have url",
-        ),
-        (
-            lambda model: model["pretrained_cfg"].update(file="/tmp/other.pt"),
-            "pretrained_cfg in a saved folder may not have file",
-        ),
-        (
-            lambda model: model["pretrained_cfg"].update(hf_hub_id="a/b"),
-            "pretrained_cfg in a saved folder may not have hf_hub_id",
-        ),
-        (
-            lambda model: model["pretrained_cfg"].update(source="local-dir"),
-            "pretrained_cfg in a saved folder may not have source",
-        ),
-        (lambda model: model.update(architecture="hf-hub:timm/vit"), "knows no model 'hf-hub:timm/vit'"),
-        (lambda model: model.update(architecture="local-dir:/tmp"), "knows no model 'local-dir:/tmp'"),
-        (lambda model: model.update(architecture=3), "architecture in a saved folder must be a string, got 3"),
-        (lambda model: model.update(arguments=3), "arguments in a saved folder must be a mapping, got 3"),
-        (lambda model: model.update(pretrained=True), "is described by architecture, arguments, pretrained_cfg"),
-        (lambda model: model["arguments"].update(depth="many"), "saved with"),
-        (lambda model: model["arguments"].update(embed_dim=1 << 14), "do not fit"),
-    ],
-)
+@pytest.mark.parametrize(("part", "change", "message"), OUTSIDE)
 def test_a_saved_folder_names_nothing_outside_itself(
-    change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str | None, change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_pretrained(routed(), tmp_path)
     monkeypatch.setattr(torch, "load", refuse)
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", refuse)
-    edit(tmp_path, lambda config, weights: change(config["model"]))
+    edit(tmp_path, lambda config, weights: (config["model"][part] if part else config["model"]).update(change))
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path)
 
