@@ -10,9 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import Span, StackCalls
-from mmod.blocks.calls import StackCall
-from mmod.threads import PerThread
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
 
@@ -90,22 +87,25 @@ class TestThreads:
             assert torch.equal(decisions["blocks.1"].score_BN, mine)
 
 
-def test_copies_and_pickles_know_no_running_call() -> None:
-    calls = PerThread(StackCalls)
-    calls.value.running = StackCall(calls.value.running)
-    for other in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
-        assert other.value.running.outer is None
-    assert calls.value.running.outer is not None
+@torch.no_grad()
+def test_copies_that_are_made_in_a_call_know_nothing_of_it() -> None:
+    model = mmod.route_(make_model(NAME), RoutingConfig(blocks="late")).eval()
+    images, others = make_images(NAME, 2), make_images(NAME, 3, seed=2)
+    expected, features = model(others), model.forward_features(others)
+    twins: list[torch.nn.Module] = []
 
+    def copy_all(*_: object) -> None:
+        handle.remove()
+        twins.extend((copy.deepcopy(model), pickle.loads(pickle.dumps(model))))
 
-def test_copies_and_pickles_of_spans_know_no_tensor() -> None:
-    span = Span(PerThread(StackCalls), ("0", "1", "2"))
-    x = torch.randn(1, 3, 4)
-    started = span.begin(x)
-    span.hand_on(started, x)
-    for other in (copy.deepcopy(span), pickle.loads(pickle.dumps(span))):
-        assert other.find(x, 1) is None
-    assert span.find(x, 1) is started
+    handle = model.blocks[4].mlp.register_forward_hook(copy_all)
+    model(images)
+    for twin in twins:
+        x = twin._pos_embed(twin.patch_embed(others))
+        for block in twin.blocks:
+            x = block(x)
+        torch.testing.assert_close(twin.norm(x), features)
+        assert torch.equal(twin(others), expected)
 
 
 @pytest.mark.parametrize("router", ["attention", "random"])
