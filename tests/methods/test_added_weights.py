@@ -38,14 +38,7 @@ TEXT_EXPERTS: list[dict[str, Any]] = [
     {"choice": "score", "capacity": 0.75, "idle": 1},
     {"choice": "predictor", "capacity": 1.5, "normalize": True},
 ]
-CHANNELS: list[dict[str, Any]] = [
-    {},
-    {"into": "own"},
-    {"adds": "change", "squeeze": 4},
-    {"into": "own", "adds": "change", "squeeze": 1},
-    {"into": "own", "chosen": "first"},
-    {"into": "own", "chosen": "random"},
-]
+CHANNELS: list[dict[str, Any]] = [{}, {"into": "own", "adds": "change", "squeeze": 1}, {"chosen": "random"}]
 # What is added does not depend on how ways meet; their definitions, in tests of their own, have all of them.
 METHODS: list[tuple[str, Method]] = [
     *(("vit", Experts(experts=3, blocks=(0, 2), **way)) for way in EXPERTS),
@@ -62,9 +55,9 @@ DECIDED = mmod.RoutingConfig(
     language={"inference_threshold": 0.5, "predictor": True},
     losses={"membership": 0.1},
 )
-# Experts may be staged: kept tokens alone reach them.
+# Experts may be staged: kept tokens alone reach them, in every second way.
 CASES = [(host, method, False) for host, method in METHODS]
-CASES += [(host, method, True) for host, method in METHODS if isinstance(method, Experts)]
+CASES += [(host, method, True) for host, method in METHODS[::2] if isinstance(method, Experts)]
 every_case = pytest.mark.parametrize(
     ("host", "method", "staged"), CASES, ids=[f"{host}-{method.kind}-{staged}" for host, method, staged in CASES]
 )
@@ -148,8 +141,7 @@ def test_what_is_saved_is_loaded_and_undone_the_dense_model_is_back(
     assert torch.equal(run(model, host), run(dense, host))
 
 
-@pytest.mark.parametrize("choice", ["score", "predictor"])
-@pytest.mark.parametrize("kind", ["experts", "recursions"])
+@pytest.mark.parametrize(("kind", "choice"), [("experts", "predictor"), ("recursions", "score")])
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, kind: str, choice: str) -> None:
     fields = {"experts": {"experts": 2, "capacity": 0.5}, "recursions": {"recursions": 2}}[kind]
     method = {"kind": kind, "choice": choice, "membership": 0.1, **fields}

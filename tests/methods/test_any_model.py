@@ -17,6 +17,7 @@ from mmod.adapters import find_stack
 from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions, Resize, undo_
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.cover import in_turn
 from tests.kit.own_vits import GRID, ROUTED, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
 
@@ -87,8 +88,7 @@ def test_fewer_tokens_remain_inside_and_the_full_grid_outside(name: str) -> None
         assert torch.equal(run(model, inputs), dense)
 
 
-@pytest.mark.parametrize("name", WITH_HALVES)
-@pytest.mark.parametrize("method", ["prune", "merge"])
+@pytest.mark.parametrize(("name", "method"), in_turn(WITH_HALVES, ["prune", "merge"]))
 @torch.no_grad()
 def test_hooks_and_collected_states_see_the_full_grid(name: str, method: str) -> None:
     model, inputs = make(name), inputs_of(name, 2)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.methods import Exit, Experts, Merge, Prune, Recursions
 from mmod.methods.mixture import choose_tokens
+from tests.kit.cover import in_turn
 
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.5, blocks=(1, 3))
 MASKS = ("keys", "bias", "pairs")
@@ -64,8 +65,7 @@ def repainted(images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "kind"), in_turn(METHODS, MASKS))
 def test_hidden_patches_change_no_visible_token(name: str, kind: str) -> None:
     model, (mask, visible_N) = changed(*METHODS[name]), masked(kind)
     images = torch.randn(2, 3, 160, 160)
