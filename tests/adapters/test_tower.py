@@ -23,6 +23,7 @@ from tests.kit.vlm_zoo import (
     make_language,
     merged_embeddings,
     prompt,
+    sample_of,
     type_of,
     video,
 )
@@ -101,21 +102,6 @@ def test_it_is_what_the_tower_attends_to(tower: str, attention: str) -> None:
     torch.testing.assert_close(model(**batch).logits[real], dense[real])
     assert not torch.equal(routed[real], dense[real])
     assert torch.equal(mmod.unroute_(model)(**batch).logits, dense)
-
-
-def first_of(batch: dict[str, Tensor], images: int = 1) -> dict[str, Tensor]:
-    """Return the first prompt of a batch of three images, without padding."""
-    shape, real = batch["input_ids"].shape, batch["attention_mask"][0].bool()
-    alone = {}
-    for name, values in batch.items():
-        if values.shape == shape:
-            alone[name] = values[:1, real]
-        elif len(values) == 1:
-            # Idefics 3 and SmolVLM take pictures with an axis of samples in front.
-            alone[name] = values[:, :images]
-        else:
-            alone[name] = values[: len(values) * images // 3]
-    return alone
 
 
 def merged_map(name: str, pixels_ICHW: Tensor, sizes: dict[str, Tensor]) -> Tensor:
@@ -198,7 +184,7 @@ def test_every_family_whose_tokens_are_made_of_patches_of_their_own_is_routed_by
         tokens = {"llava-next": 27, "llava-onevision": 18}.get(name, FAMILIES[type_of(name)[0]].pictures.tokens)
         assert (routing.score_BN > 0).sum(1).tolist() == [tokens, 2 * tokens]
     place = batch["attention_mask"][0].bool()
-    torch.testing.assert_close(logits[0, place], model(**first_of(batch)).logits[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(logits[0, place], model(**sample_of(batch, 0, (1, 2))).logits[0], atol=2e-5, rtol=0)
     model.save_pretrained(tmp_path)
     assert torch.equal(mmod.load_pretrained(tmp_path)(**batch).logits, logits)
     mmod.set_capacity_(model, 1)
@@ -217,7 +203,7 @@ def test_beams_of_prompts_with_several_images_are_those_of_a_batch(name: str) ->
     together = model.generate(**batch, **GENERATION, num_beams=2)
     with torch.inference_mode():
         assert torch.equal(model.generate(**batch, **GENERATION, num_beams=2), together)
-    alone = model.generate(**first_of(batch, images=2), **GENERATION, num_beams=2)
+    alone = model.generate(**sample_of(batch, 0, (2, 1)), **GENERATION, num_beams=2)
     assert torch.equal(alone[0, -4:], together[0, -4:])
     words = {key: values[:, -4:] for key, values in batch.items() if values.shape == batch["input_ids"].shape}
     assert torch.isfinite(model(**words).logits).all()

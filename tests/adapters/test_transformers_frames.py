@@ -15,7 +15,7 @@ from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
 from tests.kit.cover import cover
 from tests.kit.generation import routed
-from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
+from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, sample_of, video
 
 BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), router={"init_std": 0.2})
 TOGETHER = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(0, 1, 3))
@@ -220,11 +220,7 @@ def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.Rout
     same = torch.allclose(out.logits[real], dense(**batch).logits[real], atol=1e-5)
     assert same == (config is EVERY_TOKEN)
     with torch.no_grad():
-        alone = model(
-            input_ids=batch["input_ids"][1:],
-            attention_mask=batch["attention_mask"][1:],
-            **{key: value[1:] for key, value in batch.items() if key in ("pixel_values", "image_sizes")},
-        )
+        alone = model(**sample_of(batch, 1, (1, 2)))
     torch.testing.assert_close(alone.logits, out.logits[1:].detach(), atol=1e-5, rtol=1e-4)
     assert model.generate(**batch, max_new_tokens=3, pad_token_id=0).shape[1] >= 3
 
@@ -249,16 +245,9 @@ def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: st
         logits: Tensor = model(**inputs, **{CACHE: cache}).logits
         return logits
 
-    together, begun = chat(first, turns), 0
-    for row, images in enumerate((1, 2)):
-        real = first["attention_mask"][row].bool()
-        by_token = [key for key in ("input_ids", "attention_mask", "mm_token_type_ids") if key in first]
-        alone = {key: first[key][row : row + 1, real] for key in by_token}
-        patches = len(first["pixel_values"]) // 3
-        alone["pixel_values"] = first["pixel_values"][begun * patches : (begun + images) * patches]
-        if qwen:
-            alone["image_grid_thw"] = first["image_grid_thw"][begun : begun + images]
-        begun += images
+    together = chat(first, turns)
+    for row in range(2):
+        alone = sample_of(first, row, (1, 2))
         said = turns["attention_mask"][row].bool()
         turn = {key: value[row : row + 1, said] for key, value in turns.items()}
         torch.testing.assert_close(together[row][said], chat(alone, turn)[0], atol=1e-5, rtol=1e-4)

@@ -31,6 +31,7 @@ from tests.kit.vlm_zoo import (
     make_language,
     merged_embeddings,
     prompt,
+    sample_of,
     type_of,
     video,
 )
@@ -167,24 +168,11 @@ def test_it_keeps_all_below_0_and_a_batch_equals_its_samples(name: str) -> None:
         route(model, **changes)
         together = model(**batch).logits
         assert not torch.allclose(together[real], dense[real], atol=1e-4)
-        torch.testing.assert_close(model(**first_of(batch)).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            model(**sample_of(batch, 0, (1, 2))).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4
+        )
         mmod.undo_(model)
     assert torch.equal(model(**batch).logits, dense)
-
-
-def first_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the first prompt of a batch of three images, without padding."""
-    real = batch["attention_mask"][0].bool()
-    alone = {}
-    for name, values in batch.items():
-        if values.shape == batch["input_ids"].shape:
-            alone[name] = values[:1, real]
-        elif len(values) == 1:
-            # Idefics 3 and SmolVLM take pictures with an axis of samples in front.
-            alone[name] = values[:, :1]
-        else:
-            alone[name] = values[: len(values) // 3]
-    return alone
 
 
 def answer(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -199,7 +187,7 @@ def test_a_cache_changes_nothing_and_a_saved_model_is_the_same(name: str, tmp_pa
     check_cache_changes_nothing(model, batch)
     words = generate(model, batch)
     assert torch.equal(generate(copy.deepcopy(model), batch), words)
-    assert torch.equal(answer(model, first_of(batch)), answer(model, batch))
+    assert torch.equal(answer(model, sample_of(batch, 0, (1, 2))), answer(model, batch))
     model.save_pretrained(tmp_path)
     loaded = mmod.load_pretrained(tmp_path)
     assert mmod.routing_config(loaded).router == mmod.score("duplicate", cell=3)
@@ -269,7 +257,7 @@ def test_tower_and_language_model_make_the_same_decision(name: str) -> None:
         prefix = in_tower.shape[1] - 9
         assert torch.equal(in_tower[:, prefix:].flatten(), together[image_BN])
     # A second layout is followed through the routed tower too.
-    assert torch.isfinite(model(**first_of(batch)).logits).all()
+    assert torch.isfinite(model(**sample_of(batch, 0, (1, 2))).logits).all()
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "internvl"])
@@ -457,7 +445,9 @@ def test_a_model_of_rows_is_routed_as_a_whole(name: str, tmp_path: Path) -> None
     model = make_joint(name)
     mmod.route_(model, language=CONFIG, vision="pixelprune")
     together = model(**batch).logits
-    torch.testing.assert_close(model(**first_of(batch)).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        model(**sample_of(batch, 0, (1, 2))).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4
+    )
     words = generate(model, batch)
     model.save_pretrained(tmp_path)
     loaded = mmod.load_pretrained(tmp_path)

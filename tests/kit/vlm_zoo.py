@@ -176,6 +176,29 @@ def prompt(name: str, images: tuple[int, ...], seed: int = 1, side: str = "left"
     return batch
 
 
+def sample_of(batch: dict[str, Any], row: int, counts: tuple[int, ...]) -> dict[str, Any]:
+    """Return one sample of a padded batch without its padding.
+
+    Args:
+        batch: What `prompt` or `video` returned.
+        row: Which sample.
+        counts: Images or videos of each sample.
+    """
+    shape, real = batch["input_ids"].shape, batch["attention_mask"][row].bool()
+    first, count = sum(counts[:row]), counts[row]
+    alone = {}
+    for name, values in batch.items():
+        if values.shape == shape:
+            alone[name] = values[row : row + 1, real]
+        elif count and len(values) == 1:
+            # Idefics 3 and SmolVLM take pictures with an axis of samples in front.
+            alone[name] = values[:, first : first + count]
+        elif count:
+            rows = len(values) // sum(counts)
+            alone[name] = values[first * rows : (first + count) * rows]
+    return alone
+
+
 def video(name: str, videos: tuple[int, ...], frames: int = 4, seed: int = 1) -> dict[str, Any]:
     """Return a padded batch with one sample for each entry of `videos`, which says how many videos it has.
 
