@@ -20,6 +20,7 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.io.tables import markdown_table
 from mmod.lab.thresholds import SLACK, between, match_topk_
 from mmod.ops.select import Kept
+from tests.kit.cover import in_turn
 from tools.benchmarks.checks import WrongOutputError, check_dense, check_reference, clear_images
 from tools.benchmarks.command import main
 from tools.benchmarks.models.benchmark import BenchmarkConfig, _Bench
@@ -78,9 +79,11 @@ def test_free_routing_refuses_thresholds() -> None:
         free_routing(model)
 
 
-@pytest.mark.parametrize("router", ["linear", "attention", "norm", "random", "stride"])
-@pytest.mark.parametrize("name", ["test_vit", "vit_small_patch16_dinov3"])
-def test_right_models_pass(name: str, router: str) -> None:
+@pytest.mark.parametrize(
+    ("router", "name"),
+    in_turn(["linear", "attention", "norm", "random", "stride"], ["test_vit", "vit_small_patch16_dinov3"]),
+)
+def test_right_models_pass(router: str, name: str) -> None:
     model = routed(name, router, **({} if name == "test_vit" else {"depth": 4}))
     images = clear_images(model, lambda count: torch.randn(count, 3, 64, 64), 2)
     check_dense(model, images)

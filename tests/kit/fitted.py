@@ -26,11 +26,11 @@ def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `advise` fit the candidates of equal models once, and roughly: one of each series, and all smaller images."""
     fit_roughly(monkeypatch)
 
-    def few(candidates: list[Candidate], *arguments: Any) -> list[Candidate]:
+    def few(candidates: list[Candidate], *arguments: Any, strict: bool) -> tuple[list[Candidate], dict[str, str]]:
         # Those of a wanted speed have budgets of their own.
         if any(candidate.budget == _BUDGET for candidate in candidates):
             candidates = [one for one in candidates if one.budget == _BUDGET or one.series == "smaller-image"]
-        return budgets.at_budgets(candidates, *arguments)
+        return budgets.at_budgets(candidates, *arguments, strict=strict)
 
     monkeypatch.setattr(untrained, "at_budgets", few)
 

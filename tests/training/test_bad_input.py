@@ -10,8 +10,6 @@ import pytest
 import yaml
 
 from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
-from mmod.data.config import AugmentConfig, DataConfig
-from mmod.data.loader import _transform
 from mmod.io.records import record_config
 from mmod.opening.language import described
 from mmod.opening.weights import find_weights
@@ -101,11 +99,3 @@ def test_fields_of_a_transformers_config_are_checked_before_it_is_built(fields: 
     with pytest.raises(ValueError, match=message) as error:
         described({**config, **fields})
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("policy", ["rand-z9", "augmix-q1", "v0-m3"])
-def test_options_that_no_policy_of_augmentation_has_are_refused(policy: str) -> None:
-    config = DataConfig(channels=3, image_size=32, augment=AugmentConfig(auto_augment=policy))
-    with pytest.raises(ValueError, match="timm creates no transform with") as error:
-        _transform(config, True)
-    one_line(error.value, f"auto_augment={policy!r}")

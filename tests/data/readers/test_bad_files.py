@@ -50,16 +50,6 @@ def test_a_file_that_may_not_be_read_is_a_fault(monkeypatch: pytest.MonkeyPatch)
         read_folder(PNG, "raise")
 
 
-@pytest.mark.parametrize("folders", [[], ["train"], ["train/a", "train/b"], ["val"]])
-def test_folders_without_images(folders: list[str]) -> None:
-    for name in folders:
-        Path(name).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"no folder for the split 'train'; it has: |holds no image that is read"):
-        image_stream(DataConfig("folder", ".", channels=3), 0)
-    with pytest.raises(ValueError, match="no shard matches"):
-        image_stream(DataConfig("shards:{split}/*.tar", channels=3), 0)
-
-
 EDITS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1 << 20), st.binary(min_size=1, max_size=12)), max_size=4)
 
 

@@ -120,30 +120,6 @@ def test_broken_pairs_stop_training_or_are_replaced(tmp_path: Path) -> None:
         assert reason in str(stream.report)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_full_pass_counts_exactly_the_good_samples(tmp_path: Path, workers: int) -> None:
-    rng = random.Random(3)
-    names, bad = list(BROKEN), 0
-    good: set[int] = set()
-    for shard in range(5):
-        members: dict[str, bytes] = {}
-        for key in range(200 * shard, 200 * shard + 200):
-            if rng.random() < 0.01:
-                members |= BROKEN[names[bad % len(names)]](key)
-                bad += 1
-            else:
-                members |= pair(key)
-                good.add(key)
-        write_tar(tmp_path / f"{shard:05d}.tar", members)
-    config = PairsConfig(val=str(tmp_path / "*.tar"), batch_size=32, workers=workers, on_corrupt="skip")
-    stream = pairs_stream(config, transform, tokenizer)
-    read_keys = keys(stream.batches(0))
-    assert bad >= 5
-    assert len(read_keys) == len(good) == 1000 - bad
-    assert set(read_keys) == good
-    assert sum(stream.report.counts.values()) == bad
-
-
 def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
     file = io.BytesIO()
     Image.new("L", (8, 8), 7).save(file, format="JPEG")

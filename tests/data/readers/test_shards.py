@@ -11,7 +11,7 @@ from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.io.remote import RemoteConfig
 from tests.kit.pair_files import write_tar
-from tests.kit.shards import png, read_all, sample, write_samples
+from tests.kit.shards import png, read_all, write_samples
 
 
 def test_samples_of_all_shards_in_order_and_by_number(tmp_path):
@@ -65,61 +65,6 @@ def test_a_compressed_shard_is_an_error_even_when_skipping(tmp_path):
     packed.write_bytes(gzip.compress(plain.read_bytes()))
     with pytest.raises(ValueError, match="is compressed and cannot be read in random order: decompress it"):
         ShardSource(str(packed), CorruptReport("skip"))
-
-
-def cut_within_member(data: bytes) -> bytes:
-    return data[: 512 * 9 + 20]
-
-
-def cut_between_members(data: bytes) -> bytes:
-    return data[: 512 * 12]
-
-
-def break_header(data: bytes) -> bytes:
-    return data[: 512 * 8] + bytes([255]) * 512 + data[512 * 9 :]
-
-
-DAMAGES = [
-    (cut_within_member, 2, "within this member"),
-    (cut_between_members, 3, "no valid header at byte 6144 of 6144"),
-    (break_header, 2, "no valid header at byte 4096"),
-    (lambda data: b"", 0, "empty file"),
-    (lambda data: b"not a tar file at all" * 100, 0, "damaged tar file"),
-    (lambda data: bytes(10240), 0, "holds no sample"),
-]
-
-
-@pytest.mark.parametrize(("damage", "left", "reason"), DAMAGES)
-def test_a_damaged_shard_raises_or_is_counted(tmp_path, damage, left, reason):
-    # One sample is four blocks: header, image, header, label.
-    good, bad = write_samples(tmp_path / "0.tar", range(2)), write_samples(tmp_path / "1.tar", range(2, 7))
-    bad.write_bytes(damage(bad.read_bytes()))
-    pattern = str(tmp_path / "*.tar")
-    with pytest.raises(CorruptDataError, match=f"1.tar.*{reason}.*on_corrupt='skip'"):
-        ShardSource(pattern, CorruptReport())
-    report = CorruptReport("skip")
-    source = ShardSource(pattern, report)
-    assert read_all(source) == [(key, key % 10) for key in range(2 + left)]
-    assert report.counts == {str(bad): 1}
-    assert str(good) not in report.counts
-    assert reason in str(report)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"0001.png": png(1)[:40]}, "image of 40 bytes cannot be decoded"),
-        ({"0001.cls": b"cat"}, "holds 'cat', not a class number"),
-        ({"0001.cls": b"-1"}, "holds '-1'"),
-    ],
-)
-def test_an_unreadable_sample_names_shard_member_and_reason(tmp_path, change, reason):
-    path = write_tar(tmp_path / "a.tar", {**sample(0), **sample(1), **change})
-    source = ShardSource(str(path), CorruptReport())
-    with pytest.raises(UnreadableSampleError, match=reason) as caught:
-        source.read(1, "L")
-    assert caught.value.fault.file == str(path)
-    assert caught.value.fault.sample.startswith("0001.")
 
 
 def test_a_shard_that_shrinks_later_is_an_unreadable_sample(tmp_path):
