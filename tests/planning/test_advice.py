@@ -465,12 +465,12 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
     labels: bool, clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({"as FastV": 5.0})
-    monkeypatch.setattr(samples, "FIRST_LOOK", 3)
-    batches = questions(4, labels)
+    monkeypatch.setattr(samples, "FIRST_LOOK", 2)
+    batches = questions(3, labels)
     if labels:
         with_answers_of(make_joint("llava"), batches)
     advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
-    assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 6)
+    assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 4)
     assert {
         "as p-MoD",
         "as PyramidDrop",

@@ -120,6 +120,7 @@ def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: I
         study,
         output=f"{study.output}-rates",
         baselines=few,
+        routers={},
         rates=[1.0, 2.0],
         seeds=2,
         before=False,
