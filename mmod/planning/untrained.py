@@ -90,15 +90,16 @@ def image_candidates(
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
     candidates: list[Candidate] = []
+    left_out: dict[str, str] = {}
     for name, fields in series.items():
         if patch is None and "methods" in fields:
-            refused[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
+            left_out[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
             continue
         candidates += [
             Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]
         ]
-    fitted, left_out = at_budgets(candidates, flops_of, sizes, patches, strict=False)
-    return [*map(_advised, fitted), *further], left_out
+    fitted, unfitted = at_budgets(candidates, flops_of, sizes, patches, strict=False)
+    return [*map(_advised, fitted), *further], left_out | unfitted
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[Any]:
