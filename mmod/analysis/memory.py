@@ -79,13 +79,12 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     # The profiler reads this once; its messages would break into progress bars.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    # Not `torch.profiler`, which makes a tree of all events.
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
         function()
-    assert profiler.profiler is not None
-    assert profiler.profiler.kineto_results is not None
+    assert profiler.kineto_results is not None
     # Events of memory alone: its size, negative where it was freed.
-    changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
         live += change.nbytes()

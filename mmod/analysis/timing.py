@@ -136,8 +136,6 @@ def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | No
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    # Collected once before, so that no round pays for what others left.
-    gc.collect()
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -10,7 +10,7 @@ import functools
 import glob
 import sysconfig
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents
 from mmod.data.readers.images import ImageSource, Subset, UnreadableSampleError, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
 from mmod.data.readers.timm import TimmSource
-from mmod.data.stream import BatchStream, ImageReader, MemoryReader, ReadBatch
+from mmod.data.stream import BatchStream, Decoded, ImageReader, MemoryReader, ReadBatch
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
@@ -122,10 +122,22 @@ def image_stream(
     reader = ImageReader(source, mode, _transform(config, training, normalise=not in_memory), replace=training)
     # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
     if in_memory:
-        reader = MemoryReader(reader, mean, std)
+        folder = Path(config.root or "").resolve()
+        kind = (config.source, split, limit, config.image_size, config.channels, config.interpolation)
+        decoded = _decoded(folder, config.label_patch, *kind) if _is_embedded(config) else Decoded()
+        reader = MemoryReader(reader, mean, std, decoded)
 
     name = f"the split {split!r} of {config.source!r}"
     return BatchStream(reader, report, config, (rank, world), seed, name, classes)
+
+
+@functools.lru_cache(maxsize=4)
+def _decoded(*_: Hashable) -> Decoded:
+    """Return what streams of an embedded set share that have the same folder, split, number and size of images.
+
+    A study evaluates many models on them, one after the other.
+    """
+    return Decoded()
 
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,22 +90,34 @@ class ImageReader:
         return None
 
 
+@dataclass(eq=False)
+class Decoded:
+    """Samples in memory.
+
+    Attributes:
+        image_NCHW: uint8; None before the first is read. One tensor: many small ones among the larger ones of decoding
+            would scatter over ten times their memory.
+        labels: By index; None for one that cannot be read.
+    """
+
+    image_NCHW: Tensor | None = None
+    labels: dict[int, Any] = field(default_factory=dict)
+
+
 class MemoryReader:
     """Decodes each sample when it is first read, keeps it in memory as uint8, and normalises it in each batch.
 
     Args:
         reader: Its transform returns uint8 and draws nothing.
+        decoded: What was read so far, which readers of the same samples may share.
     """
 
-    def __init__(self, reader: ImageReader, mean: Tensor, std: Tensor) -> None:
+    def __init__(self, reader: ImageReader, mean: Tensor, std: Tensor, decoded: Decoded) -> None:
         self.reader = reader
         # One multiplication and one addition, in place of dividing, subtracting and dividing again.
         self.scale = (1 / (255 * std))[:, None, None]
         self.shift = (-mean / std)[:, None, None]
-        # One tensor: many small ones among the larger ones of decoding would scatter over ten times their memory.
-        self._image_NCHW: Tensor | None = None
-        # By index; None for one that cannot be read.
-        self._labels: dict[int, Any] = {}
+        self.decoded = decoded
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -114,14 +126,14 @@ class MemoryReader:
         """Read one batch; see `BatchReader.read`."""
         faults: list[Fault] = []
         for index in indices.tolist():
-            if index not in self._labels:
-                self._labels[index] = self._decode(index, faults)
-        readable = [index for index in indices.tolist() if self._labels[index] is not None]
+            if index not in self.decoded.labels:
+                self.decoded.labels[index] = self._decode(index, faults)
+        readable = [index for index in indices.tolist() if self.decoded.labels[index] is not None]
         if not readable:
             return ReadBatch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
-        assert self._image_NCHW is not None
-        images = self._image_NCHW[readable] * self.scale + self.shift
-        return ReadBatch(images, self.reader.collate([self._labels[index] for index in readable]), faults)
+        assert self.decoded.image_NCHW is not None
+        images = self.decoded.image_NCHW[readable] * self.scale + self.shift
+        return ReadBatch(images, self.reader.collate([self.decoded.labels[index] for index in readable]), faults)
 
     def _decode(self, index: int, faults: list[Fault]) -> Any:
         """Keep the image of a sample, and return its label; None if the sample cannot be read."""
@@ -129,9 +141,9 @@ class MemoryReader:
         if decoded is None:
             return None
         image_CHW = self.reader.transform(decoded[0])
-        if self._image_NCHW is None:
-            self._image_NCHW = torch.empty(len(self), *image_CHW.shape, dtype=image_CHW.dtype)
-        self._image_NCHW[index] = image_CHW
+        if self.decoded.image_NCHW is None:
+            self.decoded.image_NCHW = torch.empty(len(self), *image_CHW.shape, dtype=image_CHW.dtype)
+        self.decoded.image_NCHW[index] = image_CHW
         return decoded[1]
 
 

@@ -61,18 +61,20 @@ class Run(Job[Any]):
 class Measurer:
     """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled.
 
-    A model is loaded once for all that is measured of it, such as its accuracy, its costs and its times.
+    A model is loaded once for all that is measured of it, such as its accuracy, its costs and its times. In the end all
+    are timed in turns, so they are kept until a model is trained.
     """
 
     measure: Measure
     store: Store  # Keeps evaluations without training.
     plans: dict[Path, dict[float, dict[str, Any]]] = field(default_factory=dict)  # By folder of the search and budget.
-    models: dict[str, nn.Module] = field(default_factory=dict)  # The last one that was loaded, by its config.
+    models: dict[str, nn.Module] = field(default_factory=dict)  # By their config.
 
     def __call__(self, run: Run, callback: Callback) -> Measured:
         """Return the rows of a run."""
-        # The run may train a model, which needs the memory.
-        self.models.clear()
+        if run.is_trained:
+            # Training needs the memory.
+            self.models.clear()
         return self.measure(self.ready(run), callback, self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,10 +82,9 @@ class Measurer:
         return {**vars(self), "models": {}}
 
     def load(self, config: RunConfig) -> nn.Module:
-        """Return the model that a run starts from, see `Kind.load`: the last one again if it has the same config."""
+        """Return the model that a run starts from, see `Kind.load`: the same again for the same config."""
         key = str(config)
         if key not in self.models:
-            self.models.clear()
             self.models[key] = load_start(config)
         return self.models[key]
 

@@ -1,3 +1,4 @@
+import functools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmod.data import AugmentConfig, CorruptDataError, DataConfig, image_stream
-from mmod.data.stream import BatchStream
+from mmod.data import AugmentConfig, CorruptDataError, DataConfig, image_stream, loader
+from mmod.data.stream import BatchStream, Decoded
 
 STRONG = AugmentConfig(
     scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5, re_mode="pixel", color_jitter=0.4
@@ -246,7 +247,8 @@ def test_an_evaluation_leaves_out_batches_without_a_readable_sample(folder, tmp_
             list(image_stream(folder_config(tmp_path, on_corrupt="skip"), 0, in_memory=in_memory).batches(0))
 
 
-def test_an_image_in_memory_is_decoded_once_and_only_if_it_is_read(digits, monkeypatch):
+def test_an_image_in_memory_is_decoded_once_for_all_streams_and_only_if_it_is_read(digits, monkeypatch):
+    monkeypatch.setattr(loader, "_decoded", functools.lru_cache(lambda *_: Decoded()))
     stream = image_stream(replace(digits, workers=2), 0)
     read: list[int] = []
     decode = stream.reader.reader.decode
@@ -262,6 +264,11 @@ def test_an_image_in_memory_is_decoded_once_and_only_if_it_is_read(digits, monke
     for epoch in range(2):
         list(stream.batches(epoch))
     assert len(read) == len(set(read)) <= stream.num_samples
+    other = image_stream(digits, 0)
+    monkeypatch.setattr(other.reader.reader, "decode", noted)
+    before = len(read)
+    assert torch.equal(next(other.batches(0))[0], first[0][0])
+    assert len(read) == before
 
 
 def test_shards_with_any_number_of_workers(digits):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import importlib.util
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, ClassVar, NamedTuple
 
@@ -32,24 +35,35 @@ class SourceDigits(NamedTuple):
 @lru_cache(maxsize=2)
 def load_sources(seed: int = 0) -> SourceDigits:
     """Load the source images, split 70/10/20 and stratified by class; cached per seed."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    pixels, target = _read_sources()
+    images = np.round(pixels * (255 / 16)).astype(np.uint8)
     rng = np.random.default_rng([seed, len(SPLITS)])
     chunks: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
     cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]
     # By class, so that every split has all classes in the same shares.
     for label in range(10):
-        indices = rng.permutation(np.flatnonzero(digits.target == label))
+        indices = rng.permutation(np.flatnonzero(target == label))
         for name, chunk in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
             chunks[name].append(chunk)
     splits = {name: np.sort(np.concatenate(arrays)) for name, arrays in chunks.items()}
-    labels = digits.target.astype(np.int64)
+    labels = target.astype(np.int64)
     # Read-only, because all callers share the cached arrays.
     for array in (images, labels, *splits.values()):
         array.flags.writeable = False
     return SourceDigits(images, labels, MappingProxyType(splits))
+
+
+def _read_sources() -> tuple[np.ndarray, np.ndarray]:
+    """Return the images (1797, 8, 8) in [0, 16] and classes of scikit-learn's digits, from its file.
+
+    scikit-learn itself takes a second to import.
+    """
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
+    with gzip.open(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz") as file:
+        rows = np.loadtxt(file, delimiter=",")
+    return rows[:, :-1].reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,15 @@ Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
 
 def create(kind: LoopKind) -> nn.Module:
     """Create the model that a run starts from; see `Kind.create`."""
-    return create_models(kind)[0]
+    return create_models(kind, copied=False)[0]
 
 
-def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
+def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Module | None]:
     """Create the model to train, on the CPU, and its frozen teacher in evaluation mode, if any.
+
+    Args:
+        copied: Return a teacher that is a copy of the dense model too. Others draw random numbers, and are created
+            anyway, so that the model is the same.
 
     Raises:
         ValueError: The host library does not know the model, or the checkpoint does not fit it.
@@ -46,7 +50,7 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
     # What methods added is set aside, and loaded once the methods have made its modules.
     added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
-    teacher = _create_teacher(kind, model)
+    teacher = _create_teacher(kind, model, copied)
     names = set(model.state_dict())
     # Loading has applied those that replace dense weights already.
     for method in config.applied[len(methods_of(model)) :]:
@@ -113,7 +117,7 @@ def create_teacher(kind: LoopKind, name: str, model: nn.Module) -> nn.Module:
     return teacher
 
 
-def _create_teacher(kind: LoopKind, model: nn.Module) -> nn.Module | None:
+def _create_teacher(kind: LoopKind, model: nn.Module, copied: bool) -> nn.Module | None:
     config = kind.config
     name = config.teacher()
     if name == "dense" and methods_of(model):
@@ -123,7 +127,7 @@ def _create_teacher(kind: LoopKind, model: nn.Module) -> nn.Module | None:
                 f"checkpoint {config.model.checkpoint!r} holds no dense model that distill.teacher='dense' could be"
             )
         name = None
-    if name is None:
+    if name is None or (name == "dense" and not copied):
         return None
     teacher = copy.deepcopy(model) if name == "dense" else kind.create_teacher(name, model)
     return teacher.eval().requires_grad_(False)
