@@ -58,6 +58,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     ),
     (lambda m: mmod.apply_(m, Merge), TypeError, "must be a method of mmod.methods.*Merge"),
     (lambda m: mmod.apply_(m, torch.rand(2, 3)), TypeError, r"or a RoutingConfig, got Tensor \(2, 3\)$"),
+    (
+        lambda m: mmod.RoutingConfig(router={"name": "duplicate", "cel": 2}),
+        ValueError,
+        "^unknown option of router 'duplicate': cel; near ones: cell; valid ones are ",
+    ),
     (lambda m: mmod.route_(m, torch.rand(2, 3)), TypeError, r"must be a RoutingConfig, got Tensor \(2, 3\), or"),
     (lambda m: mmod.route_(m, tokens=torch.rand(2, 3)), TypeError, r"must be a mmod.Tokens, got Tensor \(2, 3\)$"),
     (lambda m: mmod.flops(m, {"x": {"y": [3]}}), ValueError, r"input_size must be .*, got {'x': {'y': \[3\]}}$"),

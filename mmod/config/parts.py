@@ -114,6 +114,11 @@ class Gate(Checked, group="gate"):
         one_of("gate", name, GATES)
         check_fields(self, "gate")
 
+    @property
+    def weighs(self) -> bool:
+        """Whether updates depend on the score, so that their gradient reaches it."""
+        return self.name != "identity" and self.scale > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageRouting(Checked, group="language"):

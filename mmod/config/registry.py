@@ -220,7 +220,8 @@ def read_part(field: str, value: Any) -> Any:
             raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {cls.name!r} has some")
         if name in plain_names:
             return name
-    refuse_unknown(f"option of {field}", options, [item.name for item in dataclasses.fields(cls)])
+    title = f"{field} {value['name']!r}" if "name" in value else field
+    refuse_unknown(f"option of {title}:", options, [item.name for item in dataclasses.fields(cls)])
     return cls(**options)
 
 

@@ -87,7 +87,7 @@ def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: 
     with pytest.raises(AttributeError, match="blocks of a preset depends on the number of blocks: route a model"):
         _ = mmod.preset("contrast-mod").blocks
     assert mmod.preset("contrast-mod").at_depth(6).blocks == (3, 4, 5)
-    with pytest.raises(ValueError, match="unknown option of router pover; near ones: power; valid ones are power"):
+    with pytest.raises(ValueError, match="option of router 'contrast': pover; near ones: power; valid ones are power"):
         RoutingConfig(router={"name": "contrast", "pover": 2})
 
 

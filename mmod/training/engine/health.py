@@ -101,6 +101,9 @@ class RouterHealth:
         """Warn of a collapsed router: once per block and reason, after three logged steps in a row that show it."""
         config = self._blocks[block].router.config
         reason = _reason(config, figures)
+        if reason == "gradient" and config.gate.weighs and self._is_last(block):
+            # Often nothing reads what its gate weighs, such as image tokens where the loss is that of the text.
+            reason = None
         # Another reason, or none, starts the count anew.
         for key in [key for key in self._since if key[0] == block and key[1] != reason]:
             # A complete list stays: it was reported.
@@ -113,6 +116,11 @@ class RouterHealth:
         if len(steps) == _PATIENCE:
             says = f"the router of {block} has collapsed: since step {steps[0]} {_SAYS[reason]}"
             warnings.warn(f"{says}. {_advice(reason, config)}", stacklevel=3)
+
+    def _is_last(self, block: str) -> bool:
+        """Whether a block is the last one of the list that holds it."""
+        blocks = list(self._model.get_submodule(block.rpartition(".")[0]).children())
+        return blocks[-1] is self._blocks[block]
 
 
 def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gradient_BN: Tensor) -> None:
@@ -276,12 +284,8 @@ def _advice(reason: str, config: RoutingConfig) -> str:
         loss = " and, for a score that learns, losses={'capacity': 1.0}" if config.router.learns else ""
         return f"Lower select.threshold below {threshold:g}; select.min_tokens keeps a few in any case{loss}."
     if reason == "gradient":
-        if config.gate.name != "identity" and config.gate.scale:
-            # As in a last block of which only the class token is read, which has no gate.
-            why = (
-                "Nothing reads what its gate weighs. In the last block this is expected and harmless where the loss "
-                "reads other tokens, as it reads text alone after image tokens; otherwise leave the block out of blocks"
-            )
+        if config.gate.weighs:
+            why = "Nothing reads what its gate weighs: leave the block out of blocks"
         else:
             gate = f"gate={config.gate.name!r} of scale {config.gate.scale:g}"
             why = f"{gate} sends none: set 'tanh', 'sigmoid' or 'linear'"
