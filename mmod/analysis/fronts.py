@@ -97,9 +97,10 @@ def draw_panels(
     """
     floor = floor_of(panels, faster)
     fronts = [front_of(marks, faster) for marks in panels]
-    bottom = min(floor, *(mark.low for front in fronts for mark in front))
+    barred = list(chain.from_iterable(fronts))
+    bottom = min(floor, *(mark.low for mark in barred))
     top = max(mark.score for mark in panels[0])
-    top = max(top, *(mark.high for front in fronts for mark in front))
+    top = max(top, *(mark.high for mark in barred))
     margin = 0.08 * (top - bottom) or 1.0
     for axis, marks, front in zip(axes, panels, fronts):
         _draw_marks(axis, marks, front, styles, floor, bottom - margin)
