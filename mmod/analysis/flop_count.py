@@ -303,8 +303,9 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
     if isinstance(size, (tuple, list)) and len(size) == 2:
         size = (channels or 3, *size)
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
-        is_batch = isinstance(input_size, Tensor) and input_size.ndim == 4
-        hint = f": pass {tuple(input_size.shape[1:])}" if is_batch else ""
+        # A batch of images, in place of the size of one.
+        given: Any = input_size
+        hint = f": pass {tuple(given.shape[1:])}" if isinstance(given, Tensor) and given.ndim == 4 else ""
         raise ValueError(
             "input_size must be (channels, height, width), (height, width), one number or arguments by name, got "
             f"{brief(input_size)}{hint}"

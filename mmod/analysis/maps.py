@@ -35,7 +35,7 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
-    groups = deciding_together(names, maps)
+    groups = deciding_together(names, list(maps))
     firsts = [group.start for group in groups]
     titles = ["image"]
     for group in groups:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
@@ -368,7 +369,8 @@ def check_changed(model: nn.Module) -> None:
 
 def refuse_evaluated(model: nn.Module) -> None:
     """Raise a ValueError if a model has methods for training alone, which its evaluation mode took off."""
-    kinds = [method.kind for module in training_only_models(model) for method in module.mod_training]
+    methods = chain.from_iterable(module.mod_training for module in training_only_models(model))
+    kinds = [method.kind for method in methods]
     if kinds:
         raise ValueError(
             f"this {type(model).__name__} is dense in evaluation: {', '.join(kinds)} is for training alone, call "
