@@ -48,7 +48,8 @@ def load_sources(seed: int = 0) -> SourceDigits:
     splits = {name: np.sort(np.concatenate(arrays)) for name, arrays in chunks.items()}
     labels = target.astype(np.int64)
     # Read-only, because all callers share the cached arrays.
-    for array in (images, labels, *splits.values()):
+    shared: list[np.ndarray] = [images, labels, *splits.values()]
+    for array in shared:
         array.flags.writeable = False
     return SourceDigits(images, labels, MappingProxyType(splits))
 
