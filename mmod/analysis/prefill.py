@@ -180,8 +180,8 @@ class _Counter:
         return PrefillFlops(rows, BlockFlops(REST, 0, 0, head, head), self.tokens, sum(self.images), cached)
 
     def _row(self, name: str, block: nn.Module) -> BlockFlops:
-        others = {place: module for place, module in block.named_modules() if isinstance(module, Mixin)}
-        others = {place: module for place, module in others.items() if not isinstance(module.mod_method, Route)}
+        others = {name: module for name, module in block.named_modules() if isinstance(module, Mixin)}
+        others = {name: module for name, module in others.items() if not isinstance(module.mod_method, Route)}
         if "" in others:
             raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
         _check_countable(name, block)
@@ -203,7 +203,7 @@ class _Counter:
             viewers = {CHANGE: 0, "last_token": 1}.get(block.mod_state.importance, tokens)
             importance = 2 * viewers * tokens * width
         sizes = _sizes_of_host(block)
-        in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
+        in_attention = sum(size for name, size in sizes.items() if name.startswith("self_attn"))
         keys_and_values = 2 * self.stack.dim * _key_width(attention)
 
         def layer(queries: int, keys: int, rows: int) -> int:
@@ -257,7 +257,7 @@ class _Counter:
             per_token += self.cost.weights * dim
         flops = self.tokens * per_token
         # A score that blocks share is computed by the first of them, and carries no gradient.
-        computes_score = not score.shared or state.span is None or state.place == 0
+        computes_score = not score.shared or state.span is None or state.position == 0
         if score.compares and computes_score and sum(self.free) > 0:
             # Two operations for each product, by each pair of tokens.
             flops += 2 * self.tokens**2 * (score.channels or dim)
@@ -276,18 +276,18 @@ class _Counter:
 
 
 def _modules_of_host(block: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules in a block by their place, without those that methods added."""
+    """Return the modules in a block by their name, without those that methods added."""
     added: list[str] = []
-    for place, module in block.named_modules():
+    for name, module in block.named_modules():
         if isinstance(module, Mixin):
-            added += [f"{place}.{name}".lstrip(".") for name in module.added_modules]
-    return {place: module for place, module in block.named_modules() if not place.startswith(tuple(added))}
+            added += [f"{name}.{own}".lstrip(".") for own in module.added_modules]
+    return {name: module for name, module in block.named_modules() if not name.startswith(tuple(added))}
 
 
 def _sizes_of_host(block: nn.Module) -> dict[str, int]:
-    """Return the weights of each linear layer in a block by its place, without those that methods added."""
+    """Return the weights of each linear layer in a block by its name, without those that methods added."""
     modules = _modules_of_host(block).items()
-    return {place: m.in_features * m.out_features for place, m in modules if isinstance(m, nn.Linear)}
+    return {name: m.in_features * m.out_features for name, m in modules if isinstance(m, nn.Linear)}
 
 
 def _check_countable(name: str, block: nn.Module) -> None:
@@ -306,10 +306,10 @@ def _reason_against(block: nn.Module) -> str:
         return "has linear attention"
     if not any(hasattr(attention, keys) for keys in ("k_proj", "qkv_proj")):
         return "does not compute keys by one linear layer"
-    for place, module in _modules_of_host(block).items():
+    for name, module in _modules_of_host(block).items():
         axes = max((weight.ndim for weight in module.parameters(recurse=False)), default=0)
         if axes > 1 and not isinstance(module, nn.Linear):
-            return f"has weights in {place}, which is no linear layer"
+            return f"has weights in {name}, which is no linear layer"
     return ""
 
 

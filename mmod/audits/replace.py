@@ -100,8 +100,8 @@ def keep_best(
         among_BN = group_BN == group
         open_BN = among_BN if left_BN is None else among_BN & left_BN
         order_BN = level_BN.masked_fill(~open_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        place_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
-        keep_BN = keep_BN | (among_BN & (place_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
+        rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
+        keep_BN = keep_BN | (among_BN & (rank_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
     slots = learned.kept.index_BK.shape[1]
     # The same trick: kept tokens first, in order.
     index_BK = (~keep_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :slots]

@@ -30,7 +30,7 @@ class SpanPass:
     It must not hold a tensor that is handed on: the pass is kept while that tensor lives, so neither would be freed.
 
     Attributes:
-        place: Place of the last module that the pass entered.
+        position: Position of the last module that the pass entered.
         owner: The `Span` that made it.
         shape: Shape of the first module's input (B, N).
         patches: What is known of the images' patches, where a score reads it.
@@ -41,7 +41,7 @@ class SpanPass:
         busy: A module was entered and not left: it runs, or it failed.
         score_BN: Scores that all blocks read: importance, or what the first routed block computed; None before.
         trains: The score has a weight that trains.
-        decisions: The decisions so far, by place.
+        decisions: The decisions so far, by position.
         rows: The rows that the previous block passed on instead of all tokens, or None.
         remaining: The rows that remain where tokens leave for good; None where skipped tokens come back.
         masks: Which tokens of captions are padding, where the embedding of a text tower tells it.
@@ -50,7 +50,7 @@ class SpanPass:
     masks = TokenMasks()
 
     def __init__(self) -> None:
-        self.place = 0
+        self.position = 0
         self.owner: object = None
         self.shape: tuple[int, ...] = ()
         self.patches = Patches()

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmod.ops import gather_rows
 
 
-class Step(NamedTuple):
+class Reduced(NamedTuple):
     """What remains of a block's rows.
 
     Args:
@@ -46,7 +46,7 @@ class Remaining:
         restores: All tokens are restored after some block.
 
     Attributes:
-        place_BK: The token that each row stands for; None before the first step, or where nothing reads it.
+        token_BK: The token that each row stands for; None before the first step, or where nothing reads it.
         size_BK: Number of tokens that each row represents; None for one each.
         slot_BN: Slot of each token, -1 for a dropped one; None before the first step, or where no token is restored.
         drops: Tokens were dropped.
@@ -54,7 +54,7 @@ class Remaining:
 
     def __init__(self, restores: bool) -> None:
         self.restores = restores
-        self.place_BK: Tensor | None = None
+        self.token_BK: Tensor | None = None
         self.size_BK: Tensor | None = None
         self.slot_BN: Tensor | None = None
         self.drops = False
@@ -68,26 +68,26 @@ class Remaining:
         after_BKD = self._after_BKD
         if after_BKD is None:
             return x
-        assert self.place_BK is not None
+        assert self.token_BK is not None
         assert self.slot_BN is not None
         self._old_BND = x
         self._after_BKD = None
-        z_BKD = gather_rows(x, self.place_BK)
+        z_BKD = gather_rows(x, self.token_BK)
         if not self.drops:
             return z_BKD
         # A fused row is no token.
-        stands_BK = torch.zeros_like(self.place_BK, dtype=torch.bool)
+        stands_BK = torch.zeros_like(self.token_BK, dtype=torch.bool)
         stands_BK = F.pad(stands_BK, (1, 0)).scatter(1, self.slot_BN + 1, True)[:, 1:]
         return torch.where(stands_BK.unsqueeze(-1), z_BKD, after_BKD)
 
-    def take(self, step: Step, z_BND: Tensor, place_BN: Tensor | None) -> Tensor:
+    def take(self, step: Reduced, z_BND: Tensor, token_BN: Tensor | None) -> Tensor:
         """Return the rows after a step.
 
         Args:
             z_BND: The rows before it.
-            place_BN: The tokens that they stand for; None if nothing will read it.
+            token_BN: The tokens that they stand for; None if nothing will read it.
         """
-        self.place_BK = None if place_BN is None else place_BN.gather(1, step.index_BK)
+        self.token_BK = None if token_BN is None else token_BN.gather(1, step.index_BK)
         self.size_BK = step.size_BK
         if not self.restores:
             return step.z_BKD

@@ -61,7 +61,7 @@ class Span:
 
     Args:
         calls: The calls of the stack, by thread.
-        names: Names of the modules, in order. The dense block whose importance routed blocks read, if any, has place 0.
+        names: Names of the modules, in order. A dense block whose importance routed blocks read has position 0.
         scored_by_first: The first routed block computes the scores; otherwise they are importance, or none are shared.
         for_loss: Importance serves a loss only, and is computed in training only.
 
@@ -105,10 +105,10 @@ class Span:
         if state.begins:
             shared = self.begin(x)
         else:
-            # Outside calls of the model, where batches may be in flight in stages, places tell them apart. A graph that
-            # reads a place serves one block: one that reads only `begins` and `ends` serves all blocks between.
+            # Outside calls of the model, where batches may be in flight in stages, positions tell them apart. A graph
+            # that reads a position serves one block: one that reads only `begins` and `ends` serves all blocks between.
             in_order = torch.compiler.is_dynamo_compiling() and calls.running.outer is not None
-            found = self.find(x, None if in_order else state.place)
+            found = self.find(x, None if in_order else state.position)
             if found is None:
                 return None
             shared = found
@@ -175,12 +175,12 @@ class Span:
             self.hand_on(started, x)
         return started
 
-    def find(self, x: Tensor, place: int | None) -> SpanPass | None:
+    def find(self, x: Tensor, position: int | None) -> SpanPass | None:
         """Return the pass that the input of a later module belongs to; None if no pass reached it.
 
         Args:
-            place: The module's place; None in a compiled call of the model, whose modules run in order: a graph that
-                reads no place serves several modules.
+            position: The module's position; None in a compiled call of the model, whose modules run in order: a graph
+                that reads no position serves several modules.
 
         Raises:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
@@ -189,10 +189,10 @@ class Span:
         latest = call.latest
         if latest is not None and latest.owner is self and not latest.busy:
             # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
-            if place is None:
+            if position is None:
                 return latest
-            if latest.place < place:
-                latest.place = place
+            if latest.position < position:
+                latest.position = position
                 return latest
         # From here on, something may have read the tokens or run the blocks in another order: the tensor tells.
         found = None
@@ -201,16 +201,16 @@ class Span:
             if torch._C._current_graph_task_id() != call.task:
                 return self._find_recomputed(found)
         if found is None:
-            found = self._only_unfinished(x, place, call)
+            found = self._only_unfinished(x, position, call)
             if found is None:
                 return None
             if torch.compiler.is_compiling() or not x.is_inference():
                 # To be found again where it is recomputed. A buffer of inference mode may hold another batch later.
                 self.hand_on(found, x)
-        if place is not None:
-            found.place = place
+        if position is not None:
+            found.position = position
             # A call forgets its passes when it ends; outside calls the last block does it.
-            if place >= self.last and call.outer is None:
+            if position >= self.last and call.outer is None:
                 call.passes = [other for other in call.passes if other is not found]
         return found
 
@@ -250,12 +250,12 @@ class Span:
             return None
         return match.found
 
-    def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> SpanPass | None:
-        """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
+    def _only_unfinished(self, x: Tensor, position: int | None, call: StackCall) -> SpanPass | None:
+        """Return the only unfinished pass that can go on at a position: of the running call, or of one around it."""
         level: StackCall | None = call
         # From the running call outwards.
         while level is not None:
-            reachable = [other for other in level.passes if other.owner is self and _can_reach(other, place)]
+            reachable = [other for other in level.passes if other.owner is self and _can_reach(other, position)]
             if len(reachable) > 1:
                 # Batches of another size cannot be meant.
                 reachable = [other for other in reachable if other.shape == x.shape[:2]]
@@ -300,7 +300,7 @@ class BlockState:
     Args:
         call: How the host calls the block.
         span: The span that the block is part of; None if it shares nothing.
-        place: The block's place in its span.
+        position: The block's position in its span.
         number: The block's number in its stack.
 
     Attributes:
@@ -311,7 +311,7 @@ class BlockState:
 
     call: BlockCall
     span: Span | None = None
-    place: int = 0
+    position: int = 0
     number: int = 0
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
     records: Records = field(default_factory=Records, init=False, repr=False)
@@ -319,8 +319,8 @@ class BlockState:
     ends: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.begins = self.place == 0
-        self.ends = self.span is None or self.place == self.span.last
+        self.begins = self.position == 0
+        self.ends = self.span is None or self.position == self.span.last
 
     @property
     def passes(self) -> Span | None:
@@ -328,9 +328,9 @@ class BlockState:
         return self.span
 
 
-def _can_reach(unfinished: SpanPass, place: int | None) -> bool:
-    """Return whether a pass may enter a module at a place next."""
-    return not unfinished.busy and (place is None or unfinished.place < place)
+def _can_reach(unfinished: SpanPass, position: int | None) -> bool:
+    """Return whether a pass may enter a module at a position next."""
+    return not unfinished.busy and (position is None or unfinished.position < position)
 
 
 def _look(x: Tensor) -> tuple[int, ...]:

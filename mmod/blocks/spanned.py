@@ -101,7 +101,7 @@ class SpannedBlock(RoutedBlock):
         score = self.router.config.router
         if span.scored_by_first and not score.learns and not score.same_everywhere:
             raise ValueError(
-                f"{span.names[self.mod_state.place]} decides by the scores that {span.names[0]} computes, and its "
+                f"{span.names[self.mod_state.position]} decides by the scores that {span.names[0]} computes, and its "
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
 
@@ -161,7 +161,7 @@ class SpannedBlock(RoutedBlock):
             learns = rule.config.router.learns
             shared.trains = learns and any(weight.requires_grad for weight in self.router.parameters())
         if reuses:
-            shared.decisions[state.place] = Decision(rule, tokens, routing)
+            shared.decisions[state.position] = Decision(rule, tokens, routing)
         return routing
 
     def _check_recomputed(self, shared: SpanPass) -> None:
@@ -176,7 +176,7 @@ class SpannedBlock(RoutedBlock):
         """Return a decision by the same rule on the same tokens, or one among the tokens kept before; else None."""
         device = x_BND.device
         # The nearest first. A checkpoint that recomputes the block finds its own.
-        for number in range(self.mod_state.place, -1, -1):
+        for number in range(self.mod_state.position, -1, -1):
             made = shared.decisions.get(number)
             if made is None or not made.rule.matches(rule):
                 continue
@@ -196,7 +196,7 @@ class SpannedBlock(RoutedBlock):
     def _joined_before(self, shared: SpanPass, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
         # A block in between may have been removed from the model.
-        for number in range(self.mod_state.place - 1, -1, -1):
+        for number in range(self.mod_state.position - 1, -1, -1):
             if number in shared.decisions:
                 routing = shared.decisions[number].routing
                 return None if routing.joined.slot_BN is None else routing.to(device)
@@ -205,7 +205,7 @@ class SpannedBlock(RoutedBlock):
 
 @dataclass(eq=False, kw_only=True)
 class ImportanceState(BlockState):
-    """Plain state of the dense block at place 0 of a span, whose importance the others read.
+    """Plain state of the dense block at position 0 of a span, whose importance the others read.
 
     Args:
         routers: The routers of the span.

@@ -86,7 +86,7 @@ class Exit(Method):
             state = ExitState(
                 call=stack.call_of(block, None),
                 span=span,
-                place=index - first,
+                position=index - first,
                 number=index,
                 confidence=self.confidence,
                 turn=self.blocks.index(index) if index in heads else None,

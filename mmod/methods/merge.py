@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, image_facts, patch_grid
-from mmod.blocks import Step
+from mmod.blocks import Reduced
 from mmod.methods.base import register_method
 from mmod.methods.reduction import Reducing, Reduction
 from mmod.ops import capture_inputs, gather_rows
@@ -80,7 +80,7 @@ class Merge(Reducing):
 
 def merge_tokens(
     count: int, prefix: int, x_BND: Tensor, size_BN: Tensor | None, attention: capture_inputs
-) -> Step | None:
+) -> Reduced | None:
     """Merge the most similar patches."""
     tokens = x_BND.shape[1]
     merged = min(count, (tokens - prefix) // 2)
@@ -99,7 +99,7 @@ def merge_tokens(
     merged_BRD = gather_rows(weighed_BND, gone_BR)
     y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
 
-    return Step(y_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
+    return Reduced(y_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,8 +57,8 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 call=calls[index],
                 execution=RoutedBlock.choose_execution(calls[index], configs[index]),
                 span=span,
-                # The dense block in front has place 0 where the span reads its importance.
-                place=index - run[0] + (importance_state is not None),
+                # The dense block in front has position 0 where the span reads its importance.
+                position=index - run[0] + (importance_state is not None),
                 number=index,
                 passes_rows=_takes_rows(following, configs[index]),
                 observes=span is not None and importance_state is None and not span.scored_by_first and index == run[0],
@@ -67,7 +67,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         if importance_state is not None:
             conversions.append((stack.blocks[run[0] - 1], None, importance_state))
     if stack.captions is not None:
-        # The embedding has place 0.
+        # The embedding has position 0.
         stack.captions.last = blocks[-1] + 1
     return conversions
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Step
+from mmod.blocks import Reduced
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import ReducedModel, Reducing, Reduction, head_reads, pooling
@@ -106,7 +106,7 @@ def prune_tokens(
     x_BND: Tensor,
     size_BN: Tensor | None,
     attention: capture_importance | capture_inputs,
-) -> Step | None:
+) -> Reduced | None:
     """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
     patches = x_BND.shape[1] - prefix
     kept = math.ceil(share * patches)
@@ -132,4 +132,4 @@ def prune_tokens(
         y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
         # The fused token takes the position of the dropped token with the most attention.
         index_BK = torch.cat([index_BK, dropped_BR[:, :1]], dim=1)
-    return Step(y_BKD, index_BK, fuses=fuse)
+    return Reduced(y_BKD, index_BK, fuses=fuse)

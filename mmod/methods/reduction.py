@@ -26,10 +26,10 @@ from mmod.blocks import (
     BlockOwner,
     BlockState,
     Deciding,
+    Reduced,
     Remaining,
     Span,
     SpanPass,
-    Step,
     WholeBatchHook,
     attach,
     convert,
@@ -57,7 +57,7 @@ class Reduction(NamedTuple):
     """
 
     watch: Callable[[], AttentionIntercept]
-    reduce: Callable[[Tensor, Tensor | None, Any], Step | None]
+    reduce: Callable[[Tensor, Tensor | None, Any], Reduced | None]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -117,8 +117,8 @@ class ReducedBlock(Deciding, ConvertedBlock):
             raise ValueError(
                 f"pruning and merging do not support the arguments {', '.join(names) or 'is_causal'}{hint}"
             )
-        if rows.place_BK is not None:
-            arguments = call.narrow_rows(arguments, rows.place_BK)
+        if rows.token_BK is not None:
+            arguments = call.narrow_rows(arguments, rows.token_BK)
         # Proportional attention: a merged token counts as the tokens that it represents.
         bias = None if rows.size_BK is None else rows.size_BK.log()[:, None, None, :]
         return call.with_mask(arguments, bias)
@@ -133,25 +133,25 @@ class ReducedBlock(Deciding, ConvertedBlock):
         watch = state.reduction.watch()
         x = self.run_observed(partial(call.halves.attend, self, x, arguments), watch)
         traced = self.record.traced
-        place_BN = rows.place_BK
-        if place_BN is None:
+        token_BN = rows.token_BK
+        if token_BN is None:
             is_read = traced or not shared.uninterrupted or bool(shared.read_blocks)
             if is_read or call.index_argument or any(name in arguments for name in call.rows):
-                place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+                token_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         step = state.reduction.reduce(x, rows.size_BK, watch)
         if step is not None:
-            x = rows.take(step, x, place_BN)
-            place_BN = rows.place_BK
+            x = rows.take(step, x, token_BN)
+            token_BN = rows.token_BK
         if traced:
-            self._trace(place_BN, rows.size_BK, shared.shape[1])
+            self._trace(token_BN, rows.size_BK, shared.shape[1])
         if call.halves.fed:
             arguments = self._narrowed(bound, rows)
         return call.halves.feed(self, x, arguments)
 
-    def _trace(self, place_BK: Tensor | None, size_BK: Tensor | None, tokens: int) -> None:
+    def _trace(self, token_BK: Tensor | None, size_BK: Tensor | None, tokens: int) -> None:
         """Record the remaining input tokens and their group sizes."""
-        assert place_BK is not None
-        index_BK, order_BK = place_BK.sort(dim=1)
+        assert token_BK is not None
+        index_BK, order_BK = token_BK.sort(dim=1)
         size_BK = None if size_BK is None else size_BK.gather(1, order_BK)
         score_BN = torch.zeros(index_BK.shape[0], tokens, device=index_BK.device)
         self.record.keep("", Routing(Kept(index_BK), score_BN, joined=Joined(size_BK=size_BK)))
@@ -217,7 +217,7 @@ class Reducing(Method):
             block = stack.blocks[index]
             call = stack.call_of(block, None)
             assert isinstance(call, NamedArguments)
-            state = ReducedState(call=call, span=span, place=index - first, number=index, reduction=rules.get(index))
+            state = ReducedState(call=call, span=span, position=index - first, number=index, reduction=rules.get(index))
             if index in rules:
                 halved[stack.names[index]] = call
                 make_halves(block, call, state.inner)

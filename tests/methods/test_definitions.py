@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmod.blocks import Remaining, Step
+from mmod.blocks import Reduced, Remaining
 from mmod.methods import Exit, Merge
 from mmod.methods.merge import merge_tokens
 from mmod.methods.prune import prune_tokens
@@ -42,7 +42,7 @@ def draw(seed: int) -> tuple[Tensor, Tensor, Drawn, int]:
     return x, size, Drawn(query, key), prefix
 
 
-def take(step: Step | None, x: Tensor) -> Remaining:
+def take(step: Reduced | None, x: Tensor) -> Remaining:
     """Return the rows that remain of all tokens."""
     assert step is not None
     rows = Remaining(restores=True)
@@ -72,7 +72,7 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
         ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token])
         count = math.ceil(keep * (len(x) - prefix))
         kept, pruned = [*range(prefix), *sorted(ranked[:count])], ranked[count:]
-        assert rows.place_BK[image].tolist() == [*kept, pruned[0]]
+        assert rows.token_BK[image].tolist() == [*kept, pruned[0]]
         assert torch.equal(left[image, :-1], x[kept])
         torch.testing.assert_close(left[image, -1], sum(score[token] * x[token] for token in pruned))
         back = restored[image]
@@ -98,7 +98,7 @@ def test_merging(seed: int) -> None:
         merged, left_over = ranked[: min(count, (tokens - prefix) // 2)], ranked[min(count, (tokens - prefix) // 2) :]
         group = {token: token for token in range(tokens)} | {a: partner[a] for a in merged}
         kept = [*range(prefix), *(sorted(left_over) if prefix else left_over), *second]
-        assert rows.place_BK[image].tolist() == kept
+        assert rows.token_BK[image].tolist() == kept
         back = restored[image]
         for slot, token in enumerate(kept):
             members = [other for other, into in group.items() if into == token]
