@@ -38,7 +38,7 @@ CHANGES: dict[str, tuple[RoutingConfig | Method, RoutingConfig | Method]] = {
         RoutingConfig(router="redundancy", blocks=(2, 3), capacity=1, skipped="merge"),
     ),
     "recursions": (Recursions(recursions=2, last=0), Recursions(recursions=2, last=0, choice="tokens")),
-    "exit": (Exit(1e-3, (0, 2)), Exit(2.0, (0, 2))),
+    "exit": (Exit(1e-3, (0, 2)), Exit(1.0, (0, 2))),
 }
 
 
@@ -101,7 +101,7 @@ def test_parts_of_a_container_are_those_of_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "adds"), [(CHANGES["linear"][0], "router"), (Exit(2.0, (1,)), "exit"), (Experts(experts=2), "router")]
+    ("change", "adds"), [(CHANGES["linear"][0], "router"), (Exit(1.0, (1,)), "exit"), (Experts(experts=2), "router")]
 )
 def test_a_module_of_the_hosts_own_is_not_replaced(change: RoutingConfig | Method, adds: str) -> None:
     class Named(OwnBlock):

@@ -87,7 +87,7 @@ def test_methods_that_drop_tokens_refuse_a_mask(method: Any) -> None:
 @torch.no_grad()
 def test_images_that_exit_leave_the_mask_to_the_others() -> None:
     images, mask, logits = torch.randn(4, 3, 160, 160), masked("keys")[0].repeat(2, 1, 1, 1), []
-    model = changed(Exit(2.0, (1, 2)))
+    model = changed(Exit(1.0, (1, 2)))
     model.blocks[1].exit.register_forward_hook(lambda *call: logits.append(call[2]))
     model(images, attn_mask=mask)
     model = changed(Exit(float(logits[0].softmax(-1).amax(-1).median()), (1, 2)))
