@@ -63,7 +63,9 @@ class EvalResult(RoutedResult):
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items())
-        return f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f}"
+        return (
+            f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f} of the tokens that may be skipped"
+        )
 
     @property
     def baseline(self) -> str:
