@@ -9,8 +9,6 @@ from mmod.io.files import read_text
 from mmod.values import near_names
 
 _PACKAGE = Path(__file__).parents[1]
-_SHOW = "show"
-_SMALLEST = "tradeoff/my-model"
 
 
 def config_names() -> list[str]:
@@ -76,16 +74,14 @@ def main(arguments: Sequence[str]) -> None:
     """Print the names of the shipped configs, or the config named on the command line."""
     if {"-h", "--help"} & set(arguments):
         print(
-            "usage: mmod configs [show] [NAME]\n\nList the configs that come with mmod, or print the one called NAME; "
-            f"`show` alone prints {_SMALLEST}, the smallest study of your own model and images."
+            "usage: mmod configs [NAME]\n\nList the configs that come with mmod, or print the one called NAME, as "
+            "my-model, the smallest study of your own model and images."
         )
         return
     if not arguments:
         print("\n".join(config_names()))
         return
-    # The added name is taken if `show` stands alone.
-    names = [*arguments[1:], _SMALLEST] if arguments[0] == _SHOW else arguments
-    print(read_text(existing_config(names[0])).rstrip())
+    print(read_text(existing_config(arguments[0])).rstrip())
 
 
 def _folder() -> Path:
