@@ -67,7 +67,7 @@ COMMANDS = {
     ),
     "report FOLDER...": Command("mmod.report.command", "one page of studies and audits, for a browser"),
     "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
-    "configs [NAME]": Command("mmod.io.configs", "list the configs of mmod; `mmod configs show NAME` prints one"),
+    "configs [NAME]": Command("mmod.io.configs", "list the configs of mmod, or print one"),
 }
 # Threads of GNU's and Intel's OpenMP that wait without running: on a machine with other work, waiting threads that spin
 # take the time that the working ones need.

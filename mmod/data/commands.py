@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mmod.io.options import add_fields, split_options, with_options
+from mmod.io.refusals import OneLineParser
 from mmod.values import from_plain
 
 SETS = ("digits", "crowds", "scenes", "questions")
@@ -25,7 +26,7 @@ _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a p
 
 def main(arguments: Sequence[str]) -> None:
     """Build one of `SETS`, or run one of `CONVERSIONS`; print what it wrote, or a one-line error."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = OneLineParser(description=__doc__)
     parser.add_argument("command", choices=(*SETS, *CONVERSIONS))
     name = parser.parse_args(arguments[:1]).command
     # A script's name already says which set it builds.
@@ -46,11 +47,10 @@ def main(arguments: Sequence[str]) -> None:
 def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:
     """Build or draw a set, and return its parameters, None for a picture; `export` writes JSON instead of shards."""
     kind = type(dataset.config("default"))
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=_BUILD.format(dataset),
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")

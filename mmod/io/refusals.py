@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -10,9 +11,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmod.lazy import name_missing_extra
+from mmod.values import near_names
 
 _PACKAGE = Path(__file__).parents[1]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
@@ -21,6 +23,20 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, Modu
 _LOST = 75
 # 128 + SIGPIPE, as of other programs whose output goes to `head`.
 _READER_LEFT = 141
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Refuses a wrong command line in one line, which names similar options, without its usage."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with code 2."""
+        unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
+        near = near_names(unknown[1], self._option_string_actions) if unknown else ""
+        told = "; ".join(filter(None, [message, near, f"`{self.prog} --help` lists the options"]))
+        self.exit(2, f"error: {told}\n")
 
 
 class LostProcessError(RuntimeError):

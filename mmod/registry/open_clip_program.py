@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmod.config import RoutingConfig
+from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
 from mmod.lazy import name_missing_extra
 from mmod.methods.resolve import resolve_routing
@@ -24,9 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run open_clip's program as the command line `[--image ROUTING] [--text ROUTING] -- ARGUMENTS` says."""
     arguments = list(arguments)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(
-        description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLineParser(description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     for tower in ("image", "text"):
         text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"
         parser.add_argument(f"--{tower}", type=parse_option, metavar="ROUTING", help=text)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from mmod.io.records import FolderTakenError
+from mmod.io.refusals import OneLineParser
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write the report that a command line describes and print its path."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description="Show studies, audits and training runs on one page that opens in a browser without a network.",
-        allow_abbrev=False,
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a study, a run, or what holds several")
     parser.add_argument("--output", help="folder of the report; `report` in the first folder unless given")

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmod.io.refusals import OneLineParser
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -88,10 +89,9 @@ def _share(text: str) -> float:
         raise argparse.ArgumentTypeError(f"must be a share such as 0.02, got {text!r}{hint}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         description="Try ways to make a model cheaper without training, on your images or prompts and this machine.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model",

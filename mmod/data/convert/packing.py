@@ -25,6 +25,7 @@ from mmod.io.files import open_shard, read_json_object, write_atomically, write_
 from mmod.io.options import add_fields, with_options
 from mmod.io.progress import progress_bar
 from mmod.io.records import record_config
+from mmod.io.refusals import OneLineParser
 from mmod.values import from_plain
 
 SETTINGS = "conversion.json"
@@ -180,9 +181,7 @@ def run_conversion(
     prog: str | None = None,
 ) -> None:
     """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report or a one-line error."""
-    parser = argparse.ArgumentParser(
-        description=description, prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = OneLineParser(description=description, prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_fields(parser, settings)
     given = vars(parser.parse_args(arguments))
     try:
