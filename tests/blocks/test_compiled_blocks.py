@@ -22,7 +22,6 @@ GRAPHS: list[tuple[str, tuple[int, ...], dict[str, Any], int]] = [
     ("linear", CONSECUTIVE, {}, 2),
     ("attention", CONSECUTIVE, {}, 4),
     ("random", (1, 2, 3, 5), {}, 5),
-    ("random", (1, 3, 5), {}, 2),
     ("attention", (1, 2, 4, 5), {}, 3),
     ("redundancy", CONSECUTIVE, {"skipped": "merge"}, 4),
     ("attention", CONSECUTIVE, {"skipped": "follow"}, 4),
