@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(run: Path, out: Path, **changes: Any) -> list[str]:
-    fields = {"run": run, "out": out, "prompts": 2, "prompt_tokens": 8, "new_tokens": 12, "rounds": 1, **changes}
+    fields = {"run": run, "out": out, "prompts": 2, "prompt_tokens": 8, "new_tokens": 6, "rounds": 1, **changes}
     return [word for name, value in fields.items() for word in (f"--{name}", str(value))]
 
 
@@ -39,7 +39,7 @@ def test_a_command_generates_the_same_with_drafts_of_any_length(
         assert row["identical"] == row["prompts"] == len(row["reports"]) == 2
         drafted, accepted = (sum(report[name] for report in row["reports"]) for name in ("drafted", "accepted"))
         assert row["acceptance"] == pytest.approx(accepted / drafted)
-        assert row["per_pass"] == pytest.approx(24 / sum(report["passes"] for report in row["reports"]))
+        assert row["per_pass"] == pytest.approx(12 / sum(report["passes"] for report in row["reports"]))
     # A single token is drafted before each full pass.
     assert all(report["drafted"] <= report["passes"] for report in rows[1]["reports"])
     assert rows[1]["per_pass"] <= 2

@@ -386,7 +386,9 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
         save_image_model("vit", tmp_path / "vit")
         dense = {"name": str(tmp_path / "vit"), "args": {}, "pretrained": True}
         side = 32
-    config = ImageStudyConfig(**read_yaml("my-model"))
+    # All budgets of one, and one of the other.
+    budgets = {"budgets": [0.7]} if model == "transformers" else {}
+    config = dataclasses.replace(ImageStudyConfig(**read_yaml("my-model")), **budgets)
     fields = merged(dense_of(config), {"data": {"image_size": side}})
     candidates, jobs = candidates_and_runs(dataclasses.replace(config, dense={**fields, "model": dense}))
     flops = {}
