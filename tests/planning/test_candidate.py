@@ -9,12 +9,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from mmod.compare.table import DENSE
-from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.kind import StudyKind
 from mmod.studies.study import study_kind
-from mmod.training.engine.config import RunConfig
 from mmod.training.table import KINDS
 from tests.kit.image_study import config as image_config
 
@@ -53,14 +51,6 @@ def test_a_method_of_another_package_is_printed_by_its_kind(monkeypatch: pytest.
     assert METHODS["merge"] is Merge
     candidate = Candidate("ToMe", methods=({"kind": "merge", "r": 8},))
     assert candidate.code("image", 12) == "mmod.apply_(model, {'kind': 'merge', 'r': 8})"
-
-
-def test_each_kind_is_a_frozen_object_that_inherits_nothing() -> None:
-    for row in KINDS.values():
-        kind = import_path(row.kind)
-        assert kind.__bases__ == (object,)
-        assert [field.name for field in dataclasses.fields(kind)] == ["config"]
-        assert issubclass(import_path(row.config), RunConfig)
 
 
 def test_each_kind_of_study_has_a_config() -> None:
