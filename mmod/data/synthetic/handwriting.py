@@ -36,7 +36,7 @@ class SourceDigits(NamedTuple):
 def load_sources(seed: int = 0) -> SourceDigits:
     """Load the source images, split 70/10/20 and stratified by class; cached per seed."""
     pixels, target = _read_sources()
-    images = np.round(pixels * (255 / 16)).astype(np.uint8)
+    images: np.ndarray = np.round(pixels * (255 / 16)).astype(np.uint8)
     rng = np.random.default_rng([seed, len(SPLITS)])
     chunks: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
     cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]
@@ -46,7 +46,7 @@ def load_sources(seed: int = 0) -> SourceDigits:
         for name, chunk in zip(SPLITS, np.split(indices, np.round(cuts * len(indices)).astype(int))):
             chunks[name].append(chunk)
     splits = {name: np.sort(np.concatenate(arrays)) for name, arrays in chunks.items()}
-    labels = target.astype(np.int64)
+    labels: np.ndarray = target.astype(np.int64)
     # Read-only, because all callers share the cached arrays.
     shared: list[np.ndarray] = [images, labels, *splits.values()]
     for array in shared:
