@@ -101,7 +101,7 @@ class ChatKind:
         return run_once(self.config, rank, world, partial(read_fit, result_class=EvalResult), train)
 
     def _train(
-        self, progress: bool, after_step: AfterStep, claim: Callable[[], object]
+        self, progress: bool, after_step: AfterStep, write_config: Callable[[], object]
     ) -> FitResult[EvalResult | None]:
         """Train, evaluate and write the result, in a locked folder."""
         config = self.config
@@ -123,7 +123,7 @@ class ChatKind:
             data_collator=data.collator,
             processing_class=processor,
         )
-        train_to_end(trainer, folder, claim, after_step, progress)
+        train_to_end(trainer, folder, write_config, after_step, progress)
         model = _save(trainer, folder / FINAL_MODEL, config)
         evaluation = self._answer(model, data, arguments.should_save, progress)
         return _write_result(trainer, folder, data, evaluation)

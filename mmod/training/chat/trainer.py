@@ -361,9 +361,9 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
 
 @dataclasses.dataclass(eq=False)
 class RunCallback(TrainerCallback):
-    """Claims the run folder after the first step, shows a bar, finishes checkpoints, and stops after a signal."""
+    """Writes the config after the first step, shows a bar, finishes checkpoints, and stops after a signal."""
 
-    claim: Callable[[], object] | None
+    write_config: Callable[[], object] | None
     after_step: AfterStep
     stop: StopRequest
     progress: bool
@@ -402,13 +402,13 @@ class RunCallback(TrainerCallback):
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Claim the folder once; stop after a signal; complete the states of a split optimiser, which may be saved."""
+        """Write the config once; stop after a signal; complete the states of a split optimiser, which may be saved."""
         self._bar.update(state.global_step - self._bar.n)
         if args.fsdp:
             complete_states(optimizer)
-        if self.claim is not None:
-            self.claim()
-            self.claim = None
+        if self.write_config is not None:
+            self.write_config()
+            self.write_config = None
         self.after_step(Step(state.global_step, state.max_steps, model, None, optimizer))
         if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
@@ -427,17 +427,17 @@ class RunCallback(TrainerCallback):
 
 
 def train_to_end(
-    trainer: RoutedTrainer, folder: Path, claim: Callable[[], object], after_step: AfterStep, progress: bool
+    trainer: RoutedTrainer, folder: Path, write_config: Callable[[], object], after_step: AfterStep, progress: bool
 ) -> None:
     """Train in a run folder, from its last checkpoint if it has one; exit after a stop signal, whose step is saved.
 
     Args:
-        claim: Writes the config into the folder.
+        write_config: Writes the config into the folder.
     """
     saves = trainer.args.should_save
     with stop_signals() as stop, hidden_bars():
         shows = progress and bool(trainer.args.disable_tqdm)
-        callback = RunCallback(claim if saves else None, after_step, stop, shows, folder)
+        callback = RunCallback(write_config if saves else None, after_step, stop, shows, folder)
         trainer.add_callback(callback)
         # The bar shows what it prints.
         trainer.remove_callback(PrinterCallback)

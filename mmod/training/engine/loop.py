@@ -70,8 +70,8 @@ def fit(
     with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
         autocast(process.device, config.precision)
 
-        def train(claim: Callable[[], object]) -> FitResult[Any]:
-            trainer = _Trainer(kind, process, streams, claim, after_step, progress=progress and process.is_first)
+        def train(write_config: Callable[[], object]) -> FitResult[Any]:
+            trainer = _Trainer(kind, process, streams, write_config, after_step, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
 
@@ -86,7 +86,7 @@ class _Trainer:
         kind: LoopKind,
         process: Process,
         streams: Streams | None,
-        claim: Callable[[], object],
+        write_config: Callable[[], object],
         after_step: AfterStep,
         *,
         progress: bool,
@@ -96,7 +96,7 @@ class _Trainer:
         self.config = config
         self.process = process
         self.progress = progress
-        self.claim = claim
+        self.write_config = write_config
         self.after_step = after_step
         self.stop: StopRequest
         self.folder = Path(config.output)
@@ -231,7 +231,7 @@ class _Trainer:
                 bar.update(samples)
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder free.
-                    self.claim()
+                    self.write_config()
                     if self.classes is not None:
                         record_classes(self.folder, self.classes.numbers)
                 average = None if self.ema is None else self.ema.module

@@ -103,7 +103,7 @@ def run_once(
             check_same(folder, there, here, kind="a run", free_keys=free_keys)
         return read(folder)
 
-    def claim() -> None:
+    def write_config() -> None:
         if not (folder / RUN_CONFIG).exists():
             make_folder(folder)
             write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
@@ -117,7 +117,7 @@ def run_once(
         # Another process may have finished the run in the meantime.
         result = finished()
         if result is None:
-            result = train(claim)
+            result = train(write_config)
         return result
 
 

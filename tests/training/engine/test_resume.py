@@ -39,10 +39,10 @@ from tests.kit.trap import Trap
 def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run")
 
-    def train(claim: Callable[[], object]) -> str:
+    def train(write_config: Callable[[], object]) -> str:
         (tmp_path / "run").mkdir()
         (tmp_path / "run/events").touch()
-        claim()
+        write_config()
         return "trained"
 
     def read(folder: Path) -> str | None:
