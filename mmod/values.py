@@ -189,14 +189,14 @@ def check_value(name: str, value: object, hint: Any, limit: Limit | None = _FINI
 
 
 def _check_named(cls: Any, field: str, name: str, value: object) -> None:
-    """Raise a TypeError if a mapping lacks the names that a field's metadata lists, and has what belongs below one."""
+    """Raise a TypeError if a value lacks the names that a field's metadata lists, and is what belongs below one."""
     names = cls.__dataclass_fields__[field].metadata.get("names")
-    if not names or not isinstance(value, Mapping) or not value:
+    if not names or not isinstance(value, (Mapping, str)):
         return
     hint = _hints(cls)[field]
     if not fits(value, hint) and fits({names[0]: value}, hint):
         raise TypeError(
-            f"{name} is a mapping of {' and '.join(names)}: write {name}: {{{names[0]}: {_flow(value)}}}, got "
+            f"{name} is a mapping with {' and '.join(names)}: write {name}: {{{names[0]}: {_flow(value)}}}, got "
             f"{brief(value)}"
         )
 

@@ -110,6 +110,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"data.augment.auto_augment": "random-m9"}, "one of 'rand', 'augmix', 'original'"),
     (TrainConfig, {"data.augment.hflip": 2}, "a number in [0, 1]"),
     (TrainConfig, {"routing": {"capcity": 1}}, "valid ones are router, capacity"),
+    (TrainConfig, {"routing": "gradual"}, "write routing: {preset: gradual}, got 'gradual'"),
     (TrainConfig, {"routing": {"preset": "amod"}}, "a-mod"),
     (TrainConfig, {"routing": {"preset": "gradual", "meen": 0.7}}, "valid ones are mean, start, router"),
     (TrainConfig, {"routing": {"preset": "gradual", "mean": 0.1}}, "a number in (0.4, 1]"),

@@ -152,7 +152,7 @@ class TrainConfig(engine.LoopConfig):
     kind: Literal["image"] = "image"
     model: ModelConfig
     data: DataConfig
-    routing: dict[str, Any] | None = None
+    routing: dict[str, Any] | None = field(default=None, metadata={"names": ("preset",)})
     loss: LossConfig = field(default_factory=LossConfig)
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)

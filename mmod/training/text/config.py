@@ -61,7 +61,7 @@ class TrainConfig(LoopConfig):
     kind: Literal["text"] = "text"
     model: ModelConfig
     data: TextConfig = field(default_factory=TextConfig)
-    routing: dict[str, Any] | None = None
+    routing: dict[str, Any] | None = field(default=None, metadata={"names": ("preset",)})
     elastic: bool = False
 
     part = "language"
