@@ -147,7 +147,10 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _BYTES:
-        raise ValueError(f"{str(path)!r} has {path.stat().st_size} bytes; a config has at most {_BYTES}")
+        raise ValueError(
+            f"{str(path)!r} has {path.stat().st_size} bytes; a config has at most {_BYTES}, and names weights by "
+            "model.checkpoint"
+        )
     fields = parse_yaml(read_text(path), str(path))
     if not isinstance(fields, dict):
         content = "nothing" if fields is None else type(fields).__name__
