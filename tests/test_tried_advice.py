@@ -253,6 +253,25 @@ CALLS = {
         "pass kept=, the share of tokens",
         ("kept = 0.5",),
     ),
+    "FLOPs of a batch": Call(
+        "model = vit(); size = torch.zeros(2, 3, 160, 160)",
+        "mmod.flops(model, size)",
+        r"pass \(3, 160, 160\)",
+        ("size = (3, 160, 160)",),
+    ),
+    "a trace of what acts in training alone": Call(
+        "model = mmod.route_(vit(), 'tread').eval()",
+        "mmod.routed_blocks(model)",
+        r"call model\.train\(\) first",
+        ("model.train()",),
+    ),
+    "a dense folder loaded as a changed one": Call(
+        "llama().save_pretrained(folder)",
+        "mmod.load_pretrained(folder)",
+        r"A dense model opens with mmod\.open_model\('.*'\)\.model",
+        ("mmod.open_model(folder).model",),
+        replaces=True,
+    ),
     "losses in evaluation": Call(
         "model = lossy().eval(); loss = 0.0",
         _AUXILIARY,
