@@ -228,10 +228,12 @@ def _meant_command(command: str, path: str) -> str:
     if "model" not in fields or command.endswith("_OR_RUN"):
         return ""
     kind = fields.get("kind")
-    # Only the command says the kind of a file that names none, unless its keys are those of images.
-    if kind is None and command.startswith("train") and not _is_of_images(fields):
-        return ""
-    return f"mmod train {kind or 'image'}" if kind is None or kind in KINDS else ""
+    if kind is None and _is_of_images(fields):
+        kind = "image"
+    if kind is None:
+        # Only the command says the kind of a file that names none.
+        return "" if command.startswith("train") else "mmod train KIND"
+    return f"mmod train {kind}" if kind in KINDS else ""
 
 
 def _is_of_images(fields: dict[str, Any]) -> bool:

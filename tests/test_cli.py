@@ -160,6 +160,16 @@ def test_a_config_of_another_command_names_it(words: list[str], meant: str, caps
     assert f"error: {words[-1]!r} is a config of another kind: run `{meant}" in capsys.readouterr().err
 
 
+def test_a_config_without_its_kind_is_not_taken_for_one_of_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("model: {config: {dim: 64}}\ndata: {source: 'books/*.txt'}\n")
+    with pytest.raises(SystemExit):
+        main(["tradeoff", str(path)])
+    assert f"run `mmod train KIND {path}`" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rest", [["--help"], ["x", "--a=1", "--b", "-3", "--", "--c", "--"], ["--version"], []])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_what_follows_a_command_is_left_to_it(command: str, rest: list[str]) -> None:

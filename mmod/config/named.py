@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mmod.config.parts import Score, spelled
@@ -115,8 +117,9 @@ class Preset(RoutingConfig):
             config = config.replace(blocks=changes["blocks"])
         fields = dict(vars(config))
         for name in _BY_DEPTH:
-            # A number stands for every depth, a tuple for one.
-            if name not in changes and not isinstance(fields[name], (int, float)):
+            # A number stands for every depth, a tuple for one: also that with a given mean.
+            is_given = name in changes and not (name == "capacity" and isinstance(changes[name], numbers.Real))
+            if not is_given and not isinstance(fields[name], (int, float)):
                 del fields[name]
         # A frozen dataclass refuses assignments.
         vars(self).update(fields, preset=preset_name, changes=dict(changes))
@@ -162,6 +165,17 @@ class Preset(RoutingConfig):
             plain = value.to_dict() if isinstance(value, Score) else spelled(value)
             values[name] = list(plain) if isinstance(plain, tuple) else plain
         return values
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Refuse to write what only a model's depth completes, and name the ways that do.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            f"the blocks of {self!r} depend on the model: save preset.at_depth(number of blocks), or write "
+            f"routing: {json.dumps(self.to_dict())} into a config"
+        )
 
     def __eq__(self, other: object) -> bool:
         """Whether another preset gives the same routing in every model."""

@@ -116,6 +116,8 @@ def test_an_unresolved_preset_has_the_fields_that_do_not_depend_on_depth(name: s
         assert config.resolved(depth) == resolved.resolved(depth)
         for field in ("router", "gate", "select", "skipped", "losses", "language", "protect_prefix", "operator"):
             assert getattr(config, field) == getattr(resolved, field)
+    with pytest.raises(AttributeError, match="capacity of a preset depends on the number of blocks"):
+        _ = mmod.preset("gradual", capacity=0.45).capacity
     with pytest.raises(AttributeError, match="blocks of a preset depends on the number of blocks: route a model by it"):
         _ = config.blocks
     assert not hasattr(config, "block")

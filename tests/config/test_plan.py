@@ -93,6 +93,8 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
     assert mmod.RoutingConfig.load(path) == PLAN
+    with pytest.raises(ValueError, match=r'at_depth\(number of blocks\), or write routing: {"preset": "gradual"}'):
+        mmod.preset("gradual").save(tmp_path / "preset.json")
     with pytest.raises(FileExistsError, match="overwrite"):
         PLAN.save(path)
     PLAN.save(path, overwrite=True)

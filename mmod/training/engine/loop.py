@@ -206,11 +206,13 @@ class _Trainer:
         epoch_batches = min(self.steps_per_epoch * config.accumulate, self.train_stream.steps_per_epoch)
         samples_per_epoch = epoch_batches * config.data.batch_size * self.process.world
 
+        # Also those batches that `epoch_steps` leaves to later epochs.
+        in_batches = self.train_stream.steps_per_epoch * config.data.batch_size * self.process.world
         # Streams of a caller may not say how many samples they have.
-        available = getattr(self.train_stream, "num_samples", samples_per_epoch)
+        available = getattr(self.train_stream, "num_samples", in_batches)
         left_out = ""
-        if available > samples_per_epoch:
-            left_out = f", {available - samples_per_epoch:,} of {available:,} samples in no full batch"
+        if available > in_batches:
+            left_out = f", {available - in_batches:,} of {available:,} samples in no full batch"
 
         bar = progress_bar(
             desc=f"epoch {self.epoch + 1}/{self.epochs}{left_out}",

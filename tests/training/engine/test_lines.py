@@ -53,7 +53,7 @@ def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
     epochs = [line for line in lines_of(capsys) if line.startswith("epoch ")]
     assert len(epochs) == 6
     for number, (trained, validated, averaged) in enumerate((epochs[:3], epochs[3:]), 1):
-        assert re.match(rf"epoch {number}/2: (\d+) of \1 sample, .*loss=[\d.]+, top1=[\d.]+, lr=[\d.e-]+", trained)
+        assert re.match(rf"epoch {number}/2: (\d+) of \1 samples, .*loss=[\d.]+, top1=[\d.]+, lr=[\d.e-]+", trained)
         assert validated.startswith(f"epoch {number}/2: validation top-1 ")
         assert averaged.startswith(f"epoch {number}/2: validation of the moving average top-1 ")
     assert str(result.evaluation) in epochs[4]
@@ -63,16 +63,30 @@ def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accumulate", "seen"), [(64, 1, 256), (60, 1, 240), (60, 3, 240), (64, 3, 256), (200, 1, 200)]
+    ("batch_size", "accumulate", "steps", "seen", "whole"),
+    [
+        (64, 1, None, 256, 256),
+        (60, 1, None, 240, 240),
+        (60, 3, None, 240, 240),
+        (64, 3, None, 256, 256),
+        (200, 1, None, 200, 200),
+        (60, 1, 2, 120, 240),
+    ],
 )
 def test_an_epoch_says_how_many_samples_it_leaves_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch_size: int, accumulate: int, seen: int
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    batch_size: int,
+    accumulate: int,
+    steps: int | None,
+    seen: int,
+    whole: int,
 ) -> None:
-    config = digits_config(tmp_path / "run", epochs=1, accumulate=accumulate)
+    config = digits_config(tmp_path / "run", epochs=1, accumulate=accumulate, epoch_steps=steps)
     fit(replace(config, data=replace(config.data, batch_size=batch_size)))
     line = next(line for line in lines_of(capsys) if line.startswith("epoch 1/1"))
-    left_out = f", {256 - seen} of 256 samples in no full batch" if seen < 256 else ""
-    assert line.startswith(f"epoch 1/1{left_out}: {seen} of {seen} sample, ")
+    left_out = f", {256 - whole} of 256 samples in no full batch" if whole < 256 else ""
+    assert line.startswith(f"epoch 1/1{left_out}: {seen} of {seen} samples, ")
 
 
 def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
