@@ -227,7 +227,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         partial.write_bytes(content)
 
 
-def write_json(path: str | Path, values: Any, indent: int = 2) -> None:
+def write_json(path: str | Path, values: object, indent: int = 2) -> None:
     """Write plain values as JSON, atomically; null stands for numbers that are not finite, as figures of no samples."""
     write_atomically(path, json.dumps(without_nan(values), indent=indent, allow_nan=False) + "\n")
 

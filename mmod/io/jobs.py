@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -21,11 +22,13 @@ from mmod.io.progress import Bar, progress_bar, say
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from mmod.io.timing_threads import timing_threads
 
-Config = TypeVar("Config")
-AnyJob = TypeVar("AnyJob", bound="Job[Any]")
+Config = TypeVar("Config", covariant=True)
+AnyJob = TypeVar("AnyJob", bound="Job[object]")
 Result = TypeVar("Result")
 Callback = Callable[[float], None]
 """Receives the progress of a job, from 0 to 1."""
+# Of a worker: the number of its job, the share of it that is done, the process, and its CPU seconds.
+_Report = tuple[int, float, int, float]
 # Seconds in which nothing is computed that is worth an estimate.
 _AT_ONCE = 0.2
 
@@ -91,7 +94,7 @@ class Runner:
     ) -> Iterator[tuple[AnyJob, Result]]:
         # Spawned: a forked process of a program that has used torch's threads may hang.
         context = multiprocessing.get_context("spawn")
-        reports = context.SimpleQueue()
+        reports: SimpleQueue[_Report] = context.SimpleQueue()
         before = multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
 
@@ -138,7 +141,7 @@ class Runner:
         pool.shutdown(cancel_futures=True)
         exit_after(number, f"{self.title}: {signal_name(number)}; runs are saved, and the same command goes on")
 
-    def _read(self, reports: Any, bar: _Bar) -> None:
+    def _read(self, reports: SimpleQueue[_Report], bar: _Bar) -> None:
         while not reports.empty():
             index, share, process, seconds = reports.get()
             self.cpu[process] = seconds
@@ -148,7 +151,7 @@ class Runner:
 class _Bar:
     """A bar over all jobs, weighed by their work; what was done by an earlier call does not count for the time left."""
 
-    def __init__(self, jobs: Sequence[Job[Any]], bar: Bar) -> None:
+    def __init__(self, jobs: Sequence[Job[object]], bar: Bar) -> None:
         self.jobs = jobs
         self.bar = bar
         self.shares: dict[int, float] = {}
@@ -183,10 +186,11 @@ class _Bar:
             self.bar.update(done)
 
 
-_reports: Any = None
+# Of a worker: what takes its reports to the parent.
+_reports: SimpleQueue[_Report]
 
 
-def _start_worker(reports: Any) -> None:
+def _start_worker(reports: SimpleQueue[_Report]) -> None:
     global _reports
     _reports = reports
     # The parent passes on a signal that a terminal, or a scheduler, may have sent to all processes.

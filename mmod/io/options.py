@@ -30,7 +30,7 @@ def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def with_options(fields: Mapping[str, Any], options: Iterable[tuple[str, str]], config_class: Any) -> dict[str, Any]:
+def with_options(fields: Mapping[str, object], options: Iterable[tuple[str, str]], config_class: Any) -> dict[str, Any]:
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML."""
     result = dict(fields)
     for key, text in options:
@@ -38,7 +38,7 @@ def with_options(fields: Mapping[str, Any], options: Iterable[tuple[str, str]], 
     return result
 
 
-def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, config_class: Any) -> dict[str, Any]:
+def _with_option(fields: Mapping[str, object], keys: Sequence[str], text: str, config_class: Any) -> dict[str, Any]:
     name, *inner = keys
     hint = Any if config_class is None else typing.get_type_hints(config_class).get(name, Any)
     group = dataclass_in(hint)

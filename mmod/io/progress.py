@@ -37,7 +37,7 @@ def warn_once(message: str, about: object = None) -> None:
     warnings.warn(message, stacklevel=3)
 
 
-def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **options: Any) -> Bar:
+def progress_bar(items: Iterable[object] | None = None, *, shown: bool = True, **options: Any) -> Bar:
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
     A line is printed every 30 seconds, then ever more seldom, and at the end unless `leave=False`. Times do not count
@@ -83,7 +83,7 @@ class _Lines(Bar):
     # No monitor thread: it would refresh a bar that prints lines.
     monitor_interval = 0
 
-    def __init__(self, items: Iterable[Any] | None, *, bar_format: str = _LINE, **options: Any) -> None:
+    def __init__(self, items: Iterable[object] | None, *, bar_format: str = _LINE, **options: Any) -> None:
         self._began = time.monotonic()
         self._due = self._began + SECONDS
         # Without the bar itself, which only a terminal redraws.

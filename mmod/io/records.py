@@ -16,7 +16,7 @@ class FolderTakenError(FileExistsError, ValueError):
 
 
 def record_config(
-    folder: str | Path, record: Mapping[str, Any], *, file: str, kind: str, free_keys: Collection[str] = ()
+    folder: str | Path, record: Mapping[str, object], *, file: str, kind: str, free_keys: Collection[str] = ()
 ) -> bool:
     """Record a config as JSON in a free folder, or check the folder's record; return whether there was one."""
     existing = read_record(folder, file)
@@ -52,8 +52,8 @@ def _holds_file(path: Path) -> bool:
 
 def check_same(
     path: str | Path,
-    existing: Mapping[str, Any],
-    record: Mapping[str, Any],
+    existing: Mapping[str, object],
+    record: Mapping[str, object],
     *,
     kind: str,
     free_keys: Collection[str] = (),
@@ -66,7 +66,7 @@ def check_same(
         )
 
 
-def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()) -> str:
+def differences(existing: Mapping[str, object], record: Mapping[str, object], free_keys: Collection[str] = ()) -> str:
     """Return the dotted keys with different values in two records, with both values, as a text; empty if none differ.
 
     A missing key counts as None, and so do an empty list and mapping.
@@ -90,11 +90,11 @@ def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_key
     return "; ".join(changes)
 
 
-def _shown(key: str, values: Mapping[str, Any]) -> str:
+def _shown(key: str, values: Mapping[str, object]) -> str:
     return repr(values[key]) if key in values else "not set"
 
 
-def _near(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _near(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return a question for a key of one record that looks like a misspelt one of both."""
     if key in before and key in now:
         return ""
@@ -102,7 +102,7 @@ def _near(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f" (is {near[0]} meant?)" if near else ""
 
 
-def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
+def flatten(tree: Mapping[str, object], separator: str = ".") -> dict[str, Any]:
     """Return the leaves of nested mappings by their joined keys.
 
     Example:
@@ -118,6 +118,6 @@ def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
     return leaves
 
 
-def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(record: Mapping[str, object]) -> dict[str, Any]:
     # A round trip through JSON: tuples must equal the lists of a file.
     return json.loads(json.dumps(dict(record), default=str))

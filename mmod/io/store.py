@@ -76,7 +76,7 @@ class Store:
         # Reads the file at once, so that a damaged one is refused before anything is computed.
         self._find("")
 
-    def get(self, identity: Mapping[str, Any], as_type: type | None = None, *, timed_on: str | None = None) -> Any:
+    def get(self, identity: Mapping[str, object], as_type: type | None = None, *, timed_on: str | None = None) -> Any:
         """Return the result of an identity; None without one.
 
         Args:
@@ -86,7 +86,7 @@ class Store:
         line = self._find(_key(_whole(identity, timed_on)))
         return None if line is None else self._value_in(line, as_type)
 
-    def put(self, identity: Mapping[str, Any], value: Any, *, timed_on: str | None = None) -> None:
+    def put(self, identity: Mapping[str, object], value: object, *, timed_on: str | None = None) -> None:
         """Keep the result of an identity in place of an earlier one, see `get`.
 
         Args:
@@ -94,7 +94,7 @@ class Store:
         """
         self._write(_whole(identity, timed_on), value, supersede=True)
 
-    def once(self, identity: Mapping[str, Any], compute: Callable[[], Any], *, timed_on: str | None = None) -> Any:
+    def once(self, identity: Mapping[str, object], compute: Callable[[], Any], *, timed_on: str | None = None) -> Any:
         """Return the result of an identity, and compute it if there is none.
 
         It is returned as the file holds it, so that it does not depend on who computed it: a tuple is a list, keys are
@@ -108,7 +108,7 @@ class Store:
             line = self._write(whole, compute(), supersede=False)
         return self._value_in(line)
 
-    def __contains__(self, identity: Mapping[str, Any]) -> bool:
+    def __contains__(self, identity: Mapping[str, object]) -> bool:
         return self._find(_key(_whole(identity, None))) is not None
 
     def remove(self) -> None:
@@ -225,7 +225,7 @@ class Store:
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"{str(self.path)!r} is damaged, or no store: {why}. Delete it or choose another file")
 
-    def _write(self, whole: Mapping[str, Any], value: Any, *, supersede: bool) -> bytes:
+    def _write(self, whole: Mapping[str, object], value: object, *, supersede: bool) -> bytes:
         """Write the line of a result, and return it, or the one that is not to be superseded."""
         key = _key(whole)
         text = json.dumps({**whole, "value": value}, default=_packed).encode()
@@ -323,14 +323,14 @@ def _weights(count: int, step: float) -> Tensor:
     return 0.5 + torch.arange(count) * step % 1
 
 
-def _whole(identity: Mapping[str, Any], timed_on: str | None) -> dict[str, Any]:
+def _whole(identity: Mapping[str, object], timed_on: str | None) -> dict[str, Any]:
     """Return an identity with mmod's version, and with the environment of times."""
     if timed_on is not None:
         identity = {**identity, "environment": environment(timed_on)}
     return {"mmod": __version__, "identity": dict(identity)}
 
 
-def _key(whole: Mapping[str, Any]) -> str:
+def _key(whole: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
@@ -349,7 +349,7 @@ def _checksum(text: bytes) -> bytes:
     return b"%08x" % zlib.crc32(text)
 
 
-def _packed(value: Any) -> Any:
+def _packed(value: object) -> Any:
     """Return what JSON cannot hold as plain values."""
     if isinstance(value, np.generic):
         return value.item()
@@ -372,7 +372,7 @@ def _packed_array(array: np.ndarray) -> str:
     return base64.b64encode(squeezed if worthwhile else content).decode()
 
 
-def _unpacked(value: Any) -> Any:
+def _unpacked(value: object) -> Any:
     if isinstance(value, list):
         return [_unpacked(item) for item in value]
     if not isinstance(value, dict):

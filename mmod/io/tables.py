@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmod.io.files import write_atomically
 from mmod.values import without_nan
@@ -28,7 +28,7 @@ class MarkdownTable(NamedTuple):
         return f"{table}\n\n{self.caption}" if self.caption else table
 
 
-def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], caption: str = "") -> MarkdownTable:
+def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, object]], caption: str = "") -> MarkdownTable:
     """Return values by column name as a table without empty rows and columns.
 
     Example:
@@ -46,7 +46,7 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], c
     return MarkdownTable([[columns[name][0] for name in used], *lines], caption)
 
 
-def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
+def _cell(row: Mapping[str, object], name: str, form: str) -> str:
     value = row.get(name)
     if value is None:
         return ""

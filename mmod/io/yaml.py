@@ -103,7 +103,7 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
     return functools.reduce(merged, files) if known.config else None, options
 
 
-def merged(fields: Mapping[str, Any], changes: Mapping[str, Any], null_removes: bool = False) -> dict[str, Any]:
+def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False) -> dict[str, Any]:
     """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
     Example:
