@@ -49,6 +49,6 @@ def _fill(
         after(job)
 
 
-def measured_once(store: Store, identity: Mapping[str, Any], measure: Callable[[], Measured]) -> Measured:
+def measured_once(store: Store, identity: Mapping[str, object], measure: Callable[[], Measured]) -> Measured:
     """Return rows from a store, and measure them if they are not there."""
     return Measured(**store.once(identity, lambda: measure()._asdict()))

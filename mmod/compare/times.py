@@ -45,13 +45,13 @@ def sample_times(
 
 def times_once(
     store: Store,
-    identity: Mapping[str, Any],
-    readings: Callable[[], Readings[Any]],
+    identity: Mapping[str, object],
+    readings: Callable[[], Readings[Input]],
     device: torch.device,
     *,
     rounds: int,
     shown: bool = False,
-) -> Times[Any]:
+) -> Times[Input]:
     """Return times from the store of this machine, and measure the rounds that are not there.
 
     Each round is kept at once: speed-ups compare times of one round, which may be of an earlier call.
@@ -61,7 +61,7 @@ def times_once(
         readings: Makes the models and their passes.
     """
     by_pass: Times[Any] = {}
-    ready: Readings[Any] | None = None
+    ready: Readings[Input] | None = None
     bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown)
     # The store knows times by the threads that they were measured on.
     with on_timing_threads(), bar:

@@ -27,7 +27,7 @@ from mmod.studies.plan import search_for
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, device_of, seed_draws
-from mmod.training.engine.run_folder import portable
+from mmod.training.engine.run_folder import FitResult, portable
 from mmod.training.kinds import kind_of
 
 BASE = "base"
@@ -77,7 +77,7 @@ class Measurer:
             self.models.clear()
         return self.measure(self.ready(run), callback, self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Other processes load the models that they need.
         return {**vars(self), "models": {}}
 
@@ -94,7 +94,7 @@ class Measurer:
         seed_draws(run.seed, 0, 0)
         return model
 
-    def of_final(self, run: Run, identity: Mapping[str, Any], compute: Callable[[nn.Module], Any]) -> Any:
+    def of_final(self, run: Run, identity: Mapping[str, object], compute: Callable[[nn.Module], Any]) -> Any:
         """Return what is computed of a run's final model, once on a machine.
 
         Args:
@@ -158,8 +158,8 @@ class Rates(NamedTuple):
 def compare(
     candidates: Sequence[Candidate],
     kind: Kind,
-    data: Mapping[str, Any] | None = None,
-    train: Any = None,
+    data: Mapping[str, object] | None = None,
+    train: RunConfig | None = None,
     seeds: int = 1,
     store: Store | None = None,
     *,
@@ -215,7 +215,7 @@ def compare(
             table.costs[run.name] = count(run, measurer, table.runs[run.name][0])
         each(table, run)
 
-    def time() -> Times[Any]:
+    def time() -> Times[tuple[str, int]]:
         return {} if timing is None else _times(first, timing, measurer, shown=runner.progress)
 
     fill(table, runs, measurer, runner, after=after, time=time)
@@ -225,14 +225,14 @@ def compare(
 def runs_of(
     candidates: Sequence[Candidate],
     kind: Kind,
-    train: Any = None,
+    train: RunConfig | None = None,
     seeds: int = 1,
     *,
     train_dense: bool = False,
     bases: str | None = None,
 ) -> list[Run]:
     """Return the runs of a comparison in the order they must be done, see `compare`."""
-    dense: Any = kind.config
+    dense = kind.config
     is_dense_tuned = train is not None and any(one.name == DENSE and one.is_trained for one in candidates)
     has_dense = any(one.name == DENSE for one in candidates)
     base = BASE if is_dense_tuned else DENSE
@@ -249,7 +249,7 @@ def runs_of(
             # It starts from what its config says, like a model from scratch.
             candidate = dataclasses.replace(candidate, from_scratch=True)
             runs.append(Run(base, seed, seeded, work, candidate=candidate, is_trained=train_dense))
-        start: Any = dense if train is None else train
+        start = dense if train is None else train
         start = start.started_from(str(folder)) if train_dense else start
         for candidate in others:
             config = candidate.configure(seeded, dataclasses.replace(start, seed=seed))
@@ -263,14 +263,14 @@ def runs_of(
     return runs
 
 
-def _with_data(kind: Kind, data: Mapping[str, Any] | None) -> Kind:
+def _with_data(kind: Kind, data: Mapping[str, object] | None) -> Kind:
     """Return the kind of the same run with changed fields of `data`."""
     if not data:
         return kind
     return kind_of(type(kind.config).from_dict(merged(kind.config.to_dict(), {"data": dict(data)})))
 
 
-def _work(config: Any) -> float:
+def _work(config: RunConfig) -> float:
     """Return the duration of a run, in any unit that the runs of a comparison share."""
     return float(config.epochs or 1)
 
@@ -295,7 +295,7 @@ def _check_runs(kind: Kind, runs: Sequence[Run]) -> None:
             raise ValueError(f"model {run.name!r} of the study: {error}") from error
 
 
-def _final_config(run: Run) -> Any:
+def _final_config(run: Run) -> RunConfig:
     """Return the config of a run's final model."""
     return run.config.finished(run.config.output) if run.is_trained else run.config
 
@@ -363,7 +363,7 @@ def evaluate_start(
     return measured_once(store, identity, measure)
 
 
-def fit(config: Any, callback: Callback) -> Any:
+def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
     """Train a run, or read the result of a finished one; refuse one without an evaluation."""
     kind = kind_of(config)
     fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
@@ -414,12 +414,12 @@ def _sha256(file: Path, changed: int) -> str:
     return sha256(file)
 
 
-def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown: bool) -> Times[Any]:
+def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown: bool) -> Times[tuple[str, int]]:
     """Return the times of final models, by input and size of batches."""
     kinds = {name: kind_of(_final_config(run)) for name, run in runs.items()}
     identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(timing.sizes)}
 
-    def readings() -> Readings[Any]:
+    def readings() -> Readings[tuple[str, int]]:
         passes: dict[str, dict[tuple[str, int], Reading]] = {}
         for name, kind in kinds.items():
             model = measurer.load(kind.config)

@@ -16,6 +16,7 @@ from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unkn
 
 if TYPE_CHECKING:
     from mmod.data.config import DataConfig
+    from mmod.training.engine.config import RunConfig
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
@@ -143,7 +144,7 @@ class StudyConfig(Checked):
         sizes = sorted({*self.latency_batches, self.latency_batch})
         return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
-    def run_configs(self) -> tuple[Any, Any]:
+    def run_configs(self) -> tuple[RunConfig, RunConfig]:
         """Return the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit."""
         run_config = config_class(self.trains)
         dense = run_config.from_dict(self.dense_fields)
@@ -156,10 +157,10 @@ class StudyConfig(Checked):
         """The kind of its runs."""
         return self.kind
 
-    def check(self, dense: Any, tuned: Any) -> None:
+    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
 
-    def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
+    def check_named(self, series: str, routing: Mapping[str, object]) -> None:
         """Raise a ValueError if a series is named after a preset and its routing decides in another way.
 
         Blocks, capacities, gates, losses and options for language models may differ.
@@ -177,7 +178,7 @@ class StudyConfig(Checked):
                     f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
                 )
 
-    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
+    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, Any]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
         return dict(fields) if capacity is None else {**fields, "capacity": capacity}
 
@@ -285,7 +286,7 @@ class ImageStudyConfig(TimmStudyConfig):
     kind: Literal["image"] = "image"
     score: Literal["top1", "objects", "mean_iou"] = "top1"
 
-    def check(self, dense: Any, tuned: Any) -> None:
+    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse a score of patches where images have the labels, and training on the images of the evaluation."""
         self.check_splits(tuned.data)
         if self.score != "top1" and dense.data.label_patch is None:
@@ -356,7 +357,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
         """Features are those of image models."""
         return "image"
 
-    def check(self, dense: Any, tuned: Any) -> None:
+    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""
         self.check_splits(tuned.data)
         data = dense.data
@@ -434,7 +435,7 @@ class ChatStudyConfig(StudyConfig):
             for fields in budgets.values():
                 one_of(f"baselines.{name}.kind", fields.get("kind"), ["resolution"])
 
-    def check(self, dense: Any, tuned: Any) -> None:
+    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse training configs without questions."""
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
@@ -443,7 +444,7 @@ class ChatStudyConfig(StudyConfig):
         """Check the routing of the part; see `StudyConfig.check_named`."""
         super().check_named(series, routing[self.part])
 
-    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
+    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, Any]:
         """Return the routing of the part that is routed."""
         return {self.part: super().routing_at(fields, capacity)}
 
@@ -488,7 +489,7 @@ class IsoflopConfig(Checked):
         refuse_set_by_study("changes", self.changes, "methods", "epoch_steps")
 
 
-def refuse_set_by_study(what: str, changes: Mapping[str, Any], *more: str) -> None:
+def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) -> None:
     """Raise a ValueError where changes of a training config name what a study sets itself."""
     reserved = sorted({"output", "seed", "routing", *more} & set(changes))
     if reserved:

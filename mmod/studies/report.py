@@ -268,7 +268,7 @@ def _of_one_seed(config: Any, table: Table, names: Sequence[str]) -> list[str]:
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
 
 
-def hint(candidate: Candidate, row: Mapping[str, Any]) -> str:
+def hint(candidate: Candidate, row: Mapping[str, object]) -> str:
     """Return differences and settings of a model, the text that a browser shows at its point."""
     lines = [f"{name.replace('_', ' ')}: {row[name]}" for name in ("to_dense", "to_control") if row[name] is not None]
     size = {} if candidate.image_size is None else {"image_size": candidate.image_size}
@@ -283,8 +283,8 @@ def hint(candidate: Candidate, row: Mapping[str, Any]) -> str:
 def write_outcome(
     folder: Path,
     name: str,
-    record: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
+    record: Mapping[str, object],
+    rows: Sequence[Mapping[str, object]],
     text: str,
     pictures: Mapping[str, Figure],
 ) -> None:
@@ -296,7 +296,7 @@ def write_outcome(
     write_atomically(folder / f"{name}.md", text + "\n")
 
 
-def flat(row: Mapping[str, Any]) -> dict[str, Any]:
+def flat(row: Mapping[str, object]) -> dict[str, Any]:
     """Return a row with a column `NAME/FIELD` for every field of a difference."""
     columns: dict[str, Any] = {}
     for name, value in row.items():

@@ -54,7 +54,7 @@ AUDITS = extended(Audited)
 """The configs of audits by kind: training configs, whose model and data are audited on their device."""
 
 
-def record_of(config: RunConfig) -> dict[str, Any]:
+def record_of(config: RunConfig) -> dict[str, object]:
     """Return the options that the results depend on, as plain values."""
     # Captions are retrieved within a batch, so its size counts.
     free = ("workers", "pin_memory", *(() if config.kind == "pairs" else ("batch_size",)))

@@ -33,7 +33,7 @@ from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
-from mmod.studies.audit.config import AUDITS, record_of
+from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of
@@ -75,7 +75,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         reference=None if options.reference is None else _dense(kind, options.reference),
         baselines=baselines,
         others={name: read_set(kind, model, changes) for name, changes in options.others.items()},
-        shifts=shifts_of(kind),
+        shifts=shifts_of(kind, options.shifts),
     )
     # Once the options are checked, so that a refused audit leaves no folder.
     record_config(folder, record_of(config), file="config.json", kind="an audit")
@@ -90,7 +90,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         progress=progress,
     )
     costs = {name: _cost(kind, baseline, batches) for name, baseline in baselines.items()}
-    _write(folder, kind, model, report, costs, command or f"mmod audit {shlex.quote(config.output)}")
+    _write(folder, kind, model, options, report, costs, command or f"mmod audit {shlex.quote(config.output)}")
     # The record holds the result.
     Store(folder / STORE).remove()
     return report
@@ -125,10 +125,9 @@ def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
     return float(sum(kind.cost(model, kept).values()))
 
 
-def _generation(kind: Kind, model: nn.Module) -> Generation | None:
+def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generation | None:
     """Return the decisions of a model while it writes long texts; None if the config has none."""
     config = kind.config
-    options = config.audit
     if config.kind != "text" or not options.generation:
         return None
     # Longer texts than the windows of the training.
@@ -138,22 +137,27 @@ def _generation(kind: Kind, model: nn.Module) -> Generation | None:
     return evaluate_generation(model, tokens_BN, config.data.length, config.seed)
 
 
-def _maps(kind: Kind, model: nn.Module) -> Figure | None:
+def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     """Draw the kept tokens of some images; None for other samples."""
-    count = kind.config.audit.maps
-    if kind.config.kind != "image" or not count:
+    if not isinstance(kind.config, ImageConfig) or not count:
         return None
     return draw_sample_maps(model, sample_images(kind.config, count))
 
 
 def _write(
-    folder: Path, kind: Kind, model: nn.Module, report: Audit, baseline_costs: Mapping[str, float], command: str
+    folder: Path,
+    kind: Kind,
+    model: nn.Module,
+    options: AuditOptions,
+    report: Audit,
+    baseline_costs: Mapping[str, float],
+    command: str,
 ) -> None:
     """Write pictures, text and record of an audit."""
     counted = kind.report(model)
     cost = None if counted is None else dict(counted.to_dict())
-    generation = _generation(kind, model)
-    maps = _maps(kind, model)
+    generation = _generation(kind, model, options)
+    maps = _maps(kind, model, options.maps)
     if maps is not None:
         save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)

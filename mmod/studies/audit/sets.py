@@ -168,7 +168,7 @@ def sets_of(kind: str) -> Sets:
     return _SETS.get(kind, Sets())
 
 
-def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Batches:
+def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, object] | None = None) -> Batches:
     """Return the evaluation set of a kind, or another with changed keys of `data`."""
     data = kind.config.data
     changes = changes or {}
@@ -177,9 +177,8 @@ def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, Any] | None = N
     return sets_of(config.kind).read(kind_of(config), model)
 
 
-def shifts_of(kind: Kind) -> dict[str, Shift]:
-    """Return the shifts that a config names, as functions of batches."""
-    names = kind.config.audit.shifts
+def shifts_of(kind: Kind, names: Sequence[str]) -> dict[str, Shift]:
+    """Return the shifts of these names, as functions of batches."""
     refuse_unknown("shift of audit.shifts", names, list(SHIFTS))
     return {name: partial(sets_of(kind.config.kind).change, SHIFTS[name]) for name in names}
 
