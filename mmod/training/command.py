@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.config.parse import parse_config
 from mmod.io.yaml import parse_option
@@ -15,6 +15,7 @@ from mmod.values import check_value
 if TYPE_CHECKING:
     from torch import nn
 
+    from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.run_folder import FitResult
 
 _DRY = "--dry-run"
@@ -29,7 +30,7 @@ def is_first_process() -> bool:
     return world_info_from_env()[1] == 0
 
 
-def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
+def next_commands(config: RunConfig, result: FitResult[RoutedResult | None]) -> str:
     """Return the commands that a finished run may be followed by, and where its model is."""
     from mmod.methods.route import is_routed
 

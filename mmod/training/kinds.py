@@ -21,7 +21,7 @@ from mmod.values import one_of
 if TYPE_CHECKING:
     from mmod.training.chat import config as chat
     from mmod.training.chat.evaluate import EvalResult as ChatResult
-    from mmod.training.engine.kind import AfterStep, Kind
+    from mmod.training.engine.kind import AfterStep, Kind, Streams
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image import config as image
     from mmod.training.image.evaluate import EvalResult
@@ -38,7 +38,7 @@ def config_class(name: str) -> type[RunConfig]:
     return config
 
 
-def extended(keys: type[Any]) -> dict[str, type[RunConfig]]:
+def extended(keys: type) -> dict[str, type[RunConfig]]:
     """Return the config of every kind with further keys.
 
     Args:
@@ -53,7 +53,7 @@ def extended(keys: type[Any]) -> dict[str, type[RunConfig]]:
     return configs
 
 
-def kind_of(config: Any) -> Kind:
+def kind_of(config: object) -> Kind:
     """Return the kind of a run; imports its libraries. A TypeError for a config of no kind."""
     if not isinstance(config, RunConfig):
         raise TypeError(f"a run's config must be one of {', '.join(KINDS)}, got {type(config).__name__}")
@@ -63,15 +63,15 @@ def kind_of(config: Any) -> Kind:
 
 @typing.overload
 def fit(
-    config: image.TrainConfig, *, streams: Any = ..., progress: bool = ..., after_step: AfterStep = ...
+    config: image.TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
 ) -> FitResult[EvalResult]: ...
 @typing.overload
 def fit(
-    config: pairs.TrainConfig, *, streams: Any = ..., progress: bool = ..., after_step: AfterStep = ...
+    config: pairs.TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
 ) -> FitResult[PairsResult]: ...
 @typing.overload
 def fit(
-    config: text.TrainConfig, *, streams: Any = ..., progress: bool = ..., after_step: AfterStep = ...
+    config: text.TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
 ) -> FitResult[TextResult]: ...
 @typing.overload
 def fit(
@@ -124,7 +124,7 @@ def _named_kind(arguments: Sequence[str]) -> str | None:
     return parser.parse_known_args(words)[0].kind
 
 
-def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] = config_class) -> Any:
+def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[RunConfig]] = config_class) -> Any:
     """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind.
 
     In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file
@@ -158,6 +158,6 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] =
     return parse_config(arguments[1:], type(finished), finished.to_dict())
 
 
-def finished_run(config: Any, run: Path, weights: str | Path) -> Any:
+def finished_run(config: RunConfig, run: Path, weights: str | Path) -> RunConfig:
     """Return the config in a run folder, changed to start from the weights there."""
     return dataclasses.replace(config, output=str(run)).finished(str(weights))

@@ -202,7 +202,7 @@ class TrainConfig(RunConfig):
         """Return the config of a final model, which was saved with its methods and merged adapters."""
         return dataclasses.replace(self.plain().started_from(folder), routing=None, methods=[])
 
-    def continued(self, folder: str, length: Mapping[str, Any]) -> TrainConfig:
+    def continued(self, folder: str, length: Mapping[str, object]) -> TrainConfig:
         """Return the config of a run that trains on; the final model has its methods. See `RunConfig.continued`."""
         trainer = {**self.trainer, **{key.removeprefix("trainer."): value for key, value in length.items()}}
         model = self.model.started_from(folder)

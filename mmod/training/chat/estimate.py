@@ -172,7 +172,7 @@ def _is_trained(stack: BlockStack) -> bool:
     return any(weight.requires_grad for weight in weights)
 
 
-def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
+def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, object]) -> int:
     total = 0
     is_half = bool(trainer.get("bf16") or trainer.get("fp16"))
     for name, block in zip(stack.names, stack.blocks):

@@ -150,14 +150,14 @@ class DistributedConfig(Checked, group="distributed"):
         return self.kind == "fsdp"
 
 
-def check_described(fields: Mapping[str, Any]) -> None:
+def check_described(fields: Mapping[str, object]) -> None:
     """Raise unless fields of a transformers config name a model type, and sizes that are integers of at least 1."""
     _check_sizes(fields, "model.config")
     if not isinstance(fields.get("model_type"), str):
         raise ValueError(f"model.config needs a model_type, got {', '.join(fields) or 'nothing'}")
 
 
-def _check_sizes(fields: Mapping[str, Any], name: str) -> None:
+def _check_sizes(fields: Mapping[str, object], name: str) -> None:
     for key, value in fields.items():
         if isinstance(value, Mapping):
             _check_sizes(value, f"{name}.{key}")
@@ -276,7 +276,7 @@ class RunConfig:
         """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
         raise NotImplementedError
 
-    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
+    def continued(self, folder: str, length: Mapping[str, object]) -> Self:
         """Return the config of a new run that trains the final model of a run folder on, with a schedule of its own.
 
         Args:
@@ -294,7 +294,7 @@ class RunConfig:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+    def from_dict(cls, fields: Mapping[str, object]) -> Self:
         """Create a config from plain nested values; errors name an unknown key, or a value of another type or range.
 
         Example:

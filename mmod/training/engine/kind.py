@@ -15,9 +15,10 @@ from mmod.analysis import FlopReport
 from mmod.analysis.timing import Reading
 from mmod.data.loader import BatchStream
 from mmod.methods import Method
-from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
-from mmod.training.engine.evaluate import Columns, Evaluated
+from mmod.training.engine.evaluate import Columns, Evaluated, RoutedResult
+from mmod.training.engine.run_folder import FitResult
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
@@ -52,11 +53,11 @@ class Kind(Protocol):
     """
 
     @property
-    def config(self) -> Any:
+    def config(self) -> RunConfig:
         """The config of the run."""
 
     @property
-    def result(self) -> type[Any]:
+    def result(self) -> type[RoutedResult]:
         """The dataclass that evaluations return, a `RoutedResult`."""
 
     @property
@@ -75,7 +76,7 @@ class Kind(Protocol):
     def check_schedule(self) -> None:
         """Raise a ValueError if the run would train in vain in one process, as far as is known before data are read."""
 
-    def fit(self, *, progress: bool = True, after_step: AfterStep = ...) -> Any:
+    def fit(self, *, progress: bool = True, after_step: AfterStep = ...) -> FitResult[RoutedResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
 
     def estimate(self) -> Any:

@@ -38,7 +38,7 @@ from mmod.training.engine.distributed import (
     together,
     wait_for_all,
 )
-from mmod.training.engine.evaluate import Evaluated
+from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
 from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
@@ -63,14 +63,14 @@ def fit(
     streams: Streams | None = None,
     progress: bool = True,
     after_step: AfterStep = lambda step: None,
-) -> FitResult[Any]:
+) -> FitResult[RoutedResult]:
     """Train, or read the result of a finished run; see `mmod.training.fit`."""
     config = kind.config
     shared = config.distributed
     with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
         autocast(process.device, config.precision)
 
-        def train(write_config: Callable[[], object]) -> FitResult[Any]:
+        def train(write_config: Callable[[], object]) -> FitResult[RoutedResult]:
             trainer = _Trainer(kind, process, streams, write_config, after_step, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
@@ -151,7 +151,7 @@ class _Trainer:
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
         self.board = TensorBoard(logs, self.step)
 
-    def run(self) -> FitResult[Any]:
+    def run(self) -> FitResult[RoutedResult]:
         """Train the remaining epochs and write the result."""
         evaluation = average = None
         if self.step and self.progress:
@@ -247,7 +247,7 @@ class _Trainer:
                     self._save()
                     self._leave()
 
-    def _note_validation(self, data: str, result: Any) -> None:
+    def _note_validation(self, data: str, result: RoutedResult) -> None:
         if self.progress:
             weights = "validation" if data == "val" else "validation of the moving average"
             note(f"epoch {self.epoch + 1}/{self.epochs}: {weights} {result}")
@@ -406,7 +406,7 @@ class _Trainer:
         streams = {"train": self.train_stream, "val": self.test_stream}
         return {name: together(stream.report) for name, stream in streams.items()}
 
-    def _finish(self, evaluation: Evaluated, average: Evaluated | None) -> FitResult[Any]:
+    def _finish(self, evaluation: Evaluated, average: Evaluated | None) -> FitResult[RoutedResult]:
         self.board.close()
         result = FitResult(
             folder=str(self.folder),

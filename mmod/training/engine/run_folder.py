@@ -27,7 +27,7 @@ from mmod.training.engine.evaluate import RoutedResult
 _RESULT = "result.json"
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
-Result = TypeVar("Result", bound=RoutedResult | None)
+Result = TypeVar("Result", bound=RoutedResult | None, covariant=True)
 Done = TypeVar("Done")
 
 
@@ -179,7 +179,7 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
 
 
-def read_fit(folder: Path, result_class: type[Any]) -> FitResult[Any] | None:
+def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
     """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
     path = folder / _RESULT
     if not path.exists():
@@ -222,7 +222,7 @@ def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
         )
 
 
-def write_result(folder: str | Path, result: FitResult[Any]) -> None:
+def write_result(folder: str | Path, result: FitResult[RoutedResult | None]) -> None:
     """Write the result of a run, which marks it as finished."""
     fields = dataclasses.asdict(result)
     del fields["outcomes"]

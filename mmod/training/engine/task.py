@@ -131,7 +131,7 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
     return found[0] if found else "a gradient, or another process"
 
 
-def _first_nonfinite(task: Task, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
+def _first_nonfinite(task: Task, arguments: tuple[object, ...]) -> tuple[str, Tensor]:
     """Repeat a forward pass; return what was not finite first (weight, input, output or loss), and the loss."""
     # With gradients: auxiliary losses are those of passes that train.
     names: list[str] = []

@@ -43,7 +43,7 @@ def extract(
     model: nn.Module,
     stream: BatchStream,
     store: Store,
-    identity: Mapping[str, Any],
+    identity: Mapping[str, object],
     kind: FeatureKind = "head",
     *,
     precision: str = "fp32",
@@ -87,7 +87,7 @@ def extract(
     return read_features(store, identity)
 
 
-def read_features(store: Store, identity: Mapping[str, Any]) -> Features:
+def read_features(store: Store, identity: Mapping[str, object]) -> Features:
     """Read the features that `extract` kept in a store."""
     starts = count(0, _CHUNK)
     # Ends at the first batch that the store does not have.
