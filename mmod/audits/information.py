@@ -277,7 +277,7 @@ def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
     """Return a batch whose images are rolled by whole patches; None where it has none that the grid divides."""
     is_rolled = False
 
-    def move(value: Any) -> Any:
+    def move(value: object) -> Any:
         nonlocal is_rolled
         # Images alone: labels, masks and ids go with no place.
         if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():

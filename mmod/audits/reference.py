@@ -70,7 +70,7 @@ def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
     host: Any = adapted_model(model)
     entropies: list[Tensor] = []
 
-    def read(_: nn.Module, inputs: tuple[Any, ...], answer: Any) -> None:
+    def read(_: nn.Module, inputs: tuple[object, ...], answer: Any) -> None:
         entropies.append(_entropy(answer.logits))
 
     if find_library(model) == "transformers" and host.get_output_embeddings() is not None:

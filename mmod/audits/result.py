@@ -109,7 +109,7 @@ class Audit:
         return dataclasses.asdict(self, dict_factory=published)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Audit:
+    def from_dict(cls, fields: Mapping[str, object]) -> Audit:
         """Return the audit that `to_dict` wrote."""
         return from_plain(cls, fields, "audit", limit=None)
 

@@ -173,7 +173,7 @@ def _labelled(batch: Any) -> LabelledBatch:
     return labelled._replace(strata={group: _labels(group, labels) for group, labels in labelled.strata.items()})
 
 
-def _labels(group: str, labels: Any) -> list[str] | list[float]:
+def _labels(group: str, labels: object) -> list[str] | list[float]:
     """Return the labels of samples as plain values, which a store can hold."""
     plain: Any = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) else labels
     if isinstance(plain, (list, tuple)):

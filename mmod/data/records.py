@@ -117,7 +117,7 @@ def _turns(record: object) -> list[Any]:
     return messages
 
 
-def _only(record: Mapping[str, Any], keys: Sequence[str], empty: Sequence[Any] = (None,)) -> tuple[str, Any]:
+def _only(record: Mapping[str, object], keys: Sequence[str], empty: Sequence[object] = (None,)) -> tuple[str, Any]:
     """Return which of some keys a record has, and its value, which is none of the empty ones; "" and None for none."""
     present = [key for key in keys if record.get(key) not in empty]
     if len(present) > 1:
@@ -169,7 +169,7 @@ def _is_media(key: object, others: bool) -> bool:
     return isinstance(key, str) and bool(_MEDIA.fullmatch(key) or (others and _OTHER_IMAGES.fullmatch(key)))
 
 
-def _check_media(record: Mapping[str, Any], messages: list[Message], has_images: bool) -> None:
+def _check_media(record: Mapping[str, object], messages: list[Message], has_images: bool) -> None:
     """Raise a ValueError if a record holds anything to see or hear besides images, or another form of placeholder."""
     for key, value in record.items():
         # Beside `image`, the other names describe it.
@@ -184,7 +184,7 @@ def _check_media(record: Mapping[str, Any], messages: list[Message], has_images:
             raise ValueError(f"message {index} holds {found[0]!r}, which this reader does not read; write {IMAGE}")
 
 
-def image_names(record: Mapping[str, Any]) -> list[str]:
+def image_names(record: Mapping[str, object]) -> list[str]:
     """Return the image paths of a record, in order; raise a ValueError if `image` or `images` holds anything else."""
     key, value = _only(record, _IMAGES, empty=(None, "", []))
     names = [value] if isinstance(value, str) else value
@@ -206,7 +206,7 @@ def _image_parts(said: object) -> list[Mapping[str, Any]]:
     return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
 
 
-def _part_name(part: Mapping[str, Any]) -> str | None:
+def _part_name(part: Mapping[str, object]) -> str | None:
     values = [part[key] for key in _PART_NAMES if part.get(key) is not None]
     if not values:
         return None

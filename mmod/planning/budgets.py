@@ -98,7 +98,7 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches:
     return _with(candidate, values[_nearest(values, share, budget)])
 
 
-def _nearest(values: Sequence[Any], share: Callable[[Any], float], budget: float) -> int:
+def _nearest(values: Sequence[object], share: Callable[[Any], float], budget: float) -> int:
     """Return the index of the value, of ascending shares, whose share is nearest to a budget."""
     # Behind the largest number stands the dense model.
     high = len(values)
@@ -133,7 +133,7 @@ def _nearest(values: Sequence[Any], share: Callable[[Any], float], budget: float
     return min(known, key=lambda index: abs(known[index] - budget))
 
 
-def _share(candidate: Candidate, share_of: Share, value: Any) -> float:
+def _share(candidate: Candidate, share_of: Share, value: object) -> float:
     share = share_of(_with(candidate, value))
     if share is None:
         raise ValueError(f"{candidate.name}: its FLOPs depend on the data, so no number is fitted to them: give one")

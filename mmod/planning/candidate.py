@@ -141,5 +141,5 @@ def copy_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def _arguments(fields: Mapping[str, Any]) -> str:
+def _arguments(fields: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())

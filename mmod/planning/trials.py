@@ -195,7 +195,7 @@ def advise(
     return advice
 
 
-def _check_question(folder: Path, results: Store, question: Mapping[str, Any]) -> None:
+def _check_question(folder: Path, results: Store, question: Mapping[str, object]) -> None:
     """Refuse to replace advice on another model, other samples or with other settings."""
     taken = [name for name in WRITTEN if (folder / name).exists()]
     if not taken:

@@ -123,7 +123,7 @@ def _advised(candidate: Candidate) -> Candidate:
 
 
 def language_candidates(
-    model: nn.Module, part: str, depth: int, batches: Sequence[Mapping[str, Any]], store: Path | None
+    model: nn.Module, part: str, depth: int, batches: Sequence[Mapping[str, object]], store: Path | None
 ) -> list[Candidate]:
     """Return the candidates of a language model that reads images.
 
@@ -171,7 +171,7 @@ def smaller_images(model: Any) -> list[Candidate]:
     return candidates
 
 
-def _planned(name: str, plan: RoutingConfig, router: Any) -> Candidate:
+def _planned(name: str, plan: RoutingConfig, router: object) -> Candidate:
     config = plan.replace(router=router)
     routing = {"router": router, "blocks": plan.blocks, "capacity": plan.capacity}
     # Only what differs from the defaults, so that the line to copy is short.

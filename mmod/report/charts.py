@@ -47,7 +47,7 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     audit = record.audit
     across = record.audit.across
 
-    def chart(name: str, title: str, text: str, rows: Sequence[Mapping[str, Any]], figure: Figure) -> Chart:
+    def chart(name: str, title: str, text: str, rows: Sequence[Mapping[str, object]], figure: Figure) -> Chart:
         file = f"{record.name.replace('/', '-')}-{name}"
         return Chart(file, f"{record.name}: {title}", text, rows, svg_of(figure), record.command)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mmod.analysis.style import inline_svg
 from mmod.io.files import read_text, write_atomically
@@ -255,7 +255,7 @@ def _rich(text: str) -> str:
     return content
 
 
-def _lines(values: Mapping[str, Any]) -> str:
+def _lines(values: Mapping[str, object]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in values.items())
 
 

@@ -276,7 +276,7 @@ def _image_number(extension: str) -> int:
 
 
 def _row(
-    record: Mapping[str, Any], messages: tuple[Message, ...], images: list[Any], default: object
+    record: Mapping[str, object], messages: tuple[Message, ...], images: list[Any], default: object
 ) -> dict[str, Any]:
     key = str(record.get("id", default))
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}

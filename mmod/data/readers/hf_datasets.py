@@ -230,7 +230,7 @@ class StreamedSource:
             name = f"lane {lane} of epoch {epoch}, {position}" if self.lanes else str(position)
             raise UnreadableSampleError(Fault(self._source, name, str(error))) from error
 
-    def _parse_target(self, target: Any) -> Any:
+    def _parse_target(self, target: object) -> Any:
         try:
             return self._parse(target)
         except ValueError as error:
