@@ -16,6 +16,8 @@ from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, without_weights
 from mmod.planning.options import FIT
 from mmod.studies.config import ChatStudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.training.engine.config import RunConfig
+from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 
@@ -23,7 +25,9 @@ Chosen = tuple[list[Candidate], Mapping[str, str]]
 """The candidates of a study, and why others are left out, by name."""
 
 
-def image_candidates(config: TimmStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any) -> Chosen:
+def image_candidates(
+    config: TimmStudyConfig, candidates: Sequence[Candidate], dense: TrainConfig, tuned: TrainConfig
+) -> Chosen:
     """Return candidates with shallower dense models and baselines, fitted to the budgets that the study names."""
     candidates = [*candidates]
     epochs = dense.epochs + (tuned.epochs if config.tune else 0)
@@ -45,12 +49,14 @@ def _names_budgets(config: TimmStudyConfig) -> bool:
     return is_fitted or any("budgets" in series for series in config.routers.values())
 
 
-def chat_candidates(config: ChatStudyConfig, candidates: Sequence[Candidate], dense: Any, tuned: Any) -> Chosen:
+def chat_candidates(
+    config: ChatStudyConfig, candidates: Sequence[Candidate], dense: RunConfig, tuned: RunConfig
+) -> Chosen:
     """Return candidates with baselines of smaller images."""
     return [*candidates, *create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)], {}
 
 
-def _fitted(candidates: Sequence[Candidate], dense: Any) -> Chosen:
+def _fitted(candidates: Sequence[Candidate], dense: TrainConfig) -> Chosen:
     """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
     plain = without_weights(dense)
     model = kind_of(plain).sketch()
@@ -73,7 +79,7 @@ def _fitted(candidates: Sequence[Candidate], dense: Any) -> Chosen:
     return at_budgets(candidates, flops_of, sides, height * width, strict=True)
 
 
-def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[Candidate]:
+def _shallow(candidates: Sequence[Candidate], dense: TrainConfig, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
     plain = without_weights(dense)
     kind = kind_of(plain)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mmod.config.parse import parse_config
 from mmod.io.yaml import stack_configs
@@ -18,6 +18,9 @@ from mmod.studies.config import (
     StudyConfig,
 )
 from mmod.values import one_of
+
+if TYPE_CHECKING:
+    from mmod.studies.report import StudyResult
 
 ISOFLOP = "isoflop"
 _DRY = "--dry-run"
@@ -60,7 +63,7 @@ def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:
     yield _shown(run_study(config))
 
 
-def _shown(result: Any) -> Path:
+def _shown(result: StudyResult) -> Path:
     """Print the outcome of a study and return its folder."""
     used = sum(os.times()[:4])
     print(f"\n{result.summary}\nTable and pictures: {result.folder}, after {used:.0f} CPU seconds")

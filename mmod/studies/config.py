@@ -115,11 +115,6 @@ class StudyConfig(Checked):
         """The figure by which models are compared."""
         raise NotImplementedError
 
-    @property
-    def rates(self) -> list[float] | None:
-        """Factors of the learning rate, of which every model uses the best; None where a kind searches none."""
-        return None
-
     def following(self) -> StudyConfig | None:
         """Return the study that follows this one, in a folder of its `output`; None for none."""
         if self.then is None:

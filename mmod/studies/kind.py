@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import Chosen
 from mmod.studies.compare import Run, readings_of
+from mmod.studies.config import StudyConfig
 from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ Runs = Mapping[str, Run]
 """The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
 Facts = Mapping[str, Any]
 """What is known of the data and the dense model, also for the study's record."""
-Draw = Callable[[Any, Run, nn.Module], Mapping[str, "Figure"]]
+Study = TypeVar("Study", bound=StudyConfig)
+Draw = Callable[[Study, Run, nn.Module], Mapping[str, "Figure"]]
 """From a study's config, a run and its final model to pictures by name."""
 Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
@@ -58,7 +60,7 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyKind:
+class StudyKind(Generic[Study]):
     """What a kind of model contributes to a study: functions of its config and of what was measured.
 
     Attributes:
@@ -78,13 +80,13 @@ class StudyKind:
     """
 
     times: Mapping[str, tuple[str, str]]
-    count: Callable[[Any, Run, nn.Module, Measured], dict[str, float]]
-    tell: Callable[[Any, Table, Runs, Lines, Facts], Told]
-    candidates: Callable[[Any, list[Candidate], Any, Any], Chosen] | None = None
+    count: Callable[[Study, Run, nn.Module, Measured], dict[str, float]]
+    tell: Callable[[Study, Table, Runs, Lines, Facts], Told]
+    candidates: Callable[[Study, list[Candidate], Any, Any], Chosen] | None = None
     measure: Callable[..., Measured] | None = None
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Any, Any], Facts] | None = None
-    draw: Draw | None = None
+    draw: Draw[Study] | None = None
     readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
     derive: Callable[[Mapping[str, dict[str, float]]], None] | None = None
     baselines: Callable[[Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] | None = None

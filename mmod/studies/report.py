@@ -27,6 +27,7 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import BEFORE, Run
+from mmod.studies.config import StudyConfig
 from mmod.studies.kind import Facts, Runs, StudyKind, Told
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class StudyResult:
 
 
 def write_study(
-    config: Any,
+    config: StudyConfig,
     table: Table,
     runs: Runs,
     points: Sequence[Point],
@@ -157,7 +158,9 @@ def write_study(
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
-def points_of(kind: StudyKind, table: Table, runs: Runs, score: str, suffixes: Mapping[int, str]) -> list[Point]:
+def points_of(
+    kind: StudyKind[StudyConfig], table: Table, runs: Runs, score: str, suffixes: Mapping[int, str]
+) -> list[Point]:
     """Return candidates with their differences to the dense model, to their control and to the best baselines.
 
     Args:
@@ -188,7 +191,9 @@ def points_of(kind: StudyKind, table: Table, runs: Runs, score: str, suffixes: M
     ]
 
 
-def _columns_of_time(kind: StudyKind, table: Table, suffixes: Mapping[int, str]) -> dict[str, dict[str, float]]:
+def _columns_of_time(
+    kind: StudyKind[StudyConfig], table: Table, suffixes: Mapping[int, str]
+) -> dict[str, dict[str, float]]:
     """Return times and speed-ups by candidate; empty before they are measured."""
     by_name: dict[str, dict[str, float]] = {}
     for (inputs, size), ms in table.times.items():
@@ -260,7 +265,7 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _of_one_seed(config: Any, table: Table, names: Sequence[str]) -> list[str]:
+def _of_one_seed(config: StudyConfig, table: Table, names: Sequence[str]) -> list[str]:
     """Say what intervals are over where models were trained with one seed."""
     is_trained = config.train_dense or config.tune
     if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, names):

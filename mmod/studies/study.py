@@ -27,7 +27,7 @@ from mmod.studies.compare import (
     measure_run,
     runs_of,
 )
-from mmod.studies.config import StudyConfig
+from mmod.studies.config import StudyConfig, TimmStudyConfig
 from mmod.studies.kind import Draw, Facts, StudyKind
 from mmod.studies.report import StudyResult, epochs_of, points_of, write_study
 from mmod.training.kinds import kind_of
@@ -95,7 +95,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     return write(table)
 
 
-def _draw_once(config: Any, run: Run, measurer: Measurer, draw: Draw) -> None:
+def _draw_once(config: Any, run: Run, measurer: Measurer, draw: Draw[StudyConfig]) -> None:
     """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
     name = {"work": "pictures", "name": run.name}
     shown = json.dumps({"maps": config.maps, **identity_of_final(run)}, sort_keys=True)
@@ -110,9 +110,9 @@ def _draw_once(config: Any, run: Run, measurer: Measurer, draw: Draw) -> None:
     measurer.store.put(name, {"shown": shown, "titles": list(pictures)})
 
 
-def study_kind(kind: str) -> StudyKind:
+def study_kind(kind: str) -> StudyKind[StudyConfig]:
     """Return what a kind contributes to a study: `STUDY` of the module with its name. Imports its libraries."""
-    study: StudyKind = import_path(f"mmod.studies.{kind}:STUDY")
+    study: StudyKind[StudyConfig] = import_path(f"mmod.studies.{kind}:STUDY")
     return study
 
 
@@ -124,7 +124,7 @@ def candidates_and_runs(config: StudyConfig) -> tuple[list[Candidate], list[Run]
     return compared["candidates"], runs_of(**compared)
 
 
-def _compared(config: Any, study: StudyKind) -> tuple[dict[str, Any], Mapping[str, str]]:
+def _compared(config: StudyConfig, study: StudyKind[StudyConfig]) -> tuple[dict[str, Any], Mapping[str, str]]:
     """Return what a study compares, as arguments of `compare`, and why other candidates are left out."""
     if study.measure is None:
         before = config.score if config.before else None
@@ -136,7 +136,7 @@ def _compared(config: Any, study: StudyKind) -> tuple[dict[str, Any], Mapping[st
         # Of a trial, only the trained model counts.
         trial = partial(study.measure, dataclasses.replace(config, before=False))
     rates = None
-    if config.rates is not None:
+    if isinstance(config, TimmStudyConfig) and config.rates is not None:
         rates = Rates(config.rates, config.score, trial, {"val_split": config.rate_split})
     dense, tuned = config.run_configs()
     dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
