@@ -81,7 +81,9 @@ class Table:
         by_seed = self.runs.setdefault(name, {})
         before = by_seed.get(seed)
         if before is not None and rows.outcomes:
-            joined = {column: np.append(before.outcomes[column], values) for column, values in rows.outcomes.items()}
+            joined = {
+                column: np.concatenate([before.outcomes[column], values]) for column, values in rows.outcomes.items()
+            }
             rows = rows._replace(samples=before.samples + rows.samples, outcomes=joined)
         by_seed[seed] = rows
 

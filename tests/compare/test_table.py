@@ -143,6 +143,17 @@ def test_samples_are_paired_as_far_as_both_are_evaluated(scores: list[float], da
     assert interval.low <= interval.value + 1e-9 <= interval.high + 2e-9
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_outcomes_of_any_shape_join_those_of_samples_before(shape: tuple[int, ...]) -> None:
+    table = Table()
+    outcome = np.arange(5 * math.prod(shape)).reshape(5, *shape)
+    for part in (outcome[:2], outcome[2:]):
+        table.add("dense", 0, Measured({}, samples=len(part), outcomes={"right": part}))
+    joined = table.runs["dense"][0]
+    assert joined.samples == 5
+    assert np.array_equal(joined.outcomes["right"], outcome)
+
+
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=30))
 def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right: list[tuple[bool, bool]]) -> None:
     table = Table()
