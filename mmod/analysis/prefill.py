@@ -277,11 +277,12 @@ class _Counter:
 
 def _modules_of_host(block: nn.Module) -> dict[str, nn.Module]:
     """Return the modules in a block by their name, without those that methods added."""
-    added: list[str] = []
-    for name, module in block.named_modules():
-        if isinstance(module, Mixin):
-            added += [f"{name}.{own}".lstrip(".") for own in module.added_modules]
-    return {name: module for name, module in block.named_modules() if not name.startswith(tuple(added))}
+    added: set[nn.Module] = set()
+    for module in block.modules():
+        for name, child in module.named_children():
+            if isinstance(module, Mixin) and name in module.added_modules:
+                added.update(child.modules())
+    return {name: module for name, module in block.named_modules() if module not in added}
 
 
 def _sizes_of_host(block: nn.Module) -> dict[str, int]:

@@ -130,6 +130,16 @@ def test_protected_text_is_counted_as_kept(protected: int) -> None:
         flops(model, Prompt(10, PATCHES, protected_tokens=11))
 
 
+def test_a_module_of_the_host_named_like_the_router_is_counted() -> None:
+    model: Any = mmod.route_(make_language("llama"), language=mmod.RoutingConfig(router="linear", capacity=0.5))
+    before = flops(model, Prompt(8)).blocks
+    for row in before:
+        layer = model.get_submodule(row.name)
+        layer.router_gate = torch.nn.Linear(layer.hidden_size, 8)
+    for row, counted in zip(before, flops(model, Prompt(8)).blocks):
+        assert counted.dense == row.dense + 2 * 8 * model.config.hidden_size * 8
+
+
 @torch.no_grad()
 def test_routers_that_peft_trains_copies_of_are_counted_once() -> None:
     peft = pytest.importorskip("peft")
