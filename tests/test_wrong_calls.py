@@ -154,6 +154,7 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
         expected = model(images)
         for call, error, message in [
             (lambda: mmod.route_(model), ValueError, r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_"),
+            (lambda: mmod.route_(model, "tread"), ValueError, r"already routed; call mmod\.undo_ first"),
             (lambda: mmod.set_capacity_(model, -1), ValueError, r"in \[0, 1\], got -1"),
             (lambda: mmod.apply_(model, Merge()), ValueError, "changed by routing, which 'merge' cannot follow"),
             (lambda: mmod.set_capacity_(model, "0.5"), TypeError, "capacity must be a number in .*, got '0.5'"),

@@ -178,16 +178,17 @@ class Route(Method):
     def check(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Raise a ValueError if a part is already routed; `change` runs all other checks before it changes anything."""
         others = [method for method in methods_of(model) if isinstance(method, Route)]
+        # In evaluation, blocks that are routed in training alone are dense.
+        is_routed = any(self.parts.keys() & method.parts.keys() for method in others)
+        if is_routed or any(is_converted(block) for stack in stacks.values() for block in stack.blocks):
+            raise ValueError(
+                f"this {type(model).__name__} is already routed; call mmod.undo_ first, or mmod.set_capacity_"
+            )
         if any(method.training_only != self.training_only for method in others):
             raise ValueError(
                 f"another part of this {type(model).__name__} is routed in training and evaluation, or in training "
                 "alone: training_only must be the same for all parts"
             )
-        for stack in stacks.values():
-            if any(is_converted(block) for block in stack.blocks):
-                raise ValueError(
-                    f"this {type(model).__name__} is already routed; call mmod.undo_ first, or mmod.set_capacity_"
-                )
 
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Convert the blocks of each part in place."""
