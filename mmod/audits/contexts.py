@@ -21,12 +21,12 @@ from mmod.audits.evaluations import Evaluate, LabelledBatch
 from mmod.audits.information import check_shapes, kept_shares, rolled_twice
 from mmod.audits.oracle import worth_of
 from mmod.audits.reference import consult
-from mmod.audits.replace import free_tokens, keep_best, only_free, replaced_decisions
+from mmod.audits.replace import keep_best, replaced_decisions
 from mmod.audits.strata import DIFFICULTY, check_labels
 from mmod.audits.tables import ACCURACY, LOSS, BatchRows, Columns, DecisionRows, Mask, TokenKinds, baseline_row
 from mmod.config import AuditConfig, Grid
 from mmod.methods.route import routed_blocks
-from mmod.routing import Routing
+from mmod.routing import Routing, only_free
 from mmod.values import Checked, brief
 
 Shift = Callable[[Any, range], Any]
@@ -202,7 +202,7 @@ class Contexts:
                 f"{', '.join(known)}: pass batches that run the same parts of the model"
             )
         blocks = routed_blocks(self.model)
-        free = {name: free_tokens(routing, blocks[name].router.prefix) for name, routing in routings.items()}
+        free = {name: routing.free(blocks[name].router.prefix) for name, routing in routings.items()}
         tokens = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()})
         wanted = self.config.grid
         if wanted is not None and math.prod(wanted) not in tokens:

@@ -65,19 +65,6 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
         yield
 
 
-def free_tokens(routing: Routing, prefix: int) -> Tensor:
-    """Return where a token may be skipped (B, N)."""
-    return routing.tokens.free(routing.score_BN, prefix)
-
-
-def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
-    """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F)."""
-    # A stable sort of zeros and ones: those that may be skipped come first, in their order.
-    most = int(free_BN.sum(1).max())
-    first_BN = (~free_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :most]
-    return value_BN.gather(1, first_BN).masked_fill(~free_BN.gather(1, first_BN), 0)
-
-
 def keep_best(
     rank_BN: Tensor, learned: Routing, routing: Routing, router: Router, left_BN: Tensor | None = None
 ) -> Routing:
@@ -87,28 +74,28 @@ def keep_best(
     NaN ranks last.
     """
     kept_BN = learned.keep_BN
-    free_BN = free_tokens(learned, router.prefix)
+    free_BN = learned.free(router.prefix)
     groups = learned.tokens
     group_BN = groups.group_BN if isinstance(groups, TokenGroups) else free_BN.long()
     least = torch.finfo(torch.float64).min
     # NaN and minus infinity rank last among those that may be chosen, but above what may not.
     level_BN = rank_BN.double().nan_to_num(nan=least, neginf=least)
-    places = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand(kept_BN.shape)
+    ascending_BN = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand(kept_BN.shape)
     keep_BN = kept_BN & ~free_BN
     # Group 0 holds what may not be skipped.
     for group in range(1, int(group_BN.max()) + 1):
         among_BN = group_BN == group
         open_BN = among_BN if left_BN is None else among_BN & left_BN
         order_BN = level_BN.masked_fill(~open_BN, -torch.inf).argsort(dim=1, descending=True, stable=True)
-        rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
-        keep_BN = keep_BN | (among_BN & (rank_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
+        position_BN = torch.empty_like(order_BN).scatter_(1, order_BN, ascending_BN)
+        keep_BN = keep_BN | (among_BN & (position_BN < (kept_BN & among_BN).sum(dim=1, keepdim=True)))
     slots = learned.kept.index_BK.shape[1]
     # The same trick: kept tokens first, in order.
     index_BK = (~keep_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :slots]
     valid_BK = learned.kept.valid_BK
     if valid_BK is not None:
         # Fewer may be kept than there are slots where an image has padding.
-        valid_BK = places[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
+        valid_BK = ascending_BN[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
     return routing._replace(
         kept=routing.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),
         gate_BK=_weights(routing, index_BK, router),

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any
 
 from torch import Tensor, nn
@@ -180,7 +181,8 @@ class Route(Method):
         others = [method for method in methods_of(model) if isinstance(method, Route)]
         # In evaluation, blocks that are routed in training alone are dense.
         is_routed = any(self.parts.keys() & method.parts.keys() for method in others)
-        if is_routed or any(is_converted(block) for stack in stacks.values() for block in stack.blocks):
+        blocks = chain.from_iterable(stack.blocks for stack in stacks.values())
+        if is_routed or any(map(is_converted, blocks)):
             raise ValueError(
                 f"this {type(model).__name__} is already routed; call mmod.undo_ first, or mmod.set_capacity_"
             )

@@ -4,7 +4,7 @@
 # ruff: noqa: F401
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import Kept, kept_count, select_threshold, select_topk
-from mmod.routing.decision import Joined, Routing, Rule, TokenGroups, TokenMasks
+from mmod.routing.decision import Joined, Routing, Rule, TokenGroups, TokenMasks, only_free
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router

@@ -191,6 +191,10 @@ class Routing(NamedTuple):
         """Logits that decide about a token alone: predicted ones, or else the scores (B, N)."""
         return self.score_BN if self.predicted_BN is None else self.predicted_BN
 
+    def free(self, prefix: int) -> Tensor:
+        """Return which tokens may be skipped (B, N), for a router's prefix."""
+        return self.tokens.free(self.score_BN, prefix)
+
     def to(self, device: torch.device) -> Routing:
         """Return the same decision on another device."""
         if self.kept.index_BK.device == device:
@@ -219,3 +223,16 @@ class Rule(NamedTuple):
         if self.config is not other.config and self.config != other.config:
             return False
         return self.capacity is other.capacity or self.capacity == other.capacity
+
+
+def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
+    """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F).
+
+    Example:
+        >>> only_free(torch.tensor([[5, 6, 7]]), torch.tensor([[False, True, True]]))
+        tensor([[6, 7]])
+    """
+    # A stable sort of zeros and ones: those that may be skipped come first, in their order.
+    most = int(free_BN.sum(1).max())
+    first_BN = (~free_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, :most]
+    return value_BN.gather(1, first_BN).masked_fill(~free_BN.gather(1, first_BN), 0)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.audits.replace import free_tokens, keep_best, replaced_decisions
+from mmod.audits.replace import keep_best, replaced_decisions
 from mmod.routing import DecoderRouter, Router, Routing, TokenMasks, assign_groups
 from tests.kit.zoo import make_images, make_model
 
@@ -136,7 +136,7 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
         group_BN = (~protected & (valid_BN if kind != "prefix" else torch.ones_like(valid_BN))).long()
     learned = router(x_BND, tokens=marks)
     kept = keep_best(rank_BN, learned, learned, router)
-    assert torch.equal(free_tokens(learned, router.prefix), group_BN > 0)
+    assert torch.equal(learned.free(router.prefix), group_BN > 0)
     for image in range(images):
         expected = set((learned.keep_BN & (group_BN <= 0))[image].nonzero().flatten().tolist())
         for group in range(1, int(group_BN[image].max()) + 1):

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.audits.replace import free_tokens, only_free
 from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold
 from mmod.io.tables import write_csv
 from mmod.methods.route import is_routed, routed_blocks
-from mmod.routing import Router, Routing, TokenGroups
+from mmod.routing import Router, Routing, TokenGroups, only_free
 
 Row = dict[str, Any]
 
@@ -81,7 +80,7 @@ class RouterHealth:
             self._figures[name] = figures_of(routing, block.router)
             if self._measured and routing.score_BN.requires_grad:
                 self._gradients[name] = torch.zeros((), device=routing.score_BN.device)
-                free_BN = free_tokens(routing, block.router.prefix)
+                free_BN = routing.free(block.router.prefix)
                 # A hook, because the gradient of a score exists during the backward pass alone.
                 routing.score_BN.register_hook(partial(_count_gradients, self._gradients, name, free_BN))
 
@@ -164,7 +163,7 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 def figures_of(routing: Routing, router: Router) -> Figures:
     """Return the statistics of a decision."""
     keep_BN = routing.keep_BN
-    free_BN = free_tokens(routing, router.prefix)
+    free_BN = routing.free(router.prefix)
     tokens = routing.tokens
     # Of prompts only the tokens that compete count, of images all that exist.
     counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.audits.replace import free_tokens
 from mmod.routing import DecoderRouter, Router, assign_groups
 from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, named, rows_of_logs
 from tests.kit.engine_worker import run, tiny_config
@@ -130,7 +129,7 @@ def test_agreement_of_positions_counts_pairs_of_images(images: int, tokens: int)
     torch.manual_seed(images)
     router = Router(mmod.RoutingConfig(router="norm"), dim=4, block=0, capacity=0.5, prefix=1)
     routing = router(torch.randn(images, tokens, 4))
-    figures, free = figures_of(routing, router), free_tokens(routing, 1)
+    figures, free = figures_of(routing, router), routing.free(1)
     keep = [set(row.nonzero().flatten().tolist()) for row in routing.keep_BN & free]
     pairs = [(i, j) for i in range(images) for j in range(images) if i != j]
     kept = sum(len(keep[i]) for i, _ in pairs)
