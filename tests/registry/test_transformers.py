@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
+from tests.kit.cover import in_turn
 from tests.kit.folders import make_image_model, save_image_model, side_of
 from tests.kit.processes import run_processes
 from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, OTHERS, make_joint, make_language, prompt, words
@@ -93,7 +93,7 @@ def open_with_every_class(folder: Path, installed: bool) -> None:
     if not installed:
         forget_mmod()
     for name, kinds in CLASSES.items():
-        for kind, options in itertools.product(kinds, ({}, {"attn_implementation": "eager"}, {"dtype": "auto"})):
+        for kind, options in in_turn(kinds, ({}, {"attn_implementation": "eager"}, {"dtype": "auto"})):
             with pytest.raises(ValueError, match=r"no dense one|Unrecognized configuration class"):
                 getattr(transformers, kind).from_pretrained(folder / name, **options)
         assert len(transformers.AutoConfig.from_pretrained(folder / name).to_dict()) > 10
