@@ -18,9 +18,9 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
 from tests.kit.chat_configs import GAMMA, P_MOD, vlm_config
 
-ADAPTERS: dict[str, Any] = {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}}
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 # The last one's checkpoints are split, too.
-RUNS: dict[str, dict[str, Any]] = {"shared": {"routing": GAMMA}, "adapters": ADAPTERS, "sharded": ADAPTERS}
+RUNS: dict[str, dict[str, Any]] = {"shared": {"routing": GAMMA}, "sharded": {"routing": P_MOD, "lora": LORA}}
 
 
 def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
