@@ -20,6 +20,11 @@ LABELLED = labelled(batches(8, seed=0))
 RANDOM_ALONE = mmod.AuditConfig(["random"], draws=1, resamples=100)
 
 
+def plain(**comparisons: Any) -> dict[str, Any]:
+    """Return what an audit of one set, without baselines, is asked for."""
+    return options(**{"shifts": {}, "baselines": {}, "others": {}, **comparisons})
+
+
 def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) -> None:
     uninterrupted = mmod.audit(**options())
     file = tmp_path / "partial.json"
@@ -38,7 +43,7 @@ def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) ->
     "change",
     [
         {"config": mmod.AuditConfig(leave_one_out=1, draws=2, resamples=100)},
-        {"comparisons": {"others": {}}},
+        {"comparisons": {"others": {"other": batches(5, seed=2)}}},
         {"batches": [tuple(torch.cat(part) for part in zip(*batches(8, seed=0)))]},
         {"batches": batches(8, seed=0)[:2]},
         {"batches": [*labelled(batches(8, seed=0))[:2], labelled(batches(8, seed=1))[2]]},
@@ -57,7 +62,7 @@ def test_another_audit_takes_nothing_from_the_store_and_leaves_what_is_there(
     file = tmp_path / "partial.json"
     file.write_bytes(half_done)
     comparisons = change.get("comparisons", {})
-    other = {**options(**comparisons), **{name: value for name, value in change.items() if name != "comparisons"}}
+    other = {**plain(**comparisons), **{name: value for name, value in change.items() if name != "comparisons"}}
     assert mmod.audit(**other, store=file).to_dict() == mmod.audit(**other).to_dict()
     assert file.read_bytes().startswith(half_done)
 
@@ -69,17 +74,17 @@ def test_a_set_of_unknown_length_that_has_become_shorter_is_audited_anew(tmp_pat
         def __iter__(self) -> Iterator[Batch]:
             return iter(batches(8, seed=0)[: self.left])
 
-    unsized = {**options(), "batches": Unsized()}
+    unsized = {**plain(), "config": RANDOM_ALONE, "batches": Unsized()}
     for Unsized.left in (3, 2, 3):
         assert mmod.audit(**unsized, store=tmp_path / "partial.json").to_dict() == mmod.audit(**unsized).to_dict()
 
 
 def test_of_a_set_that_has_grown_the_further_batches_alone_are_evaluated(tmp_path: Path) -> None:
-    plain = {**options(shifts={}, baselines={}, others={}), "config": RANDOM_ALONE}
-    mmod.audit(**{**plain, "batches": LABELLED[:2]}, store=tmp_path / "partial.json")
+    config = {**plain(), "config": RANDOM_ALONE}
+    mmod.audit(**{**config, "batches": LABELLED[:2]}, store=tmp_path / "partial.json")
     # Two models on the first batch, then one batch: as learned, the dense model, rolled twice, and random tokens.
-    audit = mmod.audit(**plain, evaluate=stopping(2 + 5), store=tmp_path / "partial.json")
-    assert audit.to_dict() == mmod.audit(**plain).to_dict()
+    audit = mmod.audit(**config, evaluate=stopping(2 + 5), store=tmp_path / "partial.json")
+    assert audit.to_dict() == mmod.audit(**config).to_dict()
 
 
 def sets_in(content: bytes) -> dict[str, int]:
@@ -92,16 +97,18 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the file of an audit that was cut."""
     file = tmp_path_factory.mktemp("half") / "partial.json"
     with pytest.raises(Stopped):
-        mmod.audit(**options(), evaluate=stopping(58), store=file)
-    return file.read_bytes()
+        mmod.audit(**plain(), evaluate=stopping(58), store=file)
+    content = file.read_bytes()
+    assert sets_in(content) == {"positions": 2, "audit": 1}
+    return content
 
 
 def test_progress_that_was_not_written_whole_is_dropped(half_done: bytes, tmp_path: Path) -> None:
     file = tmp_path / "partial.json"
-    plain = {**options(), "config": RANDOM_ALONE}
+    expected = mmod.audit(**plain()).to_dict()
     for size in (len(half_done) // 2, 10):
         file.write_bytes(half_done[:size])
-        assert mmod.audit(**plain, store=file).to_dict() == mmod.audit(**plain).to_dict()
+        assert mmod.audit(**plain(), store=file).to_dict() == expected
 
 
 def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -112,12 +119,12 @@ def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_batches_that_are_done_are_passed_over_in_the_bar(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = {**options(shifts={}, baselines={}, others={}), "config": RANDOM_ALONE}
+    config = {**plain(), "config": RANDOM_ALONE}
     with pytest.raises(Stopped):
-        mmod.audit(**plain, evaluate=stopping(10), store=tmp_path / "partial.json")
+        mmod.audit(**config, evaluate=stopping(10), store=tmp_path / "partial.json")
     capfd.readouterr()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    mmod.audit(**plain, store=tmp_path / "partial.json", progress=True)
+    mmod.audit(**config, store=tmp_path / "partial.json", progress=True)
     bars = [line for line in capfd.readouterr().err.split("\r") if line.strip()]
     for name, total in (("positions", "2/2"), ("audit", "3/3")):
         assert total in [bar for bar in bars if bar.startswith(name)][-1]
