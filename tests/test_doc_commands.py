@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from mmod import cli
 from mmod.compare import times
+from mmod.planning import budgets
 from mmod.studies.study import candidates_and_runs
 from mmod.training.kinds import kind_of
 from tests.kit import pages
@@ -274,6 +275,11 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                     kind_of(dataclasses.replace(config, model=model, **untrained)).create()
         raise _MadeError
 
+    def first_guess(studied: Any, _: Any, *sizes: Any, strict: bool) -> Any:
+        # What candidates cost, `test_study_configs_plan_their_runs` in tests/studies/test_image.py counts.
+        return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
+
+    monkeypatch.setattr("mmod.studies.candidates.at_budgets", first_guess)
     monkeypatch.setattr("mmod.studies.study.run_study", make)
     # What says on what, how often and in how many processes models are compared makes no other model.
     same = r" --(seeds|processes|images|limit|checkpoint|latency_\w+) \S+"
