@@ -397,7 +397,9 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(tm
         resize_images(model, side)
         return batches[1]
 
-    advice = mmod.advise(models[0], batches[0], at_size=at_size, progress=False)
+    # What is in the folder is not measured again by the calls below.
+    options: dict[str, Any] = {"folder": tmp_path / "advice", "progress": False}
+    advice = mmod.advise(models[0], batches[0], at_size=at_size, **options)
     # One of 2 x 2 patches.
     row = next(row for row in advice.rows if row.series == "smaller-image")
     assert (row.name, row.advice, row.code) == ("smaller-image-0.25", "use images of 4 px", "")
@@ -419,13 +421,13 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(tm
     assert "```python" not in str(advised)
     assert '```yaml\nmodel: {"image_size": 4}\n```' in str(advised)
     # Other prompts are not compared.
-    refused = mmod.advise(models[0], batches[0], at_size=lambda *_: batches[0][::-1], progress=False).refused
+    refused = mmod.advise(models[0], batches[0], at_size=lambda *_: batches[0][::-1], **options).refused
     assert refused["smaller-image-0.25"].startswith("images of another size change more of the prompts")
 
     def failing(model: nn.Module, side: int) -> list[Any]:
         raise IndexError("no grid of this size")
 
-    refused = mmod.advise(models[0], batches[0], at_size=failing, progress=False).refused
+    refused = mmod.advise(models[0], batches[0], at_size=failing, **options).refused
     assert refused["smaller-image-0.25"] == "images of 4 px: no grid of this size"
     with pytest.raises(ValueError, match="leave it out for images, or candidates"):
         mmod.advise(timm.create_model("test_vit"), [torch.zeros(1, 3, 160, 160)], at_size=at_size)
