@@ -5,20 +5,19 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from mmod.version import __version__
 
 
-def environment(device: str = "cpu") -> dict[str, Any]:
+def environment(device: str = "cpu") -> dict[str, object]:
     """Return what a measurement depends on: versions, processor or GPU, and threads.
 
     Raises:
         ValueError: A GPU is requested and torch sees none.
     """
-    machine: dict[str, Any] = {"mmod": __version__, "torch": str(torch.__version__)}
+    machine: dict[str, object] = {"mmod": __version__, "torch": str(torch.__version__)}
     machine |= {"python": platform.python_version(), "device": device}
     if torch.device(device).type == "cuda":
         if not torch.cuda.is_available():

@@ -106,7 +106,7 @@ def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any
         raise ValueError(f"{name} is no JSON: {error}") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     # `dict` drops duplicates, so a shorter mapping has some.
     if len(values) < len(pairs):

@@ -30,7 +30,9 @@ def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def with_options(fields: Mapping[str, object], options: Iterable[tuple[str, str]], config_class: Any) -> dict[str, Any]:
+def with_options(
+    fields: Mapping[str, object], options: Iterable[tuple[str, str]], config_class: type | None
+) -> dict[str, Any]:
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML."""
     result = dict(fields)
     for key, text in options:
@@ -38,7 +40,9 @@ def with_options(fields: Mapping[str, object], options: Iterable[tuple[str, str]
     return result
 
 
-def _with_option(fields: Mapping[str, object], keys: Sequence[str], text: str, config_class: Any) -> dict[str, Any]:
+def _with_option(
+    fields: Mapping[str, object], keys: Sequence[str], text: str, config_class: type | None
+) -> dict[str, Any]:
     name, *inner = keys
     hint = Any if config_class is None else typing.get_type_hints(config_class).get(name, Any)
     group = dataclass_in(hint)
@@ -56,7 +60,7 @@ def _with_option(fields: Mapping[str, object], keys: Sequence[str], text: str, c
     return {**fields, name: value}
 
 
-def add_fields(parser: argparse.ArgumentParser, config_class: Any) -> None:
+def add_fields(parser: argparse.ArgumentParser, config_class: type) -> None:
     """Add the fields of a config without groups to a parser: those without a default by position, others as options.
 
     The parser keeps their texts; see `with_options`.

@@ -118,6 +118,6 @@ def flatten(tree: Mapping[str, object], separator: str = ".") -> dict[str, Any]:
     return leaves
 
 
-def _plain(record: Mapping[str, object]) -> dict[str, Any]:
+def _plain(record: Mapping[str, object]) -> dict[str, object]:
     # A round trip through JSON: tuples must equal the lists of a file.
     return json.loads(json.dumps(dict(record), default=str))

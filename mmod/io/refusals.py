@@ -82,7 +82,7 @@ def one_line_warnings() -> Iterator[None]:
     """Context in which a warning is one line without the place in the code that raised it, and is shown once."""
     told: set[str] = set()
 
-    def line_of(message: Warning | str, *_: Any, **__: Any) -> str:
+    def line_of(message: Warning | str, *_: object, **__: object) -> str:
         text = f"warning: {message}\n"
         if text in told:
             return ""

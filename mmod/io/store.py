@@ -94,7 +94,9 @@ class Store:
         """
         self._write(_whole(identity, timed_on), value, supersede=True)
 
-    def once(self, identity: Mapping[str, object], compute: Callable[[], Any], *, timed_on: str | None = None) -> Any:
+    def once(
+        self, identity: Mapping[str, object], compute: Callable[[], object], *, timed_on: str | None = None
+    ) -> Any:
         """Return the result of an identity, and compute it if there is none.
 
         It is returned as the file holds it, so that it does not depend on who computed it: a tuple is a list, keys are
@@ -323,7 +325,7 @@ def _weights(count: int, step: float) -> Tensor:
     return 0.5 + torch.arange(count) * step % 1
 
 
-def _whole(identity: Mapping[str, object], timed_on: str | None) -> dict[str, Any]:
+def _whole(identity: Mapping[str, object], timed_on: str | None) -> dict[str, object]:
     """Return an identity with mmod's version, and with the environment of times."""
     if timed_on is not None:
         identity = {**identity, "environment": environment(timed_on)}
@@ -349,7 +351,7 @@ def _checksum(text: bytes) -> bytes:
     return b"%08x" % zlib.crc32(text)
 
 
-def _packed(value: object) -> Any:
+def _packed(value: object) -> object:
     """Return what JSON cannot hold as plain values."""
     if isinstance(value, np.generic):
         return value.item()
