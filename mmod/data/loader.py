@@ -35,7 +35,7 @@ from mmod.data.synthetic.scenes import SCENES
 from mmod.io.files import text_bytes
 from mmod.io.progress import warn_once
 
-_SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
+_SETS: dict[str, SyntheticSet[Any, Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22

@@ -54,7 +54,7 @@ class ConversationsConversion(PackConfig):
         check_fields(self)
 
 
-def convert_conversations(config: ConversationsConversion, progress: bool = True) -> dict[str, Any]:
+def convert_conversations(config: ConversationsConversion, progress: bool = True) -> dict[str, object]:
     """Check every record and image and return the report; an interrupted check resumes.
 
     Raises:

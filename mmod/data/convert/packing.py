@@ -39,6 +39,7 @@ _FREE = ("threads", "output", "on_corrupt")
 _ALIASES = {"MPO": "JPEG"}
 
 Item = TypeVar("Item")
+Config = TypeVar("Config")
 
 
 def file_extension(image: Image.Image) -> str:
@@ -147,7 +148,7 @@ def check_image(data: bytes, prefix: str = "") -> tuple[Image.Image, Image.Image
         raise UnusableError("image cannot be decoded", f"{prefix}{error}") from error
 
 
-def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], **details: Any) -> dict[str, Any]:
+def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], **details: object) -> dict[str, object]:
     """Write `report.json` with the counts and these details, and `dropped.csv` with dropped items; show the shards.
 
     Raises:
@@ -174,8 +175,8 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], 
 
 
 def run_conversion(
-    settings: type[Any],
-    convert: Callable[[Any], dict[str, Any]],
+    settings: type[Config],
+    convert: Callable[[Config], dict[str, object]],
     description: str | None,
     arguments: Sequence[str],
     prog: str | None = None,

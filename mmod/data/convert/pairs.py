@@ -75,7 +75,7 @@ class TableRow(NamedTuple):
     fault: str = ""
 
 
-def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, Any]:
+def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, object]:
     """Convert a table to shards and return the report; an interrupted conversion resumes.
 
     The shards come with `sizes.json` (samples per shard, for open_clip's training program), `dropped.csv` and

@@ -23,10 +23,11 @@ SIZES = "sizes.json"
 _COLUMNS, _ROWS = 8, 4
 
 Config = TypeVar("Config", bound=DrawnConfig)
+Scene = TypeVar("Scene")
 
 
 @dataclass(frozen=True)
-class SyntheticSet(Generic[Config]):
+class SyntheticSet(Generic[Config, Scene]):
     """A data set generated from parameters, and reused if it was built before.
 
     Args:
@@ -42,8 +43,8 @@ class SyntheticSet(Generic[Config]):
     title: str
     format: int
     difficulties: Mapping[str, Config]
-    compose: Callable[[Config, str], Iterator[Any]]
-    encode: Callable[[str, Any], dict[str, bytes]]
+    compose: Callable[[Config, str], Iterator[Scene]]
+    encode: Callable[[str, Scene], dict[str, bytes]]
     shard_digits: int = 6
     key_digits: int = 6
     sizes: bool = False
@@ -107,8 +108,10 @@ class SyntheticSet(Generic[Config]):
             write_json(folder / SIZES, sizes)
         write_json(folder / MANIFEST, {**manifest, "shards": shards})
 
-    def _write(self, folder: Path, config: Config, splits: Sequence[str], progress: bool) -> dict[str, dict[str, Any]]:
-        shards: dict[str, dict[str, Any]] = {}
+    def _write(
+        self, folder: Path, config: Config, splits: Sequence[str], progress: bool
+    ) -> dict[str, dict[str, object]]:
+        shards: dict[str, dict[str, object]] = {}
         counts = getattr(config, config.counts)
         size = config.shard_size
         total = sum(counts[split] for split in splits)
@@ -140,7 +143,7 @@ class SyntheticSet(Generic[Config]):
         return manifest
 
 
-def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> None:
+def save_montage(path: str | Path, dataset: SyntheticSet[Config, Scene], config: Config) -> None:
     """Write a new PNG file with the first test images of a set, each followed by its label map if there is one."""
     scale = max(1, 96 // config.canvas)
     gap = 4

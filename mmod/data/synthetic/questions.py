@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -191,9 +191,9 @@ def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.rand
     return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
 
 
-def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any]:
+def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, object]:
     """Return a conversation about these image files as a LLaVA record, with the question types as `kinds`."""
-    record: dict[str, Any] = {"id": key, "kinds": [turn.question_type for turn in chat.turns]}
+    record: dict[str, object] = {"id": key, "kinds": [turn.question_type for turn in chat.turns]}
     if images:
         record["image"] = images[0] if len(images) == 1 else images
     messages: list[dict[str, str]] = []
@@ -217,7 +217,7 @@ images as `KEY.0.png`, `KEY.1.png`."""
 
 def export_questions(
     root: str | Path, config: QuestionsConfig | str = "default", progress: bool = False
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Write LLaVA's files, `SPLIT.json` and a folder `images`; return `samples` and `sha256` of each JSON file."""
     config = QUESTIONS.config(config) if isinstance(config, str) else config
     files = {}
