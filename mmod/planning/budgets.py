@@ -25,7 +25,7 @@ Flops = Callable[[Candidate], float | None]
 def at_budgets(
     candidates: Sequence[Candidate],
     flops_of: Flops,
-    sides: Sequence[Any],
+    sides: Sequence[object],
     patches: int,
     *,
     strict: bool,
@@ -67,7 +67,7 @@ def at_budgets(
     return named, left_out | equal
 
 
-def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches: int) -> Candidate:
+def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patches: int) -> Candidate:
     """Return a candidate with the number that brings its FLOPs nearest to its budget in place of "fit".
 
     Args:
@@ -84,7 +84,7 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches:
     if name is None:
         return candidate
     # The cheapest first.
-    values: Sequence[Any]
+    values: Sequence[object]
     if name in ("image_size", "size"):
         values = sides
     elif name == "r":
@@ -98,7 +98,7 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[Any], patches:
     return _with(candidate, values[_nearest(values, share, budget)])
 
 
-def _nearest(values: Sequence[object], share: Callable[[Any], float], budget: float) -> int:
+def _nearest(values: Sequence[object], share: Callable[[object], float], budget: float) -> int:
     """Return the index of the value, of ascending shares, whose share is nearest to a budget."""
     # Behind the largest number stands the dense model.
     high = len(values)
@@ -142,7 +142,7 @@ def _share(candidate: Candidate, share_of: Share, value: object) -> float:
 
 def _fitted_field(candidate: Candidate) -> str | None:
     """Return the name of the field that is to be fitted; a ValueError for several."""
-    fields: list[tuple[str, Any]] = [("image_size", candidate.image_size)]
+    fields: list[tuple[str, object]] = [("image_size", candidate.image_size)]
     for part in (candidate.routing or {}, *candidate.methods):
         fields += part.items()
     names = [name for name, value in fields if value == FIT]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from mmod.config import Gate, LanguageRouting, Merged, Threshold, register_preset, score
 from mmod.planning.schedules import drop_once, falling, ratio_decay
 
 
 @register_preset("mod")
-def mod() -> dict[str, Any]:
+def mod() -> dict[str, object]:
     """Raposo et al., arXiv 2404.02258: a linear score of the raw tokens is its own gate (Eq. 1).
 
     The auxiliary loss for causal sampling is omitted: image models see all tokens, so top-k needs none. To generate, a
@@ -23,7 +22,7 @@ def mod() -> dict[str, Any]:
 
 
 @register_preset("a-mod")
-def a_mod() -> dict[str, Any]:
+def a_mod() -> dict[str, object]:
     """Gadhikar et al., arXiv 2412.20875: importance of the preceding dense block, without gate or parameters.
 
     The paper does not say whether the class token is protected; here it is.
@@ -32,7 +31,7 @@ def a_mod() -> dict[str, Any]:
 
 
 @register_preset("p-mod")
-def p_mod(depth: int) -> dict[str, Any]:
+def p_mod(depth: int) -> dict[str, object]:
     """Zhang et al., arXiv 2412.04449: gate 1 + 0.2 tanh, and capacity that falls over depth, see `ratio_decay`.
 
     The score is linear in the raw tokens, with a bias; both start at zero. The gate also multiplies skipped tokens, as
@@ -51,7 +50,7 @@ def p_mod(depth: int) -> dict[str, Any]:
 
 
 @register_preset("modification")
-def modification() -> dict[str, Any]:
+def modification() -> dict[str, object]:
     """Zhang et al., arXiv 2410.14268: threshold 0.5 on a sigmoid score, which is also the gate, and the load penalty.
 
     The paper gates the attention and MLP outputs separately (`language={"gate_on": "branches"}` in language
@@ -61,7 +60,7 @@ def modification() -> dict[str, Any]:
 
 
 @register_preset("mindskip")
-def mindskip(depth: int) -> dict[str, Any]:
+def mindskip(depth: int) -> dict[str, object]:
     """He et al., arXiv 2410.13184: images skip the attention of blocks in the deeper half, by a hard threshold.
 
     The source trains the routers alone (`mmod.freeze_dense_`): a linear score averaged over the image's tokens, and a
@@ -81,7 +80,7 @@ def mindskip(depth: int) -> dict[str, Any]:
 
 
 @register_preset("gradual")
-def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, Any]:
+def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, object]:
     """This library's training-free routing of ViTs: similar tokens merge between attention and MLP, in five steps, and
     all get the update of their group.
 
@@ -101,7 +100,7 @@ def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, Any]:
 
 
 @register_preset("tread")
-def tread(depth: int, start: int = 2, end: int = 2) -> dict[str, Any]:
+def tread(depth: int, start: int = 2, end: int = 2) -> dict[str, object]:
     """TREAD, Krause et al., arXiv 2501.04765, for training alone: half of the tokens, drawn at random, skip the middle
     blocks.
 
@@ -119,7 +118,7 @@ def tread(depth: int, start: int = 2, end: int = 2) -> dict[str, Any]:
 
 
 @register_preset("pixelprune")
-def pixelprune() -> dict[str, Any]:
+def pixelprune() -> dict[str, object]:
     """PixelPrune, arXiv 2604.00886, in a vision tower: patches whose pixels equal those of a neighbour do not run.
 
     For pages, screens and drawings, whose patches are mostly equal. Decided before the first block, from the pixels
@@ -132,7 +131,7 @@ def pixelprune() -> dict[str, Any]:
 
 
 @register_preset("pixelprune-language")
-def pixelprune_language() -> dict[str, Any]:
+def pixelprune_language() -> dict[str, object]:
     """PixelPrune, arXiv 2604.00886, for language models: image tokens of patches whose pixels equal those of a
     neighbour reach no layer.
 
@@ -150,7 +149,7 @@ def pixelprune_language() -> dict[str, Any]:
 
 
 @register_preset("ipcv")
-def ipcv(depth: int) -> dict[str, Any]:
+def ipcv(depth: int) -> dict[str, object]:
     """IPCV, arXiv 2512.18747, in a vision tower: from the fourth block on, 0.35 of the tokens, those that the third one
     moved farthest.
 
@@ -163,7 +162,7 @@ def ipcv(depth: int) -> dict[str, Any]:
 
 
 @register_preset("v2drop")
-def v2drop(depth: int) -> dict[str, Any]:
+def v2drop(depth: int) -> dict[str, object]:
     """V2Drop, Chen et al., arXiv 2509.01552, for language models: image tokens that the third layer moved farthest.
 
     A half of them run from the fourth layer on, a quarter from 17/32 of the depth on and none from 22/32 on, as
@@ -185,7 +184,7 @@ def v2drop(depth: int) -> dict[str, Any]:
 
 
 @register_preset("evs")
-def evs() -> dict[str, Any]:
+def evs() -> dict[str, object]:
     """EVS, Bagrov et al., arXiv 2510.14624, for language models: a quarter of a video's tokens after its first frame,
     those that differ most from the frame before.
 
@@ -202,7 +201,7 @@ def evs() -> dict[str, Any]:
 
 
 @register_preset("evenly-spread")
-def evenly_spread(depth: int) -> dict[str, Any]:
+def evenly_spread(depth: int) -> dict[str, object]:
     """This library's training-free routing of language models: a quarter of the image tokens, evenly spread, from the
     second layer on.
 
@@ -219,7 +218,7 @@ def evenly_spread(depth: int) -> dict[str, Any]:
 
 
 @register_preset("distilled")
-def distilled() -> dict[str, Any]:
+def distilled() -> dict[str, object]:
     """This library's learned router: gate 1 + 0.2 tanh, and a score that learns to predict importance.
 
     Importance is computed in training only, so inference needs no attention map.
@@ -228,7 +227,7 @@ def distilled() -> dict[str, Any]:
 
 
 @register_preset("gamma-mod")
-def gamma_mod(depth: int) -> dict[str, Any]:
+def gamma_mod(depth: int) -> dict[str, object]:
     """Luo et al., arXiv 2410.13859, for language models: one score for all layers, normalised by a sigmoid.
 
     The score reads the output of the layer's first norm; the released two-class softmax equals the sigmoid of the
@@ -258,7 +257,7 @@ def gamma_mod(depth: int) -> dict[str, Any]:
 
 
 @register_preset("videollm-mod")
-def videollm_mod() -> dict[str, Any]:
+def videollm_mod() -> dict[str, object]:
     """Wu et al., arXiv 2408.16730, for language models: a fifth of the tokens of each frame in every other layer.
 
     A frame is an image or a frame of a video; text is never skipped. The source leaves the gate open; here it is MoD's.

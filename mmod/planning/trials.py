@@ -211,7 +211,7 @@ def _check_question(folder: Path, results: Store, question: Mapping[str, object]
 
 
 def _name_of(model: nn.Module) -> str:
-    described: Mapping[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    described: Mapping[str, object] = getattr(model, "pretrained_cfg", None) or {}
     return str(described.get("architecture") or type(model).__name__)
 
 

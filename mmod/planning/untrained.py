@@ -102,10 +102,10 @@ def image_candidates(
     return [*map(_advised, fitted), *further], left_out | unfitted
 
 
-def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[Any]:
+def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object]:
     """Return smaller sizes in whole patches, the smallest first: one side of square images, or height and width."""
     rows, columns = size[0] // patch[0], size[1] // patch[1]
-    sizes: list[Any] = []
+    sizes: list[object] = []
     for fewer in range(1, rows):
         height, width = patch[0] * fewer, patch[1] * max(1, round(columns * fewer / rows))
         sizes.append(height if size[0] == size[1] and height == width else (height, width))
