@@ -21,6 +21,7 @@ from mmod.values import one_of
 if TYPE_CHECKING:
     from mmod.training.chat import config as chat
     from mmod.training.chat.evaluate import EvalResult as ChatResult
+    from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.kind import AfterStep, Kind, Streams
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image import config as image
@@ -77,7 +78,7 @@ def fit(
 def fit(
     config: chat.TrainConfig, *, progress: bool = ..., after_step: AfterStep = ...
 ) -> FitResult[ChatResult | None]: ...
-def fit(config: RunConfig, **options: Any) -> Any:
+def fit(config: RunConfig, **options: Any) -> FitResult[RoutedResult | None]:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
     Args:

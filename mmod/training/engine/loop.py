@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ from mmod.training.engine.distributed import (
     wait_for_all,
 )
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
+from mmod.training.engine.health import RouterHealth, Row, evaluated, named, write_rows
 from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
@@ -145,7 +145,7 @@ class _Trainer:
         self.meters = Meters(process.device)
         self.epoch = self.step = 0
         self.history: list[dict[str, float]] = []
-        self.routers: list[dict[str, Any]] = []
+        self.routers: list[Row] = []
         # Last, because it loads into model, average, optimiser, meters and the streams' reports.
         self._resume()
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None

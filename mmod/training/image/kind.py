@@ -103,9 +103,8 @@ class ImageKind:
             teacher = self.prepare(weights=False)
             load_weights(teacher, converted(read_state(name), teacher), name)
         else:
-            arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
             advice = "set distill.teacher to a run folder or a file of weights"
-            teacher = open_model(name, args=arguments, advice=advice).model
+            teacher = open_model(name, args={"in_chans": self.config.data.channels}, advice=advice).model
             check_input(teacher, self.config.data, pretrained=True)
         classes = image_facts(teacher).classes
         expected = image_facts(model).classes

@@ -105,8 +105,18 @@ def evaluate(
     Raises:
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
-    options: Any = {"zero_shot": zero_shot, "transform": transform, "workers": workers, "progress": progress}
-    result: EvalResult = evaluate_set(model, stream, tokenizer, torch.device(device), precision, **options).result
+    evaluated = evaluate_set(
+        model,
+        stream,
+        tokenizer,
+        torch.device(device),
+        precision,
+        zero_shot=zero_shot,
+        transform=transform,
+        workers=workers,
+        progress=progress,
+    )
+    result: EvalResult = evaluated.result
     return result
 
 
@@ -134,8 +144,9 @@ def evaluate_set(
         elif zero_shot is not None:
             folder = zero_shot.partition(":")[2]
             assert transform is not None
-            options: Any = {"stream": stream, "workers": workers, "bar": progress}
-            top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
+            top1, top5 = classify_folder(
+                model, tokenizer, transform, folder, stream=stream, workers=workers, bar=progress
+            )
     first_N, second_N = rank_both_ways(images, texts, tokens)
     result = EvalResult(
         image_to_text_r1=share(first_N < 1),

@@ -85,8 +85,9 @@ class TextKind:
 
     def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
-        options: dict[str, Any] = {"elastic": self.config.elastic, "progress": progress}
-        return Evaluated(evaluate(model, stream, process.device, self.config.precision, **options))
+        config = self.config
+        result = evaluate(model, stream, process.device, config.precision, elastic=config.elastic, progress=progress)
+        return Evaluated(result)
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""
