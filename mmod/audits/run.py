@@ -112,7 +112,7 @@ def _read(
     batches: Iterable[Any],
     *,
     store: Store | None,
-    identity: dict[str, Any],
+    identity: dict[str, object],
     shown: bool,
 ) -> Iterator[BatchRows]:
     """Yield the rows of each batch of a set, from the store if it has them; `identity` goes on from set to set."""
@@ -137,7 +137,7 @@ def _read(
         raise ValueError(f"an audit needs two images or more, got 0 for the {name}")
 
 
-def _identity(contexts: Contexts, batch: Any) -> dict[str, Any]:
+def _identity(contexts: Contexts, batch: Any) -> dict[str, object]:
     """Return plain values that identify an audit: options, and the losses of each model on a batch."""
     config = contexts.config
     losses = {name: fingerprint(contexts.outcome(model, batch)[LOSS]) for name, model in contexts.models.items()}

@@ -32,13 +32,13 @@ class StudyRecord:
     name: str
     folder: Path
     kind: str
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     title: str
     svg: str
     rows: Sequence[Mapping[str, Any]]
     tables: Sequence[Sequence[Sequence[str]]]
     verdict: str
-    environment: Mapping[str, Any]
+    environment: Mapping[str, object]
     summary: Sequence[Sequence[str]] = ()
     recommended: Sequence[str] = ()
     code: str = ""
@@ -51,7 +51,7 @@ class AuditRecord:
     name: str
     folder: Path
     command: str
-    environment: Mapping[str, Any]
+    environment: Mapping[str, object]
     audit: Audit
     flops: Mapping[str, Any] | None
     beside_flops: Mapping[str, float | None]

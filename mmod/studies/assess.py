@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import kind_of, parse_kind
@@ -76,5 +76,5 @@ def described(table: Table) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
-    config: Any = parse_kind(arguments)
+    config = parse_kind(arguments)
     print(described(assess(config)))

@@ -42,7 +42,7 @@ def image_candidates(
 
 def _names_budgets(config: TimmStudyConfig) -> bool:
     """Return whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
-    fields: list[Mapping[str, Any]] = []
+    fields: list[Mapping[str, object]] = []
     for budgets in config.baselines.values():
         fields += budgets.values()
     is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)

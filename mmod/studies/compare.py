@@ -94,7 +94,7 @@ class Measurer:
         seed_draws(run.seed, 0, 0)
         return model
 
-    def of_final(self, run: Run, identity: Mapping[str, object], compute: Callable[[nn.Module], Any]) -> Any:
+    def of_final(self, run: Run, identity: Mapping[str, object], compute: Callable[[nn.Module], object]) -> Any:
         """Return what is computed of a run's final model, once on a machine.
 
         Args:
@@ -151,7 +151,7 @@ class Rates(NamedTuple):
     factors: Sequence[float]
     figure: str
     measure: Measure
-    data: Mapping[str, Any] = {}
+    data: Mapping[str, object] = {}
     seed: int = 0
 
 

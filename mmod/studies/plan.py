@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
@@ -78,7 +78,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
 
 def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the result."""
-    config: Any = parse_kind(arguments, SEARCHES.__getitem__)
+    config = parse_kind(arguments, SEARCHES.__getitem__)
     folder = Path(config.output) / "plan"
     (search,) = search_for(config, [config.plan], folder)
     print(f"{search}\n\nPlan, picture and scores: {folder}")

@@ -95,7 +95,7 @@ class Point:
     # The difference to the best baseline that is as fast, and the baseline's name, by column.
     to_baselines: Mapping[str, Estimate | str | None] = field(default_factory=dict)
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """Return all columns by name."""
         row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": len(self.figures)}
         return {
@@ -113,8 +113,8 @@ class StudyResult:
     """The outcome of a study: its points, as rows of plain values in an isoFLOP study, and its text as Markdown."""
 
     folder: Path
-    points: list[Any]
-    rows: Sequence[Mapping[str, Any]]  # Of the table.
+    points: Sequence[object]
+    rows: Sequence[Mapping[str, object]]  # Of the table.
     table: str
     summary: str  # The most important columns, the text and the code, as printed.
     cpu_seconds: float  # Of all processes since the study was last started.
@@ -301,9 +301,9 @@ def write_outcome(
     write_atomically(folder / f"{name}.md", text + "\n")
 
 
-def flat(row: Mapping[str, object]) -> dict[str, Any]:
+def flat(row: Mapping[str, object]) -> dict[str, object]:
     """Return a row with a column `NAME/FIELD` for every field of a difference."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for name, value in row.items():
         fields = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
         columns |= {f"{name}/{field}".rstrip("/"): number for field, number in fields.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mmod.io.files import read_text
 from mmod.studies.audit.config import AUDITS
@@ -14,7 +13,7 @@ from mmod.training.kinds import parse_kind
 
 def main(arguments: Sequence[str]) -> list[Path]:
     """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
-    config: Any = parse_kind(arguments, AUDITS.__getitem__)
+    config = parse_kind(arguments, AUDITS.__getitem__)
     from mmod.studies.audit.run import audit_run
 
     audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of
 from mmod.training.image.classes import check_same_classes
@@ -70,7 +71,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     if conditions is None:
         conditions = [name for name in default_choices(options.reference is not None) if name not in sets.on_request]
     choices(conditions, None, has_reference=options.reference is not None)
-    baselines = _baselines(config)
+    baselines = _baselines(config, options.baselines)
     comparisons = Comparisons(
         reference=None if options.reference is None else _dense(kind, options.reference),
         baselines=baselines,
@@ -182,13 +183,13 @@ def _write(
     write_json(folder / "audit.json", record, indent=1)
 
 
-def _baselines(config: Any) -> dict[str, Any]:
+def _baselines(config: RunConfig, folders: Sequence[str]) -> dict[str, nn.Module]:
     """Return the models of `audit.baselines` by the names of their folders."""
-    folders = {Path(folder).name: Path(folder) for folder in config.audit.baselines}
-    if len(folders) < len(config.audit.baselines):
-        raise ValueError(f"audit.baselines names two folders alike: {', '.join(config.audit.baselines)}")
+    named = {Path(folder).name: Path(folder) for folder in folders}
+    if len(named) < len(folders):
+        raise ValueError(f"audit.baselines names two folders alike: {', '.join(folders)}")
     models = {}
-    for name, folder in folders.items():
+    for name, folder in named.items():
         root = find_run(folder)
         if root is None:
             raise FileNotFoundError(f"audit.baselines: {str(folder)!r} is no folder of a run, or weights in one")
