@@ -181,7 +181,7 @@ class Checked:
         check_fields(self, self._group)
 
 
-def check_value(name: str, value: object, hint: Any, limit: Limit | None = _FINITE) -> None:
+def check_value(name: str, value: object, hint: object, limit: Limit | None = _FINITE) -> None:
     """Raise unless a value is of a type and within a limit, None for any value; see `check_fields`."""
     fault = _fault(value, hint, limit)
     if fault is not None:
@@ -208,7 +208,7 @@ def _flow(value: object) -> str:
     return str(value)
 
 
-def fits(value: object, hint: Any) -> bool:
+def fits(value: object, hint: object) -> bool:
     """Return whether a value is of a type; see `check_fields`."""
     return _fault(value, hint, _FINITE) is None
 
@@ -240,7 +240,7 @@ def check_finite(name: str, values: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got {bad} of {values.numel()} values that are NaN or infinite")
 
 
-def without_nan(values: Any) -> Any:
+def without_nan(values: object) -> Any:
     """Return the plain values of a file, with None for numbers that are not finite: JSON and tables have none.
 
     Example:
@@ -307,7 +307,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     return cls(**fields)
 
 
-def _told_unknown(cls: Any, keys: Sequence[object], name: str) -> str:
+def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
     """Return the message for unknown keys of a config: similar ones, also in its groups, and once all valid ones."""
     prefix = f"{name}." if name else ""
     valid = sorted(_hints(cls))
@@ -326,7 +326,7 @@ def _told_unknown(cls: Any, keys: Sequence[object], name: str) -> str:
     return f"unknown config keys {', '.join(named)}; {listed}"
 
 
-def _paths_in_groups(cls: Any) -> Iterator[str]:
+def _paths_in_groups(cls: object) -> Iterator[str]:
     """Yield the dotted keys of the groups in a config."""
     for name, hint in _hints(cls).items():
         group = dataclass_in(hint)
@@ -335,7 +335,7 @@ def _paths_in_groups(cls: Any) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in (*_hints(group), *_paths_in_groups(group)))
 
 
-def dataclass_in(hint: Any) -> type | None:
+def dataclass_in(hint: object) -> type | None:
     """Return the dataclass that a field's type is or allows; None if its keys are free."""
     for item in (hint, *typing.get_args(hint)):
         if isinstance(item, type) and dataclasses.is_dataclass(item):
@@ -365,7 +365,7 @@ def required_fields(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is MISSING]
 
 
-def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
+def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> Any:
     """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
@@ -448,7 +448,7 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
     return None if isinstance(value, origin or hint) else TypeError
 
 
-def _fault_within(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:
+def _fault_within(value: object, hint: object, limit: Limit | None) -> type[Exception] | None:
     """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)

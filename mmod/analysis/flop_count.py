@@ -277,12 +277,12 @@ def _stacks(model: nn.Module, input_size: Size) -> dict[str, BlockStack]:
         return {}
 
 
-def _shapes(inputs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(inputs: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's arguments for one image, of those that are tensors."""
     return {name: tuple(value.shape[1:]) for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _to_meta(leaf: Any) -> Any:
+def _to_meta(leaf: object) -> Any:
     return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 

@@ -88,7 +88,7 @@ def floor_of(panels: Sequence[Sequence[Mark]], faster: bool = False) -> float:
 def draw_panels(
     axes: Sequence[Axes],
     panels: Sequence[Sequence[Mark]],
-    styles: Mapping[str, Mapping[str, Any]],
+    styles: Mapping[str, Mapping[str, object]],
     faster: bool = False,
 ) -> None:
     """Draw models, their fronts as lines with bars, and lost ones as arrows at the lower edge; see `floor_of`.
@@ -246,7 +246,7 @@ def name_panels(
     figure: Figure,
     axes: Sequence[Axes],
     panels: Sequence[Sequence[Mark]],
-    styles: Mapping[str, Mapping[str, Any]],
+    styles: Mapping[str, Mapping[str, object]],
     faster: bool = False,
 ) -> None:
     """Name the front of each panel, and all series in a legend below them, as wide as the figure."""

@@ -76,7 +76,7 @@ class Estimate:
         return format(self)
 
 
-def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def published(fields: Sequence[tuple[str, object]]) -> dict[str, Any]:
     """Return the fields of a dataclass as reports name them, for `dataclasses.asdict(..., dict_factory=published)`.
 
     An estimate has the keys value, low and high; a difference between models has mean, low, high and seeds. None

@@ -110,7 +110,7 @@ class Preset(RoutingConfig):
     preset: str
     changes: Mapping[str, Any]
 
-    def __init__(self, preset_name: str, changes: Mapping[str, Any]) -> None:
+    def __init__(self, preset_name: str, changes: Mapping[str, object]) -> None:
         # Blocks of the model's depth say nothing at the usual one.
         config = preset(preset_name, _USUAL_DEPTH, **{name: changes[name] for name in changes if name != "blocks"})
         if "blocks" in changes:

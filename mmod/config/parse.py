@@ -27,7 +27,7 @@ _PRINT = "--print_config"
 
 
 def parse_config(
-    arguments: Sequence[str], config_class: type[Config], start: Mapping[str, Any] | None = None
+    arguments: Sequence[str], config_class: type[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from the command line `CONFIG [--key.sub value ...]`.
 
@@ -53,7 +53,9 @@ def parse_config(
     return config
 
 
-def read_config(arguments: Sequence[str], config_class: type[Config], start: Mapping[str, Any] | None = None) -> Config:
+def read_config(
+    arguments: Sequence[str], config_class: type[Config], start: Mapping[str, object] | None = None
+) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
     fields, words = stack_configs(arguments)
     # The config in a run folder also records the number of processes.

@@ -168,7 +168,7 @@ def _options(part: Any) -> dict[str, Any]:
     return {item.name: plain(getattr(part, item.name)) for item in dataclasses.fields(part)}
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return a value of a config with all of its options, as plain JSON values.
 
     Example:
@@ -182,7 +182,7 @@ def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def spelled(value: Any) -> Any:
+def spelled(value: object) -> Any:
     """Return a value of a config as short as it can be written: a part as its name, its options, or both.
 
     Example:

@@ -89,7 +89,7 @@ class Loss:
         return self.function(*arguments)
 
 
-def check_frozen(entry: Any, base: type, title: str) -> None:
+def check_frozen(entry: object, base: type, title: str) -> None:
     """Raise a TypeError unless an entry is a frozen dataclass derived from a base class."""
     derived = isinstance(entry, type) and issubclass(entry, base)
     if not derived or not getattr(vars(entry).get("__dataclass_params__"), "frozen", False):
@@ -193,7 +193,7 @@ def score(name: str, **options: Any) -> Score:
     return made
 
 
-def read_part(field: str, value: Any) -> Any:
+def read_part(field: str, value: object) -> Any:
     """Return a part of a routing config: a value of its class, or what a name, options, or both describe.
 
     Example:
@@ -225,7 +225,7 @@ def read_part(field: str, value: Any) -> Any:
     return cls(**options)
 
 
-def check_options(values: Mapping[str, Any], valid: Sequence[str], fields: Mapping[str, Any]) -> None:
+def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Mapping[str, object]) -> None:
     """Raise a ValueError unless all names are valid options of a routing; that of a part's option says where it goes.
 
     Args:
@@ -244,7 +244,7 @@ def check_options(values: Mapping[str, Any], valid: Sequence[str], fields: Mappi
     refuse_unknown("routing option", values, valid)
 
 
-def place_of(option: str, value: Any, fields: Mapping[str, Any]) -> str:
+def place_of(option: str, value: object, fields: Mapping[str, object]) -> str:
     """Return the part of a routing that has an option, and how it is passed there; empty if none has it."""
     for field, part in read_parts(fields).items():
         cls = _PARTS[field][0] if isinstance(part, str) else type(part)
@@ -258,7 +258,7 @@ def place_of(option: str, value: Any, fields: Mapping[str, Any]) -> str:
     return _place_in_score(others[0], {option: value}) if others else ""
 
 
-def _place_in_score(name: str, options: Mapping[str, Any]) -> str:
+def _place_in_score(name: str, options: Mapping[str, object]) -> str:
     arguments = "".join(f", {option}={brief(value)}" for option, value in options.items() if option != "name")
     return f"the score {name!r}, pass router=mmod.score({name!r}{arguments})"
 
@@ -267,12 +267,12 @@ def _options_of(cls: type[Any]) -> list[str]:
     return [item.name for item in dataclasses.fields(cls) if item.name != "name"]
 
 
-def _named_options(part: Any) -> dict[str, Any]:
+def _named_options(part: object) -> dict[str, Any]:
     short = spelled(part)
     return {"name": short} if isinstance(short, str) else dict(short)
 
 
-def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
     """Return the parts that fields of `RoutingConfig` describe, defaults where one is missing."""
     router = read_part("router", fields.get("router", "attention"))
     gate = fields.get("gate")
@@ -289,7 +289,7 @@ def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def revised(fields: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, Any]:
     """Return fields of a routing config with changes; a mapping without a `name` changes options of the present part.
 
     Example:
