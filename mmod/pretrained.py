@@ -35,7 +35,7 @@ def save_pretrained(
     model: nn.Module,
     folder: str | Path,
     overwrite: bool = False,
-    architecture: str | Mapping[str, Any] | None = None,
+    architecture: str | Mapping[str, object] | None = None,
 ) -> None:
     """Save the weights of a model that `mmod` changed, and everything needed to build it again.
 
@@ -224,7 +224,7 @@ def apply_again(model: nn.Module, changes: Changes) -> None:
             read_method(values).apply_(model)
 
 
-def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, Any]:
     """Return the JSON description from which `_build` makes the model again."""
     methods = methods_of(model)
     if not methods and methods_inside(model):
@@ -257,7 +257,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
     return plain
 
 
-def _describe_own(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
+def _describe_own(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, Any]:
     """Return the class of a user's own model, which only the user can build."""
     if architecture is not None:
         raise ValueError("architecture is for open_clip: a model of your own class is built by you, leave it out")
@@ -265,7 +265,7 @@ def _describe_own(model: nn.Module, architecture: str | Mapping[str, Any] | None
     return {"class": f"{host.__module__}.{host.__qualname__}"}
 
 
-def _check_own(description: Mapping[str, Any]) -> None:
+def _check_own(description: Mapping[str, object]) -> None:
     if not isinstance(description["class"], str):
         raise ValueError(f"class in a saved folder must be a string, got {description['class']!r}")
 
@@ -277,7 +277,7 @@ def refuse_own(folder: str | Path) -> None:
         _build_own(config["model"])
 
 
-def _build_own(description: Mapping[str, Any]) -> NoReturn:
+def _build_own(description: Mapping[str, object]) -> NoReturn:
     raise ValueError(
         f"the folder holds weights of the class {description['class']}, which mmod cannot build: build the dense model "
         "and pass it, mmod.load_pretrained(folder, model=dense)"

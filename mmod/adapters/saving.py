@@ -47,7 +47,7 @@ class Saving:
     check: Callable[[Arguments], None]
     build: Callable[[Arguments], nn.Module]
 
-    def check_description(self, description: Any) -> None:
+    def check_description(self, description: object) -> None:
         """Check a description from an untrusted file."""
         if not isinstance(description, Mapping) or set(description) != set(self.keys):
             keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
@@ -55,7 +55,7 @@ class Saving:
         self.check(description)
 
 
-def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
+def check_keys(group: str, values: object, allowed: Iterable[str]) -> None:
     """Raise a ValueError unless a section of a description is a mapping with allowed keys."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{group} in a saved folder must be a mapping, got {values!r}")

@@ -124,7 +124,7 @@ class Horizon:
         save_figure(figure, path, overwrite)
 
 
-def horizon(model: nn.Module, prompts: Iterable[Mapping[str, Any]]) -> Horizon:
+def horizon(model: nn.Module, prompts: Iterable[Mapping[str, object]]) -> Horizon:
     """Measure from which layer on the image tokens of a vision-language model do not matter for its answers.
 
     For every layer, all image tokens leave the model in front of it: that layer and those after it neither compute nor

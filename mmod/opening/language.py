@@ -55,13 +55,13 @@ def open_language(source: str, pretrained: bool, args: Mapping[str, Any], dense:
     return Opened(model, f"the model of transformers in {source}", prepare)
 
 
-def open_described(fields: Mapping[str, Any], args: Mapping[str, Any]) -> Opened:
+def open_described(fields: Mapping[str, object], args: Mapping[str, object]) -> Opened:
     """Make a model with random weights from fields of a transformers config."""
     model = _drawn(described(fields), args)
     return Opened(model, f"a {type(model).__name__} with random weights")
 
 
-def _drawn(config: Any, args: Mapping[str, Any]) -> Any:
+def _drawn(config: Any, args: Mapping[str, object]) -> Any:
     return _auto(config).from_config(config, **args)
 
 
@@ -111,7 +111,7 @@ def described(fields: Mapping[str, Any]) -> Any:
     return config
 
 
-def _check_names(config: Any, fields: Mapping[str, Any], name: str) -> None:
+def _check_names(config: Any, fields: Mapping[str, object], name: str) -> None:
     # The fields of the class: an instance also holds whatever it was given.
     known = [*vars(type(config)()), *config.attribute_map]
     for key, value in fields.items():

@@ -40,7 +40,7 @@ def open_model(
     checkpoint: str | Path | None = None,
     pretrained: bool = True,
     image_size: int | None = None,
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, object] | None = None,
     dense: bool = False,
     advice: str = _FILE,
 ) -> Opened:
@@ -101,7 +101,7 @@ def open_model(
 def _named(
     name: str,
     pretrained: bool,
-    args: Mapping[str, Any],
+    args: Mapping[str, object],
     dense: bool,
     advice: str,
     checkpoint: str | Path | None,
@@ -141,7 +141,7 @@ def _named(
 def _folder(
     folder: str,
     pretrained: bool,
-    args: Mapping[str, Any],
+    args: Mapping[str, object],
     dense: bool,
     advice: str = _FILE,
     checkpoint: str | Path | None = None,
@@ -171,7 +171,7 @@ def _folder(
 def _of_timm(
     name: str,
     pretrained: bool,
-    args: Mapping[str, Any],
+    args: Mapping[str, object],
     advice: str,
     checkpoint: str | Path | None,
     image_size: int | None,
@@ -213,7 +213,7 @@ def _module(model: nn.Module) -> Opened:
     return Opened(model, sentence)
 
 
-def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, Any], dense: bool) -> Opened:
+def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, object], dense: bool) -> Opened:
     """Open the model of a run: what it has saved, or a checkpoint with the architecture in its config."""
     fields = read_yaml(run / RUN_CONFIG)
     kind = fields.get("kind", "image")
@@ -318,7 +318,7 @@ def _refuse(
     subject: str,
     checkpoint: str | Path | None = None,
     image_size: int | None = None,
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, object] | None = None,
 ) -> None:
     """Raise a ValueError for options of a model that has its own weights and size."""
     given = {"checkpoint": checkpoint, "image_size": image_size, "args": args or None}

@@ -27,7 +27,11 @@ SCHEMES = ("local-dir:", "hf-hub:")
 
 
 def open_clip_model(
-    name: str, pretrained: bool, args: Mapping[str, Any], checkpoint: str | Path | None, image_size: int | None = None
+    name: str,
+    pretrained: bool,
+    args: Mapping[str, object],
+    checkpoint: str | Path | None,
+    image_size: int | None = None,
 ) -> Opened:
     """Open a model by `NAME[:WEIGHTS]`, `local-dir:FOLDER` or `hf-hub:REPOSITORY`; see `mmod.open_model`."""
     architecture, _, tag = name.partition(":")

@@ -91,7 +91,7 @@ class Opened(NamedTuple):
         return tuple(find_parts(self.model))
 
 
-def refuse_options(path: str | Path, what: str, pretrained: bool, args: Mapping[str, Any]) -> None:
+def refuse_options(path: str | Path, what: str, pretrained: bool, args: Mapping[str, object]) -> None:
     """Raise a ValueError for options of a model that comes with its weights; `what` says of which kind it is."""
     if args or not pretrained:
         raise ValueError(

@@ -25,7 +25,7 @@ _SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
 
 
 def open_timm(
-    name: str, pretrained: bool, args: Mapping[str, Any], checkpoint: str | Path | None, advice: str
+    name: str, pretrained: bool, args: Mapping[str, object], checkpoint: str | Path | None, advice: str
 ) -> Opened:
     """Open a model by a name of timm or the folder of one; see `mmod.open_model`."""
     model: Any = create_timm(name, pretrained and checkpoint is None, args, advice)
@@ -70,7 +70,7 @@ def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: st
     return model
 
 
-def check_published(name: str, args: Mapping[str, Any], advice: str) -> None:
+def check_published(name: str, args: Mapping[str, object], advice: str) -> None:
     """Raise a ConnectionError if the published weights of a model of timm are neither cached nor available.
 
     Args:

@@ -37,7 +37,7 @@ INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _LOADING = ("attn_implementation", "dtype")
 
 
-def open_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> Opened:
+def open_images(folder: str | Path, pretrained: bool, args: Mapping[str, object]) -> Opened:
     """Open the image model of a folder; see `mmod.open_model`."""
     model = create_images(folder, pretrained, args)
     weights = "its weights" if pretrained else "random weights"
@@ -50,7 +50,7 @@ def preprocessing_of(folder: str | Path) -> Preprocessing:
     return Preprocessing(processor_fields(folder), "of the folder's processor")
 
 
-def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
+def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, object]) -> nn.Module:
     """Create the image model of a folder, in training mode and float32, as it was changed by methods if it was.
 
     A model without a classifier gets one if `num_classes` is given.

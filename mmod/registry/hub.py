@@ -27,7 +27,7 @@ def push_to_hub(
     flops: FlopCounts,
     *,
     about: str = "",
-    architecture: str | Mapping[str, Any] | None = None,
+    architecture: str | Mapping[str, object] | None = None,
     private: bool | None = None,
     token: str | bool | None = None,
     revision: str | None = None,
@@ -67,7 +67,7 @@ def write_hub_folder(
     flops: FlopCounts,
     *,
     about: str = "",
-    architecture: str | Mapping[str, Any] | None = None,
+    architecture: str | Mapping[str, object] | None = None,
 ) -> None:
     """Write what `push_to_hub` uploads into an empty folder: the saved model and its card, README.md."""
     with as_evaluated(model):

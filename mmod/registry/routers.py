@@ -10,7 +10,7 @@ from torch import nn
 from mmod.methods.route import routed_blocks
 
 
-def keep_new_routers(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def keep_new_routers(model: nn.Module, state: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Return weights for a routed model: dense ones with the model's new routers added, others as they are."""
     routers = tuple(f"{name}.router." for name in routed_blocks(model))
     # Weights that hold a router must hold all of them, which loading checks.
