@@ -41,6 +41,8 @@ class Trace(Mapping[str, Routing]):
         # Wrappers of a model belong to no library.
         self._owner = owners[0] if len(owners) == 1 else model
         self._seen = SeenGrid()
+        # By module: the decisions of a trace around this one, which has those of its passes too; None without one.
+        self._around: dict[str, dict[str, Routing] | None] = {}
 
     def __getitem__(self, name: str) -> Routing:
         routing = self._routings().get(name)
@@ -60,10 +62,12 @@ class Trace(Mapping[str, Routing]):
         return [_name(name, place) for name, _, place in self._places()]
 
     def start(self) -> None:
-        """Record decisions in evaluation too, and forget earlier ones."""
-        for module in self._modules.values():
-            module.record.traced = True
-            module.record.decisions.clear()
+        """Record decisions in evaluation too, and forget earlier ones, except for a trace around this one."""
+        for name, module in self._modules.items():
+            record = module.record
+            self._around[name] = dict(record.decisions) if record.traced else None
+            record.traced = True
+            record.decisions.clear()
 
     @contextmanager
     def watching_grid(self) -> Iterator[None]:
@@ -74,15 +78,23 @@ class Trace(Mapping[str, Routing]):
     def take(self) -> dict[str, Routing]:
         """Return the decisions since the last call, and forget them."""
         decisions = self._routings()
-        for module in self._modules.values():
+        for name, module in self._modules.items():
+            around = self._around[name]
+            if around is not None:
+                around.update(module.record.decisions)
             module.record.decisions.clear()
         return decisions
 
     def close(self) -> None:
-        """Stop recording, and keep the decisions."""
+        """Stop recording, and keep the decisions; a trace around this one goes on."""
         self._closed = self._routings()
-        for module in self._modules.values():
-            module.record.traced = False
+        for name, module in self._modules.items():
+            around = self._around[name]
+            if around is None:
+                module.record.traced = False
+            else:
+                module.record.decisions = around | module.record.decisions
+        self._around.clear()
 
     def _routings(self) -> dict[str, Routing]:
         if self._closed is not None:

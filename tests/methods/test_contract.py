@@ -126,6 +126,36 @@ def test_tokens_that_are_left_are_those_of_the_trace() -> None:
         assert not bool((second & ~first).any())
 
 
+@pytest.mark.parametrize("name", ["routing", "merge", "recursions", "channels"])
+@torch.no_grad()
+def test_a_trace_goes_on_after_one_inside_it(name: str) -> None:
+    model = make(name)
+    for change in CHANGES[name]:
+        mmod.apply_(model, change)
+    masks = []
+    for images in IMAGES.split(1):
+        with mmod.trace(model) as decisions:
+            model(images)
+        masks.append({place: routing.keep_BN for place, routing in decisions.items()})
+    seen = []
+    with mmod.trace(model) as around:
+        model(IMAGES[:1])
+        with mmod.trace(model) as inside:
+            assert not inside
+        seen.append(dict(around))
+        for takes in (False, True):
+            with mmod.trace(model) as inside:
+                model(IMAGES[1:2])
+                if takes:
+                    inside.take()
+            seen.append(dict(around))
+        model(IMAGES[2:])
+    seen.append(dict(around))
+    for actual, expected in zip(seen, (masks[0], masks[1], masks[1], masks[2]), strict=True):
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[place].keep_BN, keep_BN) for place, keep_BN in expected.items())
+
+
 class Halved(Mixin):
     """Mixin of an MLP that halves its output."""
 
