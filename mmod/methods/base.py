@@ -191,13 +191,14 @@ class Method(Checked, ABC, group="method"):
     def deciding_together(self, model: nn.Module) -> Iterator[None]:
         """Context in which a changed model decides in evaluation as in training."""
         records = [module.record for module in model.modules() if isinstance(module, Deciding)]
+        before = [record.together for record in records]
         for record in records:
             record.together = True
         try:
             yield
         finally:
-            for record in records:
-                record.together = False
+            for record, together in zip(records, before):
+                record.together = together
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens would run if decided independently (B, N), by module; empty unless `two_ways`.

@@ -135,6 +135,8 @@ def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str,
     for text, logits in zip(ids, batch_logits):
         torch.testing.assert_close(logits, defined(model, text, alone=True), rtol=close, atol=close)
     with deciding_together(model):
+        with deciding_together(model):
+            pass
         batch_logits = model(input_ids=ids, use_cache=False).logits
     for text, logits in zip(ids, batch_logits):
         torch.testing.assert_close(logits, defined(model, text, alone=False), rtol=close, atol=close)
