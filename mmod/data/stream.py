@@ -202,6 +202,10 @@ class BatchStream:
         `batches(e, s)` equals `batches(e)` without its first `s` batches, for any number of workers. The first batches
         are not read, and the caller's random state is neither used nor changed.
         """
+        return (batch for batch in self.every_batch(epoch, start) if len(batch[1]))
+
+    def every_batch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over the same batches, and over those without a readable sample, which are empty."""
         if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
             raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")
         loaded = self._load(self._order(epoch)[start:], (self.seed or 0, epoch))
@@ -211,11 +215,10 @@ class BatchStream:
             if batch is None:
                 return
             self.report.add(batch.faults)
-            if len(batch.labels):
-                yield batch.images, batch.labels
-            elif self.seed is not None:
+            if self.seed is not None and not len(batch.labels):
                 # Each sample of a training batch was replaced by the next readable one of the whole set.
                 raise CorruptDataError(f"no sample can be read; {self.report}")
+            yield batch.images, batch.labels
 
     def first_batch(self) -> tuple[Tensor, Tensor]:
         """Return the first batch; a CorruptDataError if no sample can be read."""

@@ -21,10 +21,12 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.config.parse import read_config
+from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptDataError
+from mmod.data.loader import image_stream
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
-from mmod.io.store import STORE
+from mmod.io.store import STORE, Store
 from mmod.opening.open import open_start
 from mmod.opening.timm import check_published
 from mmod.studies.config import FeaturesStudyConfig
@@ -38,7 +40,7 @@ from mmod.studies.features import (
 from mmod.studies.report import StudyResult
 from mmod.studies.study import candidates_and_runs, run_study
 from mmod.training.image.config import ModelConfig
-from mmod.training.image.features import feature_of, read_features
+from mmod.training.image.features import extract, feature_of, read_features
 from mmod.training.image.kind import ImageKind
 from tests.kit.scripts import ROOT
 
@@ -223,7 +225,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
 ) -> None:
     routers = {"random": {"router": "random"}}
     uninterrupted, _ = run(config(given_files, tmp_path / "whole", routers=routers, baselines={}))
-    batches, read = BatchStream.batches, []
+    batches, read = BatchStream.every_batch, []
 
     def stopping(self: BatchStream, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         read.append(start)
@@ -234,7 +236,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
 
     stopped = config(given_files, tmp_path / "stopped", routers=routers, baselines={})
     with monkeypatch.context() as patched:
-        patched.setattr(BatchStream, "batches", stopping)
+        patched.setattr(BatchStream, "every_batch", stopping)
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 run(stopped)
@@ -270,6 +272,38 @@ def test_unreadable_images_are_counted_or_raise(given_files: Path, tmp_path: Pat
     strict = dataclasses.replace(broken, output=str(tmp_path / "strict"), changes={"data": {"on_corrupt": "raise"}})
     with pytest.raises(CorruptDataError, match=r"class0/0\.png"):
         run(strict)
+
+
+def test_features_of_readable_images_stand_once_wherever_they_stopped(given_files: Path, tmp_path: Path) -> None:
+    shutil.copytree(given_files / "photos", tmp_path / "photos")
+    photos = sorted((tmp_path / "photos").rglob("*.png"))
+    # Two whole batches, of which one is a chunk of its own.
+    unreadable = [*range(4, 8), *range(32, 36)]
+    for index in unreadable:
+        photos[index].write_bytes(b"no image")
+    data = DataConfig(
+        "folder", str(tmp_path / "photos"), "", "", image_size=16, channels=3, batch_size=4, on_corrupt="skip"
+    )
+    model = timm.create_model("vit_tiny_patch16_224", img_size=16, **MODEL).eval()
+    mmod.route_(model, mmod.RoutingConfig(router="random"))
+    whole = extract(model, image_stream(data), Store(None), {})
+    readable = np.delete(np.repeat(np.arange(CLASSES), EACH), unreadable)
+    assert whole.label_N.tolist() == readable.tolist()
+    assert len(whole.x_ND.unique(dim=0)) == len(whole.kept_NL) == len(readable)
+
+    def stop(share: float) -> None:
+        raise KeyboardInterrupt
+
+    store = Store(None)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            extract(model, image_stream(data), store, {}, callback=stop)
+    for _ in range(2):
+        assert all(map(torch.equal, extract(model, image_stream(data), store, {}), whole))
+    for photo in photos:
+        photo.write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"hold none that can be read: choose another"):
+        extract(model, image_stream(data), Store(None), {})
 
 
 def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_training(

@@ -63,10 +63,13 @@ def extract(
     missing = [start for start in range(0, total, _CHUNK) if {**identity, "batch": start} not in store]
     # Everything behind the first missing batch is computed again: streams are read in order.
     first = missing[0] if missing else total
-    batches = enumerate(stream.batches(0, first), first)
+    batches = enumerate(stream.every_batch(0, first), first)
 
     def read_chunk() -> Iterator[Features]:
         for number, (images, labels) in islice(batches, _CHUNK):
+            # None of its images can be read.
+            if not len(labels):
+                continue
             # By batch, so that a run that goes on draws what an uninterrupted one would.
             seed_draws(0, number + 1, 0)
             watched: Any = trace(model) if is_routed(model) else nullcontext({})
@@ -92,7 +95,11 @@ def read_features(store: Store, identity: Mapping[str, object]) -> Features:
     starts = count(0, _CHUNK)
     # Ends at the first batch that the store does not have.
     chunks = iter(lambda: store.get({**identity, "batch": next(starts)}), None)
-    return Features(*map(torch.cat, zip(*chunks)))
+    # Those without a readable image are empty.
+    parts = [*zip(*filter(None, chunks))]
+    if not parts:
+        raise ValueError("the images hold none that can be read: choose another split or folder")
+    return Features(*map(torch.cat, parts))
 
 
 def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
