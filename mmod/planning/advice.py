@@ -66,6 +66,16 @@ class AdviceRow:
         return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
 
+def _named(row: AdviceRow) -> str:
+    return f"{row.name} ({row.speedup.median:.2f} times as fast)"
+
+
+def _side(row: AdviceRow) -> str:
+    """Return the size of smaller images, which their share of the FLOPs does not say."""
+    size = row.advice.removeprefix("use images of ")
+    return "" if size == row.advice else f", {size}"
+
+
 @dataclass(frozen=True)
 class Advice:
     """What `advise` measured; `print` shows the table, one sentence of advice and the lines that apply it.
@@ -160,15 +170,21 @@ class Advice:
         if self.faster is not None:
             return self._at_speed(row)
         others = [other for other in self.undecided if other is not row]
-        names = ", ".join(f"{other.name} ({other.speedup.median:.2f} times as fast)" for other in others)
+        names = ", ".join(map(_named, others))
         lost = f"whether more than {limit} is lost"
-        open_ones = f" Undecided: {self._missing(others)} {lost} by {names}." if others else ""
+        open_ones = f"Undecided: {self._missing(others)} {lost} by {names}" if others else ""
+        if row is None and not others:
+            return f"Nothing here pays at a tolerance of {limit}: keep the dense model."
         if row is None:
-            return f"Nothing here pays at a tolerance of {limit}: keep the dense model.{open_ones}"
+            # Off the front it may be as good, and need fewer samples to say so.
+            possible = [other for other in self._faster if not exceeds(other.loss, self.tolerance)]
+            soonest = min(possible, key=self._needed)
+            sooner = "" if soonest in others else f", {self._needed(soonest):,} by {_named(soonest)}"
+            return f"{open_ones}{sooner}. Until then keep the dense model."
         action = row.advice or f"use `{row.code}`"
         measured = f"{row.speedup.median:.2f} times as fast at {self._measured(row)}."
         if self.is_decided(row):
-            return f"{action[0].upper()}{action[1:]}: {measured}{open_ones}"
+            return f"{action[0].upper()}{action[1:]}: {measured}{f' {open_ones}.' if others else ''}"
         text = f"Undecided: {self._missing([row])} {lost} if you {action}: {measured}"
         too = f" Undecided too: {names}." if others else ""
         return f"{text}{too} Until then keep the dense model."
@@ -178,7 +194,10 @@ class Advice:
         if row is None:
             fastest = max(self.rows, key=lambda row: row.speedup.median, default=None)
             nearest = "" if fastest is None else f"; the fastest is {fastest.name}, {fastest.speedup.median:.2f} times"
-            return f"Nothing here is {self.faster:g} times as fast{nearest}. Ask for less, or time larger batches."
+            return (
+                f"None of these few is {self.faster:g} times as fast{nearest}. Time larger batches, or leave out "
+                "`faster`: then smaller sizes are tried too."
+            )
         action = row.advice or f"use `{row.code}`"
         is_open = not self.is_decided(row)
         open_one = f" Undecided: {self._missing([row])} whether more than {100 * self.tolerance:g} % is lost."
@@ -190,8 +209,10 @@ class Advice:
     def _missing(self, rows: Sequence[AdviceRow]) -> str:
         """Return how many samples decide about all of some rows, as the beginning of a clause."""
         least = "at least " if any(is_too_close(row.loss, self.tolerance) for row in rows) else ""
-        missing = max(missing_samples(row.loss, self.tolerance, row.images) for row in rows)
-        return f"{least}{missing:,} more {self.samples} would tell"
+        return f"{least}{max(map(self._needed, rows)):,} more {self.samples} would tell"
+
+    def _needed(self, row: AdviceRow) -> int:
+        return missing_samples(row.loss, self.tolerance, row.images)
 
     def _measured(self, row: AdviceRow) -> str:
         """Return what a candidate scores by the `metric`, in words."""
@@ -231,7 +252,7 @@ class Advice:
             {
                 **vars(row),
                 **row.speedups,
-                "recipe": f"{'*' if row.on_front else ' '} {row.name}",
+                "recipe": f"{'*' if row.on_front else ' '} {row.name}{_side(row)}",
                 "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
@@ -270,9 +291,12 @@ class Advice:
         gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
         too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < LEAST_SPEEDUP else []
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
+        front = ""
+        if any(row.on_front for row in self.rows):
+            front = "Rows with * are on the Pareto front: none is faster and loses less. "
         return [
             f"{dense}.",
-            f"Rows with * are on the Pareto front: none is faster and loses less. {columns}",
+            f"{front}{columns}",
             "Nothing was trained: fine-tuned models may lose less, and rank differently.",
             *too_small,
             *redundancy,

@@ -245,7 +245,11 @@ def _prompts(
         return Prompts(model, part, prompts, is_right), candidates
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
-        raise ValueError("one batch of prompts cannot both find plans and evaluate them: pass two or more")
+        number = sum(len(batch["input_ids"]) for batch in prompts)
+        raise ValueError(
+            f"{number} prompts are one batch, which cannot both find plans and evaluate them: pass more prompts, or "
+            "smaller batches (`--batch_size`)"
+        )
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
     evaluated = Prompts(model, part, prompts[searched:], is_right)
     used = sum(len(batch["input_ids"]) for batch in prompts[:searched])

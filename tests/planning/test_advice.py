@@ -524,7 +524,11 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
 @pytest.mark.parametrize(
     ("model", "batches", "message"),
     [
-        (lambda: make_joint("llava"), questions(1), "one batch of prompts cannot both find plans and evaluate them"),
+        (
+            lambda: make_joint("llava"),
+            questions(1),
+            "prompts are one batch, which cannot both find plans and evaluate them",
+        ),
         (lambda: make_joint("llava"), [], "no prompts: batches is empty"),
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
         (lambda: make(), [], "no images: batches is empty"),
@@ -595,7 +599,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     reaching = [row for row in advice.rows if row.speedup.median >= faster]
     if not reaching:
         assert advice.best is None
-        assert f"Nothing here is {faster:g} times as fast" in advice.sentence
+        assert f"None of these few is {faster:g} times as fast" in advice.sentence
         return
     assert advice.best is not None
     assert advice.best.loss.value == min(row.loss.value for row in reaching)
