@@ -156,6 +156,12 @@ class Trace(Mapping[str, Routing]):
         """
         if not len(self):
             raise ValueError(f"{self}: run the model within `mmod.trace`")
+        lengths = {routing.keep_BN.shape[1]: name for name, routing in self.items()}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"decisions of {' and '.join(lengths.values())} are about sequences of other lengths: trace one part "
+                "alone, such as mmod.trace(model.vision_tower)"
+            )
         prefix = self.prefix if prefix is None else prefix
         grid = self.grid if grid is None else grid
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])

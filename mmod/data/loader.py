@@ -47,7 +47,7 @@ def check_images(config: DataConfig) -> None:
     Example:
         >>> check_images(DataConfig("folder", root="nowhere"))
         Traceback (most recent call last):
-        ValueError: root='nowhere' is no folder: name one by data.root, or by images in a study
+        ValueError: root='nowhere' is no folder: name one by data.root (dense.data.root of a study)
     """
     reader, _, argument = config.source.partition(":")
     for split in (config.train_split, config.val_split):

@@ -217,6 +217,8 @@ def _part_name(part: Mapping[str, object]) -> str | None:
 
 def read_records(path: Path) -> list[Any]:
     """Read a `.json` file with a list of records, or a `.jsonl` file; a line that is no JSON becomes a `BrokenLine`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file of conversations at {str(path)!r}")
     if path.suffix == ".jsonl":
         with open_rows(path) as file:
             return [

@@ -132,9 +132,9 @@ def _named(
             f"timm or transformers (config.json) or open_clip ({CLIP_CONFIG})"
         )
     if Path(name).is_file():
-        raise ValueError(
-            f"{name!r} is a file of weights, which names no model: name the model, and this file as its checkpoint"
-        )
+        is_code = Path(name).suffix == ".py"
+        advice = "call mmod in Python, as docs/your_model.md does" if is_code else "name it as the model's checkpoint"
+        raise ValueError(f"{name!r} is a file, which names no model: {advice}")
     return _of_timm(name, pretrained, args, advice, checkpoint, image_size)
 
 

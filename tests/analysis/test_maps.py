@@ -63,6 +63,19 @@ def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
     assert line.split()[1:4] == [names[0], "to", last]
 
 
+def test_parts_with_other_tokens_are_drawn_one_by_one() -> None:
+    model = make_joint("llava").eval()
+    mmod.route_(model, vision="pixelprune", language="pixelprune-language")
+    inputs = prompt("llava", (1, 1))
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(**inputs)
+    with pytest.raises(ValueError, match=r"sequences of other lengths: trace one part alone"):
+        decisions.plot(inputs["pixel_values"])
+    with mmod.trace(model.model.vision_tower) as decisions, torch.no_grad():
+        model(**inputs)
+    assert decisions.plot(inputs["pixel_values"]).axes
+
+
 def test_maps_take_grey_images(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
     assert len(traced[1].plot(traced[0][:, :1]).axes) == 8
 

@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "an empty folder": (lambda folder: open_model(folder), r"holds neither a run \(config.yaml\) nor a model saved by"),
     "weights alone": (
         lambda folder: open_model(write_weights(folder)),
-        "names no model: name the model, and this file",
+        "names no model: name it as the model's checkpoint",
     ),
     "an untrusted pickle": (
         lambda folder: open_model("test_vit", checkpoint=write_trap(folder)),

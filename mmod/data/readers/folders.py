@@ -246,7 +246,7 @@ def _own_classes(
 def split_folder(root: str | None, split: str) -> str:
     """Return the split's folder; an error where it is missing."""
     if root is None or not os.path.isdir(root):
-        raise ValueError(f"root={root!r} is no folder: name one by data.root, or by images in a study")
+        raise ValueError(f"root={root!r} is no folder: name one by data.root (dense.data.root of a study)")
     folder = _find_folder(root, split)
     if folder is None:
         present = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
@@ -270,8 +270,8 @@ def map_folders(root: str | Path, split: str) -> tuple[Path, Path]:
     for folder in folders:
         if not folder.is_dir():
             raise ValueError(
-                f"label maps need the folder {folder}, which does not exist: name its root by data.root, or by images "
-                "in a study"
+                f"label maps need the folder {folder}, which does not exist: name its root by data.root "
+                "(dense.data.root of a study)"
             )
     return folders
 
