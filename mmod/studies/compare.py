@@ -393,7 +393,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     return {"kind": config.kind, "config": fields, "weights": weights}
 
 
-def identity_of_final(run: Run) -> dict[str, Any]:
+def identity_of_final(run: Run) -> dict[str, object]:
     """Return what stands for a run's final model, and for its data, see `identity_of`."""
     return identity_of(_final_config(run))
 

@@ -123,13 +123,13 @@ class StudyConfig(Checked):
         return dataclasses.replace(self, **{**self.then, "output": str(folder), "then": None})
 
     @property
-    def dense_fields(self) -> dict[str, Any]:
+    def dense_fields(self) -> dict[str, object]:
         """Fields of the dense model's training config."""
         fields = read_yaml(self.dense) if isinstance(self.dense, str) else self.dense
         return {**merged(fields, self.changes), "output": self.output}
 
     @property
-    def tuned_fields(self) -> dict[str, Any]:
+    def tuned_fields(self) -> dict[str, object]:
         """Fields of the training config by which models are fine-tuned from the dense one."""
         return merged(self.dense_fields, self.finetune)
 
@@ -173,7 +173,7 @@ class StudyConfig(Checked):
                     f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
                 )
 
-    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, Any]:
+    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, object]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
         return dict(fields) if capacity is None else {**fields, "capacity": capacity}
 
@@ -368,7 +368,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
             )
 
     @property
-    def dense_fields(self) -> dict[str, Any]:
+    def dense_fields(self) -> dict[str, object]:
         """Fields of the dense model's training config, with the study's images and weights."""
         data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
         model = {} if self.checkpoint is None else {"checkpoint": self.checkpoint, "pretrained": False}
@@ -398,7 +398,7 @@ class PairsStudyConfig(StudyConfig):
         for tower in routing.values():
             super().check_named(series, tower)
 
-    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
+    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return the routing of both towers at a capacity."""
         return {tower: StudyConfig.routing_at(self, settings, capacity) for tower, settings in fields.items()}
 
@@ -439,7 +439,7 @@ class ChatStudyConfig(StudyConfig):
         """Check the routing of the part; see `StudyConfig.check_named`."""
         super().check_named(series, routing[self.part])
 
-    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, Any]:
+    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, object]:
         """Return the routing of the part that is routed."""
         return {self.part: super().routing_at(fields, capacity)}
 

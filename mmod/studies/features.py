@@ -238,7 +238,7 @@ def _model_of(split: str, config: TrainConfig, dense: TrainConfig | None) -> Tra
     return config if dense is None or split == _TESTED else dense
 
 
-def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split: str) -> dict[str, Any]:
+def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split: str) -> dict[str, object]:
     """Return what stands for the features of a split by the model that a run starts from."""
     known = identity_of(config)
     names = ("model", "routing", "methods", "precision")

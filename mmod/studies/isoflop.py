@@ -72,7 +72,7 @@ class Place(NamedTuple):
         """Name of its runs."""
         return self.candidate.name
 
-    def row(self, rate: float, seeds: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    def row(self, rate: float, seeds: Mapping[int, Mapping[str, float]]) -> dict[str, object]:
         """Return its columns at a learning rate: the figures of every seed, and their means."""
         facts = {name: value for name, value in self._asdict().items() if name not in ("candidate", "config")}
         return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}

@@ -161,7 +161,7 @@ def _step_samples(record: Mapping[str, Any]) -> int | None:
     return None if size is None else size * record.get("accumulate", 1) * record.get("world_size", 1)
 
 
-def portable(record: Mapping[str, Any]) -> dict[str, Any]:
+def portable(record: Mapping[str, Any]) -> dict[str, object]:
     """Return the plain values of a config with its checkpoint's path relative to the run folder.
 
     Runs that start from one another can then be moved together.
