@@ -224,7 +224,7 @@ def apply_again(model: nn.Module, changes: Changes) -> None:
             read_method(values).apply_(model)
 
 
-def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, Any]:
+def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, object]:
     """Return the JSON description from which `_build` makes the model again."""
     methods = methods_of(model)
     if not methods and methods_inside(model):
@@ -257,7 +257,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None)
     return plain
 
 
-def _describe_own(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, Any]:
+def _describe_own(model: nn.Module, architecture: str | Mapping[str, object] | None) -> dict[str, object]:
     """Return the class of a user's own model, which only the user can build."""
     if architecture is not None:
         raise ValueError("architecture is for open_clip: a model of your own class is built by you, leave it out")

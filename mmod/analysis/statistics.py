@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, stdev
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class Estimate:
         return format(self)
 
 
-def published(fields: Sequence[tuple[str, object]]) -> dict[str, Any]:
+def published(fields: Sequence[tuple[str, object]]) -> dict[str, object]:
     """Return the fields of a dataclass as reports name them, for `dataclasses.asdict(..., dict_factory=published)`.
 
     An estimate has the keys value, low and high; a difference between models has mean, low, high and seeds. None

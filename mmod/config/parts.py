@@ -164,7 +164,7 @@ class LanguageRouting(Checked, group="language"):
         return None if self.tokens in ("image", "all") else self.tokens
 
 
-def _options(part: Any) -> dict[str, Any]:
+def _options(part: Any) -> dict[str, object]:
     return {item.name: plain(getattr(part, item.name)) for item in dataclasses.fields(part)}
 
 

@@ -267,7 +267,7 @@ def _options_of(cls: type[Any]) -> list[str]:
     return [item.name for item in dataclasses.fields(cls) if item.name != "name"]
 
 
-def _named_options(part: object) -> dict[str, Any]:
+def _named_options(part: object) -> dict[str, object]:
     short = spelled(part)
     return {"name": short} if isinstance(short, str) else dict(short)
 
@@ -289,7 +289,7 @@ def read_parts(fields: Mapping[str, object]) -> dict[str, Any]:
     }
 
 
-def revised(fields: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, Any]:
+def revised(fields: Mapping[str, object], changes: Mapping[str, object]) -> dict[str, object]:
     """Return fields of a routing config with changes; a mapping without a `name` changes options of the present part.
 
     Example:

@@ -99,7 +99,7 @@ def _without_mask(model: Any) -> Any:
     return model
 
 
-def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, object]:
     """Return the fields of the config of a wrapped model of timm, whose arguments are one field."""
     further = {name: value for name, value in args.items() if name not in (*_LOADING, "num_classes")}
     fields = {name: args[name] for name in _LOADING if name in args}
@@ -179,7 +179,7 @@ def _mapped(auto: Any, config: Any) -> Any:
     return mapped[0] if isinstance(mapped, tuple) else mapped
 
 
-def processor_fields(folder: str | Path) -> dict[str, Any]:
+def processor_fields(folder: str | Path) -> dict[str, object]:
     """Return the arguments of timm's `create_transform` that prepare images as a folder's processor does."""
     from transformers import AutoImageProcessor
 

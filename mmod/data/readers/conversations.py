@@ -222,7 +222,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     return ChatDataset(rows, report)
 
 
-def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
+def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, object]]:
     for number, record in enumerate(progress_bar(read_records(path), desc="check", unit="records", shown=progress)):
         try:
             messages = check_record(record)
@@ -233,7 +233,7 @@ def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: b
         yield _row(record, messages, images, number)
 
 
-def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
+def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, object]]:
     for number in progress_bar(range(len(files.urls)), desc="index", unit="shards", shown=progress):
         try:
             # A copy, because every record is checked.
@@ -249,7 +249,7 @@ def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> It
                     yield row
 
 
-def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
+def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, object]:
     """Return the row of a sample: its `.json` member, and its images in order of the numbers in their extensions."""
     texts = members.get("json", [])
     if len(texts) != 1:
@@ -277,7 +277,7 @@ def _image_number(extension: str) -> int:
 
 def _row(
     record: Mapping[str, object], messages: tuple[Message, ...], images: list[Any], default: object
-) -> dict[str, Any]:
+) -> dict[str, object]:
     key = str(record.get("id", default))
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 

@@ -237,7 +237,7 @@ class StreamedSource:
             raise ValueError(f"the column {self._columns[1]!r}: {error}") from error
 
     # Open iterators hold files and threads, which no worker process can take over.
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_open": {}}
 
     def _raw(self, epoch: int, lane: int, position: int) -> tuple[Any, Any]:

@@ -27,7 +27,7 @@ def routed_name(dense: str) -> str:
     return named if matches else f"{dense}_mod"
 
 
-def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
+def routed_cfgs(dense: Iterable[str]) -> dict[str, object]:
     """Return the pretrained configs of dense entries, tags included, under the names of the routed ones."""
     routed: dict[str, Any] = {}
     for entry in dense:
