@@ -7,11 +7,14 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmod.io.options import add_fields, split_options, with_options
 from mmod.io.refusals import OneLineParser
 from mmod.values import from_plain
+
+if TYPE_CHECKING:
+    from mmod.data.synthetic.build import Config, Scene, SyntheticSet
 
 SETS = ("digits", "crowds", "scenes", "questions")
 """The embedded sets: modules of `mmod.data.synthetic`."""
@@ -44,7 +47,12 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"error: {error}")
 
 
-def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:
+def _build(
+    dataset: SyntheticSet[Config, Scene],
+    arguments: Sequence[str],
+    prog: str,
+    export: Callable[..., Mapping[str, Any]] | None = None,
+) -> Config | None:
     """Build or draw a set, and return its parameters, None for a picture; `export` writes JSON instead of shards."""
     kind = type(dataset.config("default"))
     parser = OneLineParser(
