@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 # Speeds for which a model is named, as multiples of the dense model's.
 _SPEEDS = (1.25, 1.5, 2.0)
+# An interval of so many points says neither that a model is as good as another nor that it is not.
+_VAGUE = 20.0
 # Images whose redundancy is measured.
 _MEASURED = 256
 _MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
@@ -295,8 +297,12 @@ def _as_fast_as(ms: Mapping[str, float], speed: float) -> list[str]:
 def _advice(table: Table, score: str, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
     """Name the best model at some speeds, and those that may be as good."""
     mean = partial(mean_of, table, score)
-    lines = [f"What to use, in batches of {size}:\n"]
-    for speed, name in _best_at_speeds(table, score, ms).items():
+    best = _best_at_speeds(table, score, ms)
+    differences = [gap(table, score, name, DENSE) for name in best.values() if name is not None]
+    is_vague = any(one is not None and one.has_interval and one.high - one.low > _VAGUE for one in differences)
+    title = "Best on these images, which are too few to choose by" if is_vague else "What to use"
+    lines = [f"{title}, in batches of {size}:\n"]
+    for speed, name in best.items():
         if name is None:
             lines.append(f"- {speed:g} times the dense speed: nothing measured is that fast")
             continue

@@ -242,6 +242,10 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     (points,) = re.findall("differences below ([0-9.]+) points may be chance", told.text)
     difference = gap(table, "top1", "lucky", "dense")
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
+    for rows in table.runs.values():
+        rows[0] = rows[0]._replace(samples=8, outcomes={"top1": rows[0].outcomes["top1"][:8]})
+    few = tell(config, table, runs, [], {"images": [], "depth": 4})
+    assert few.text.startswith("Best on these images, which are too few to choose by, in batches of 1")
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
