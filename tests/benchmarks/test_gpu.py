@@ -168,9 +168,12 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
 
 
 def start_script(words: list[str], **options: Any) -> Any:
-    """Run a script of the repository in this process, which has imported what it needs; start other programs."""
+    """Run a script of the repository in this process, which has imported what it needs; start other programs.
+
+    One test needs no processes beside that of pytest.
+    """
     if "scripts.gpu_checks" not in words:
-        return Popen(words, **options)
+        return Popen([{"auto": "0"}.get(word, word) for word in words], **options)
     done = run_script("-m scripts.gpu_checks", *words[3:])
     return SimpleNamespace(stdout=io.StringIO(done.stdout + done.stderr), wait=lambda: done.returncode)
 
