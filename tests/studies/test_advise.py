@@ -446,7 +446,7 @@ def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.Capture
     main([*command, "--batch_size", "2", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
-    assert " smaller-image-0.25 " in shown
+    assert " smaller-image-0.25, 4 px " in shown
     assert "2 prompts" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()
     with pytest.raises(SystemExit, match="leave out --measure"):
