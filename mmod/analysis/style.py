@@ -69,7 +69,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     has its colour: then it has the next free one, while there is one. Series of most studies choose first. The dense
     model is a star in ink; controls, such as "random", are grey and dashed.
     """
-    styles: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, object]] = {}
     taken: set[tuple[str, str]] = set()
     free = list(range(len(PALETTE)))
     for name in sorted(names, key=lambda name: (name not in _FIXED, name)):

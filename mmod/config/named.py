@@ -159,7 +159,7 @@ class Preset(RoutingConfig):
             >>> preset("gradual", mean=0.7).to_dict()
             {'preset': 'gradual', 'mean': 0.7}
         """
-        values: dict[str, Any] = {"preset": self.preset}
+        values: dict[str, object] = {"preset": self.preset}
         for name, value in self.changes.items():
             # A score that JSON cannot hold raises here.
             plain = value.to_dict() if isinstance(value, Score) else spelled(value)

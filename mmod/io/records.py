@@ -109,7 +109,7 @@ def flatten(tree: Mapping[str, object], separator: str = ".") -> dict[str, Any]:
         >>> flatten({"optim": {"lr": 0.1, "betas": [0.9, 0.99]}, "args": {}})
         {'optim.lr': 0.1, 'optim.betas': [0.9, 0.99], 'args': {}}
     """
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             leaves |= {f"{key}{separator}{subkey}": leaf for subkey, leaf in flatten(value, separator).items()}

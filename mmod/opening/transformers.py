@@ -199,7 +199,7 @@ def processor_fields(folder: str | Path) -> dict[str, object]:
     crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
     if set(crop) != {"height", "width"} or not ({"height", "width"} == set(size) or "shortest_edge" in size):
         raise ValueError(f"the {type(processor).__name__} in {str(folder)!r} makes images of no one size, got {size}")
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "input_size": (len(processor.image_mean), crop["height"], crop["width"]),
         "mean": tuple(processor.image_mean),
         "std": tuple(processor.image_std),

@@ -58,7 +58,7 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     listed = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {listed}."
     shares = []
-    pairs: list[dict[str, Any]] = []
+    pairs: list[dict[str, object]] = []
     for i, row in zip(across.decisions, across.again):
         for j, kept in zip(across.decisions, row):
             if kept is None:
@@ -180,7 +180,7 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw every figure that some row has over steps, with a line for each block."""
     panels = {name: title for name, title in _TITLES.items() if any(row.get(name) is not None for row in rows)}
     blocks = list(dict.fromkeys(row["block"] for row in rows))
-    handles: dict[str, Any] = {}
+    handles: dict[str, object] = {}
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(4.8 * columns, 2.4 * lines + 0.25 * -(-len(blocks) // (3 * columns)) + 0.2)

@@ -280,7 +280,7 @@ def optima(points: Points) -> list[dict[str, Any]]:
     rows = []
     for (budget, series), curve in curves_of(points).items():
         best = curve.optimum
-        row: dict[str, Any] = {"budget": budget, "series": series, "difference": None}
+        row: dict[str, object] = {"budget": budget, "series": series, "difference": None}
         if best is not None:
             row |= {"parameters": best, "forward": curve.forward(best), "loss": curve.loss(best)}
         least = {name: _least(by_seed, (budget, name)) for name in (series, first)}

@@ -59,7 +59,7 @@ def create_loss(kind: str, process: Process) -> nn.Module:
     Every process compares its rows with the gathered features of all, and gradients pass through the gathering, so
     several processes compute what one would on the full batch.
     """
-    ranks: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
+    ranks: dict[str, int] = {"rank": process.rank, "world_size": process.world}
     if kind == "siglip":
         return SigLipLoss(**ranks)
     # Each process computes the loss of its own pairs, with the features of all.
