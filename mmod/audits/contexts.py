@@ -20,11 +20,12 @@ from mmod.audits.choices import LEARNED, ORACLE, Choice, DecisionContext, FreeDe
 from mmod.audits.evaluations import Evaluate, LabelledBatch
 from mmod.audits.information import check_shapes, kept_shares, rolled_twice
 from mmod.audits.oracle import worth_of
-from mmod.audits.reference import consult
+from mmod.audits.reference import Reference, consult
 from mmod.audits.replace import keep_best, replaced_decisions
 from mmod.audits.strata import DIFFICULTY, check_labels
 from mmod.audits.tables import ACCURACY, LOSS, BatchRows, Columns, DecisionRows, Mask, TokenKinds, baseline_row
 from mmod.config import AuditConfig, Grid
+from mmod.io.store import fingerprint
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing, only_free
 from mmod.values import Checked, brief
@@ -81,7 +82,7 @@ class _Learned:
         free: By decision, which tokens may be skipped.
         grid: Rows and columns of patches: the user's, or those of this pass.
         partners: By decision, that on another image for each image.
-        reference: By condition and decision, what the dense model says of tokens.
+        reference: What the dense model says of the batch; None without one.
     """
 
     batch: Any
@@ -92,7 +93,7 @@ class _Learned:
     grid: Grid | None
     decided: dict[str, FreeDecision]
     partners: dict[str, FreeDecision]
-    reference: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    reference: Reference | None = None
 
     def decisions(
         self, moved: Mapping[str, list[Mask]], worth: Mapping[str, dict[str, Tensor]]
@@ -143,12 +144,9 @@ class Contexts:
         """Evaluate a batch in all contexts, and keep what is known of its samples and tokens."""
         batch, strata, token_kinds = labelled
         labels: dict[str, Any] = dict(strata)
-        learned = self._learned(batch, previous)
-        dense = self.compared.reference
-        if dense is not None:
-            consulted = consult(dense, lambda: self.outcome(dense, batch)[LOSS], learned.routings, self.choices)
-            learned = dataclasses.replace(learned, reference=consulted.tokens)
-            labels[DIFFICULTY] = consulted.loss_B.tolist()
+        learned = self._consulted(self._learned(batch, previous))
+        if learned.reference is not None:
+            labels[DIFFICULTY] = learned.reference.loss_B.tolist()
         check_labels(labels, len(learned.images), None if previous is None else previous.labels)
         check_shapes(token_kinds, learned.free)
         moved = self._moved(learned)
@@ -163,6 +161,21 @@ class Contexts:
         kinds = {fact: TokenKinds.of(names) for fact, names in token_kinds.items()}
         decisions = learned.decisions(moved, worth)
         return BatchRows(learned.images.start, outcomes, decisions, labels, kinds, learned.grid)
+
+    def known_by(self, batch: Any) -> dict[str, str]:
+        """Return what stands for each custom condition: the losses of a batch under it."""
+        if not self.compared.custom:
+            return {}
+        learned = self._consulted(self._learned(batch, None))
+        return {name: fingerprint(self._replaced(learned, self.choices[name])[LOSS]) for name in self.compared.custom}
+
+    def _consulted(self, learned: _Learned) -> _Learned:
+        """Return a batch with what the dense model says of it, if there is one."""
+        dense = self.compared.reference
+        if dense is None:
+            return learned
+        reference = consult(dense, lambda: self.outcome(dense, learned.batch)[LOSS], learned.routings, self.choices)
+        return dataclasses.replace(learned, reference=reference)
 
     def _outcomes(self, learned: _Learned) -> dict[str, list[Columns]]:
         """Return the outcomes of a batch as learned and with each choice, of which random ones are drawn anew."""
@@ -254,6 +267,7 @@ class Contexts:
     def _replaced(self, learned: _Learned, choice: Choice, draw: int = 0) -> Columns:
         """Run the model with the tokens that a choice ranks highest in place of the learned ones."""
         blocks = routed_blocks(self.model)
+        reference = {} if learned.reference is None else learned.reference.tokens
 
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             routings = learned.routings[name]
@@ -271,7 +285,7 @@ class Contexts:
                 images=learned.images,
                 frequency_F=kept_shares(self.positions[name], x_BND.shape[1]).to(x_BND.device),
                 grid=grid,
-                reference={condition: by_block[name] for condition, by_block in learned.reference.items()},
+                reference={condition: by_block[name] for condition, by_block in reference.items()},
                 draw=draw,
             )
             rank_BN = choice.rank(context)

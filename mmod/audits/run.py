@@ -54,7 +54,8 @@ def audit(
         comparisons: Other models, sets and conditions.
         evaluate: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each.
             The default takes images and classes; `mmod.audits.evaluate_answers` takes batches of a language model.
-        store: File for the rows of each batch, from which an interrupted audit resumes. Several audits may share it.
+        store: File for the rows of each batch, from which an interrupted audit resumes. Several audits may share it:
+            models and custom conditions are told apart by the losses of the first batch.
         progress: Show a progress bar.
 
     Raises:
@@ -81,15 +82,17 @@ def audit(
     contexts = Contexts(model, evaluate, config, compared, by_name)
     with in_mode(False, *contexts.models.values()):
         identity = {}
-        # Known by what the models return on the first batch.
-        if store is not None:
-            for batch in islice(batches, 1):
-                identity = _identity(contexts, _labelled(batch).batch)
+        # Models and custom conditions are known by the losses of the first batch.
+        first = [] if store is None else [_labelled(batch).batch for batch in islice(batches, 1)]
+        for batch in first:
+            identity = _identity(contexts, batch)
 
         read = partial(_read, store=None if store is None else Store(store), identity=identity, shown=progress)
         # The first pass, of which "mean mask" takes the positions that are kept most often.
         decided = read(dataclasses.replace(contexts, choices={}), Contexts.rows, "positions", positions_from)
         contexts = dataclasses.replace(contexts, positions=position_counts(list(decided)))
+        for batch in first:
+            identity["custom"] = contexts.known_by(batch)
         audited = list(read(contexts, Contexts.audited_rows, "audit", batches))
         elsewhere = {}
         drawn = dataclasses.replace(contexts, choices={RANDOM: by_name[RANDOM]})

@@ -67,6 +67,18 @@ def test_another_audit_takes_nothing_from_the_store_and_leaves_what_is_there(
     assert file.read_bytes().startswith(half_done)
 
 
+def test_a_condition_of_ones_own_is_known_by_what_it_does(tmp_path: Path) -> None:
+    ranks: list[Any] = [lambda there: there.reference["dense attention"], lambda there: there.order_BN]
+    config = mmod.AuditConfig(["random", "dense attention"], draws=1, resamples=100)
+    for rank in ranks:
+        edited = {**plain(custom={"mine": rank}), "config": config}
+        expected = mmod.audit(**edited).to_dict()
+        assert mmod.audit(**edited, store=tmp_path / "partial.json").to_dict() == expected
+        # On the first batch alone: two models, and the condition, after the decision and the dense model that it reads.
+        again = mmod.audit(**edited, evaluate=stopping(2 + 3), store=tmp_path / "partial.json")
+        assert again.to_dict() == expected
+
+
 def test_a_set_of_unknown_length_that_has_become_shorter_is_audited_anew(tmp_path: Path) -> None:
     class Unsized:
         left = 3
