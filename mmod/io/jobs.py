@@ -41,6 +41,7 @@ class Job(Generic[Config]):
     seed: int
     config: Config
     work: float = 1.0  # Expected duration, in any unit that all jobs share.
+    starts_from: tuple[str, int] | None = None  # Name and seed of the job that must have ended before.
 
     def __str__(self) -> str:
         return self.name if self.config is None else f"{self.name}, seed {self.seed}"
@@ -98,16 +99,13 @@ class Runner:
         before = multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
 
-        # All jobs of a seed wait for its first, from whose weights they start.
-        # Reversed, so that the first of each seed is the one that stays.
-        first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}
         running: dict[Future[Result], int] = {}
         waiting = list(range(len(jobs)))
-        finished = set[int]()
+        unfinished = {(job.name, job.seed) for job in jobs}
         try:
             with heeding(Stop()) as stop:
                 while waiting or running:
-                    ready = [i for i in waiting if i == first[jobs[i].seed] or first[jobs[i].seed] in finished]
+                    ready = [index for index in waiting if jobs[index].starts_from not in unfinished]
                     for index in ready[: self.processes - len(running)]:
                         waiting.remove(index)
                         running[pool.submit(_work, do, jobs[index], index)] = index
@@ -120,7 +118,7 @@ class Runner:
                         self._pass_on(stop.number, pool, set(multiprocessing.active_children()) - set(before))
                     for future in done:
                         index = running.pop(future)
-                        finished.add(index)
+                        unfinished.remove((jobs[index].name, jobs[index].seed))
                         result = future.result()
                         bar.update(index, 1.0)
                         yield jobs[index], result

@@ -18,7 +18,11 @@ from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from tests.kit.processes import FORKING, run_processes
 
-JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
+JOBS = [
+    Job(name, seed, f"{name}{seed}", starts_from=None if name == "base" else ("base", seed))
+    for seed in (0, 1)
+    for name in ("base", "dense", "a-mod")
+]
 
 
 def report(job: Job[str], callback: Callback) -> tuple[str, int]:
@@ -38,7 +42,7 @@ def test_runs_in_one_process_keep_their_order() -> None:
     assert [result for _, result in outcomes] == [(job.config, os.getpid()) for job in JOBS]
 
 
-def test_runs_side_by_side_wait_for_the_first_of_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_side_by_side_wait_for_the_one_they_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     runner = Runner(processes=2, progress=False)
     outcomes = list(runner.run(JOBS, report))
@@ -48,6 +52,21 @@ def test_runs_side_by_side_wait_for_the_first_of_their_seed(monkeypatch: pytest.
         assert next(job.name for job, _ in outcomes if job.seed == seed) == "base"
     # The workers' CPU time counts too.
     assert runner.cpu_seconds > time.process_time()
+
+
+def meet(job: Job[Path], callback: Callback) -> None:
+    (job.config / job.name).touch()
+    deadline = time.monotonic() + 60
+    while len(list(job.config.iterdir())) < 2:
+        assert time.monotonic() < deadline, f"{job} runs alone"
+        time.sleep(0.05)
+
+
+def test_runs_that_start_from_none_do_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(jobs, "multiprocessing", FORKING)
+    # The second starts from a run that is none of these.
+    alone = [Job("one", 0, tmp_path), Job("other", 0, tmp_path, starts_from=("base", 0))]
+    assert len(list(Runner(processes=2, progress=False).run(alone, meet))) == 2
 
 
 def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
