@@ -139,8 +139,6 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
         for column, probe in (("linear_to_baseline_b2", "linear"), ("knn_to_baseline_b2", "knn")):
             assert baseline is None or row[column].value == pytest.approx(row[probe] - baseline[probe], abs=1e-4)
     assert "36 images; 95 % intervals" in result.table
-    (ranking,) = (line for line in result.table.splitlines() if ", the fastest first: " in line)
-    assert ranking.count(",") <= 6
     for picture in ("tradeoff", "maps-attention-0.5"):
         assert (tmp_path / "study" / f"{picture}.png").stat().st_size
 
