@@ -61,14 +61,15 @@ class Run(Job[Any]):
 class Measurer:
     """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled.
 
-    A model is loaded once for all that is measured of it, such as its accuracy, its costs and its times. In the end all
-    are timed in turns, so they are kept until a model is trained.
+    A model is loaded once for all that is measured of it, such as its accuracy, its costs and its times.
     """
 
     measure: Measure
     store: Store  # Keeps evaluations without training.
     plans: dict[Path, dict[float, dict[str, Any]]] = field(default_factory=dict)  # By folder of the search and budget.
     models: dict[str, nn.Module] = field(default_factory=dict)  # By their config.
+    # In the end all are timed in turns: they are kept until a model is trained. Without times, only the last is.
+    keeps_all: bool = False
 
     def __call__(self, run: Run, callback: Callback) -> Measured:
         """Return the rows of a run."""
@@ -85,6 +86,8 @@ class Measurer:
         """Return the model that a run starts from, see `Kind.load`: the same again for the same config."""
         key = str(config)
         if key not in self.models:
+            if not self.keeps_all:
+                self.models.clear()
             self.models[key] = load_start(config)
         return self.models[key]
 
@@ -205,7 +208,7 @@ def compare(
     if rates is not None:
         table.rates = _best_rates(runs, rates, store, runner, Path(kind.config.output) / "rates")
         runs = [dataclasses.replace(run, config=_with_rate(run.config, table.rates.get(run.name, 1.0))) for run in runs]
-    measurer = Measurer(measure or measure_run, store)
+    measurer = Measurer(measure or measure_run, store, keeps_all=timing is not None)
     first: dict[str, Run] = {}
 
     def after(run: Run) -> None:
