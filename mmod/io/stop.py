@@ -58,7 +58,8 @@ def exit_after(number: int, line: str) -> NoReturn:
     # A closed terminal cannot be written to.
     with contextlib.suppress(OSError):
         if line:
-            print(line, file=sys.stderr)
+            # With its end at once: processes that end together share the terminal.
+            sys.stderr.write(f"{line}\n")
     raise SystemExit(128 + number)
 
 

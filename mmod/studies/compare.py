@@ -261,8 +261,9 @@ def runs_of(
             work = _work(config) if is_trained else _EVALUATION
             series = [other.search for other in others if other.series == candidate.series]
             searches = tuple(filter(None, series)) if candidate.search else ()
-            needed = (base, seed) if train_dense and not candidate.from_scratch else None
-            run = Run(candidate.name, seed, config, work, needed, candidate=candidate, is_trained=is_trained)
+            run = Run(candidate.name, seed, config, work, candidate=candidate, is_trained=is_trained)
+            if train_dense and not candidate.from_scratch:
+                run = dataclasses.replace(run, starts_from=(base, seed))
             runs.append(dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans"))
     return runs
 
