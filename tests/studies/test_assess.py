@@ -64,7 +64,7 @@ def test_the_folder_of_a_saved_model_stands_for_it(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.startswith(str(evaluate(model, image_stream(run_config.data))))
     with pytest.raises(SystemExit):
         main([str(tmp_path / "saved")])
-    assert "keys that are required: data\n" in capsys.readouterr().err
+    assert "keys that are required: data; name them in --config FILE or as options" in capsys.readouterr().err
 
 
 def test_the_kind_of_a_run_folder_without_one_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
