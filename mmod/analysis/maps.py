@@ -35,7 +35,7 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
-    groups = deciding_together(names, list(maps))
+    groups = runs_of_one_mask(names, list(maps))
     firsts = [group.start for group in groups]
     titles = ["image"]
     for group in groups:
@@ -58,8 +58,8 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
     return figure
 
 
-def deciding_together(names: Sequence[str], masks: Sequence[Tensor]) -> list[slice]:
-    """Return runs of adjoining blocks that kept the same tokens, as those of one decision do.
+def runs_of_one_mask(names: Sequence[str], masks: Sequence[Tensor]) -> list[slice]:
+    """Return runs of adjoining blocks that kept the same tokens, as blocks of one decision do.
 
     Args:
         names: Names of the blocks, in order.
@@ -67,7 +67,7 @@ def deciding_together(names: Sequence[str], masks: Sequence[Tensor]) -> list[sli
 
     Example:
         >>> one, two = torch.tensor([True, False]), torch.tensor([True, True])
-        >>> deciding_together(["blocks.0", "blocks.1", "blocks.2"], [one, one, two])
+        >>> runs_of_one_mask(["blocks.0", "blocks.1", "blocks.2"], [one, one, two])
         [slice(0, 2, None), slice(2, 3, None)]
     """
     pairs = zip(itertools.pairwise(names), itertools.pairwise(masks))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import SeenGrid, grid_of_squares, image_stack, watch_grid
-from mmod.analysis.maps import deciding_together, draw_maps
+from mmod.analysis.maps import draw_maps, runs_of_one_mask
 from mmod.blocks import Deciding, deciding_modules
 from mmod.config import Grid
 from mmod.io.tables import markdown_table
@@ -28,9 +28,9 @@ class Trace(Mapping[str, Routing]):
     """The last decision of every place in a model that decides, by name, without gradients.
 
     `print(trace)` shows the kept shares, in one line for adjoining blocks that kept the same tokens, and notebooks show
-    them as a table. A routed block is one place; other methods
-    decide in several, such as `blocks.1.mlp.expert2` (an expert) or `layers.2.recursion1`. A decision on full images
-    has one token per image; in a ResNet its tokens are channels.
+    them as a table. A routed block is one place; other methods decide in several, such as `blocks.1.mlp.expert2` (an
+    expert) or `layers.2.recursion1`. A decision on full images has one token per image; in a ResNet its tokens are
+    channels.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -223,7 +223,7 @@ class Trace(Mapping[str, Routing]):
         names = list(self)
         masks = [routing.keep_BN for routing in self.values()]
         rows = []
-        for group in deciding_together(names, masks):
+        for group in runs_of_one_mask(names, masks):
             together = names[group]
             named = together[0]
             if len(together) > 1:
