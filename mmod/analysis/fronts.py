@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -81,7 +80,7 @@ def floor_of(panels: Sequence[Sequence[Mark]], faster: bool = False) -> float:
     first, third = np.percentile(scores, (25, 75))
     # Tukey's fence: what lies lower is an outlier.
     fence = first - 1.5 * (third - first)
-    fronts = chain.from_iterable(front_of(marks, faster) for marks in panels)
+    fronts = itertools.chain.from_iterable(front_of(marks, faster) for marks in panels)
     return min(*(mark.score for mark in fronts), *(score for score in scores if score >= fence))
 
 
@@ -97,7 +96,7 @@ def draw_panels(
     """
     floor = floor_of(panels, faster)
     fronts = [front_of(marks, faster) for marks in panels]
-    barred = list(chain.from_iterable(fronts))
+    barred = list(itertools.chain.from_iterable(fronts))
     bottom = min(floor, *(mark.low for mark in barred))
     top = max(mark.score for mark in panels[0])
     top = max(top, *(mark.high for mark in barred))

@@ -298,8 +298,8 @@ def _advice(table: Table, score: str, ms: Mapping[str, float], size: int, is_bet
     """Name the best model at some speeds, and those that may be as good."""
     mean = partial(mean_of, table, score)
     best = _best_at_speeds(table, score, ms)
-    differences = [gap(table, score, name, DENSE) for name in best.values() if name is not None]
-    is_vague = any(one is not None and one.has_interval and one.high - one.low > _VAGUE for one in differences)
+    differences = {name: gap(table, score, name, DENSE) for name in best.values() if name is not None}
+    is_vague = any(one is not None and one.has_interval and one.high - one.low > _VAGUE for one in differences.values())
     title = "Best on these images, which are too few to choose by" if is_vague else "What to use"
     lines = [f"{title}, in batches of {size}:\n"]
     for speed, name in best.items():
@@ -308,7 +308,7 @@ def _advice(table: Table, score: str, ms: Mapping[str, float], size: int, is_bet
             continue
         close = [other for other in _as_fast_as(ms, speed) if other != name and not is_better(name, other)]
         close.sort(key=mean, reverse=True)
-        line = f"- {speed:g} times the dense speed: {listed([name])}, {gap(table, score, name, DENSE)} points"
+        line = f"- {speed:g} times the dense speed: {listed([name])}, {differences[name]} points"
         lines.append(f"{line}; no clear difference from {listed(close, most=6)}" if close else line)
     return "\n".join(lines)
 
