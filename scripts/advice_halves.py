@@ -25,14 +25,13 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
-from mmod.compare.early import BATCH, Look, look_at, near_front
-from mmod.compare.fill import fill
-from mmod.compare.table import DENSE, Measured, Table
-from mmod.compare.times import sample_times
+from mmod.analysis.table import DENSE, Measured, Table, fill
+from mmod.analysis.timing import sample_times
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.planning.advice import LEAST_SPEEDUP, Advice
 from mmod.planning.candidate import Candidate
+from mmod.planning.early import BATCH, Look, look_at, near_front
 from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images
 from mmod.planning.trials import ROUNDS, changed_models, evaluate_once, rows_of
 from mmod.planning.untrained import image_candidates

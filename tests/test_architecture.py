@@ -40,7 +40,6 @@ IMPORT_ORDER = [
     "pretrained",
     "losses",
     "analysis",
-    "compare",
     "audits",
     "planning",
     "data",
@@ -232,7 +231,7 @@ def test_public_names_say_what_they_do(name: str) -> None:
 
 # What a reader must hold counts, not the number of lines. A folder or module of the package, or of the tools, joins by
 # its name.
-CALM = ["adapters", "analysis", "blocks", "cli", "compare", "config", "data", "io", "lab"]
+CALM = ["adapters", "analysis", "blocks", "cli", "config", "data", "io", "lab"]
 CALM += ["losses", "methods", "model", "opening", "ops", "planning", "pretrained", "registry", "report", "routing"]
 CALM += ["lazy", "studies", "threads", "training", "values", "benchmarks"]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)

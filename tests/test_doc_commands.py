@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmod import cli
-from mmod.compare import times
+from mmod.analysis import timing
 from mmod.planning import budgets
 from mmod.studies.study import candidates_and_runs
 from mmod.training.kinds import kind_of
@@ -223,7 +223,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_models_are_evaluated_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
     make_clip = open_clip.create_model_and_transforms

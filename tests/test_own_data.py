@@ -17,7 +17,7 @@ import timm
 from PIL import Image
 
 from mmod import cli
-from mmod.compare import times
+from mmod.analysis import timing
 from mmod.studies.study import candidates_and_runs
 from tests.kit.fitted import fit_once
 from tests.kit.folders import save_image_model
@@ -70,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with everything that the pages start from, and a small DeiT without published weights."""
     monkeypatch.chdir(tmp_path)
     fit_once(monkeypatch)
-    monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     create = timm.create_model
 
     def create_small(name: str, *, pretrained: bool = False, **options: Any) -> Any:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mmod.analysis.statistics import Estimate, Resampling, Values, estimate_of, sign_test
+from mmod.analysis.table import Table, mean_outcomes
 from mmod.audits.tables import ACCURACY, LOSS
-from mmod.compare.table import Table, mean_outcomes
 
 OF_ACCURACY = 0
 OF_LOSS = 1

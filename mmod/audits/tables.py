@@ -1,7 +1,7 @@
 """What an audit keeps of a batch: the outcomes of its samples in every context, and what each decision keeps of them.
 
-All figures are functions of two tables. One has a row for each candidate, draw and sample (`mmod.compare.table.Table`),
-the other one for each sample and decision, with masks packed to bits.
+All figures are functions of two tables. One has a row for each candidate, draw and sample
+(`mmod.analysis.table.Table`), the other one for each sample and decision, with masks packed to bits.
 Axes: B samples, N tokens, F tokens of a sample that may be skipped."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from mmod.analysis.table import Measured, Table
 from mmod.audits.choices import LEARNED, FreeDecision
-from mmod.compare.table import Measured, Table
 
 ACCURACY = "accuracy"
 LOSS = "loss"

@@ -9,11 +9,11 @@ from pathlib import Path
 from mmod.analysis.repeats import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
-from mmod.compare.tolerance import exceeds, is_too_close, keeps, missing_samples
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.samples import AGREEMENT
+from mmod.planning.tolerance import exceeds, is_too_close, keeps, missing_samples
 
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (

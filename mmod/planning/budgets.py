@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mmod.compare.table import DENSE
+from mmod.analysis.table import DENSE
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
 

@@ -17,9 +17,8 @@ from mmod.adapters import BlockStack
 from mmod.analysis.flop_count import flops
 from mmod.analysis.flop_report import FlopCounts
 from mmod.analysis.prefill import Prompt
-from mmod.analysis.timing import Reading, relative_times
-from mmod.compare.table import DENSE
-from mmod.compare.times import sample_times
+from mmod.analysis.table import DENSE
+from mmod.analysis.timing import Reading, relative_times, sample_times
 from mmod.config import RoutingConfig, Score
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra

@@ -16,14 +16,14 @@ from mmod.adapters import find_library, image_facts, image_output, patch_grid, w
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
+from mmod.analysis.table import Measured
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
 from mmod.blocks import by_data
-from mmod.compare.early import BATCH
-from mmod.compare.table import Measured
 from mmod.io.store import fingerprint
 from mmod.ops.grids import resized
 from mmod.planning.divergence import compared, outputs, real_tokens
+from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
 from mmod.planning.prompts import IsRight, of_equal_length, pad_token, questions_of, right_of
 

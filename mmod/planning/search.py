@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part, find_parts, own_name
 from mmod.analysis.modes import in_mode
-from mmod.compare.fill import fill, measured_once
-from mmod.compare.table import Measured, Table, evaluated
+from mmod.analysis.table import Measured, Table, evaluated, fill, measured_once
 from mmod.config import RoutingConfig, Score
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store, fingerprint

@@ -14,17 +14,15 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_library, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
-from mmod.analysis.timing import ratios
-from mmod.compare.early import BATCH, Look, front_in, look_at, milliseconds, near_front
-from mmod.compare.fill import fill, measured_once
-from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of
-from mmod.compare.times import Times, times_once
+from mmod.analysis.table import DENSE, Measured, Table, evaluated, fill, gap, interval_of, mean_of, measured_once
+from mmod.analysis.timing import Times, ratios, times_once
 from mmod.io.jobs import Callback, Runner
 from mmod.io.records import FolderTakenError, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate, copy_of
+from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_part, find_stacks
 from mmod.analysis.flop_count import flops, inference_flops
-from mmod.compare.table import DENSE
+from mmod.analysis.table import DENSE
 from mmod.config import RoutingConfig
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate, copy_of

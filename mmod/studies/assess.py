@@ -12,8 +12,8 @@ from mmod.training.kinds import kind_of, parse_kind
 if TYPE_CHECKING:
     from torch import nn
 
+    from mmod.analysis.table import Measured, Table
     from mmod.analysis.timing import Reading
-    from mmod.compare.table import Measured, Table
     from mmod.studies.compare import Measurer, Run
     from mmod.training.engine.kind import Kind
 
@@ -30,7 +30,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """
     from functools import partial
 
-    from mmod.compare.table import DENSE
+    from mmod.analysis.table import DENSE
     from mmod.io.jobs import Runner
     from mmod.io.store import Store
     from mmod.planning.candidate import Candidate

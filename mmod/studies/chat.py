@@ -17,10 +17,10 @@ from mmod.adapters import watch_grid
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure
+from mmod.analysis.table import Measured, Table
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
 from mmod.blocks import needed_shares
-from mmod.compare.table import Measured, Table
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import nn
 
-from mmod.analysis.timing import Reading
-from mmod.compare.fill import fill, measured_once
-from mmod.compare.table import DENSE, Measured, Table, Weigh, by_seed
-from mmod.compare.times import Readings, Times, times_once
+from mmod.analysis.table import DENSE, Measured, Table, Weigh, by_seed, fill, measured_once
+from mmod.analysis.timing import Reading, Readings, Times, times_once
 from mmod.io.files import make_folder, sha256
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import STORE, Store

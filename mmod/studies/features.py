@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.compare.fill import measured_once
-from mmod.compare.table import DENSE, Measured, Table, Weigh, gap, gaps
+from mmod.analysis.table import DENSE, Measured, Table, Weigh, gap, gaps, measured_once
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback

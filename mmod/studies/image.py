@@ -16,9 +16,7 @@ from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
 from mmod.analysis.statistics import as_cheap
-from mmod.analysis.timing import relative_times
-from mmod.analysis.tracing import draw_sample_maps
-from mmod.compare.table import (
+from mmod.analysis.table import (
     DENSE,
     Measured,
     Table,
@@ -27,6 +25,8 @@ from mmod.compare.table import (
     mean_of,
     paired_by_sample,
 )
+from mmod.analysis.timing import relative_times
+from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed

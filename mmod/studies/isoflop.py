@@ -16,7 +16,7 @@ import numpy as np
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import Estimate, difference, published
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
-from mmod.compare.table import Measured, Table, means_over_seeds
+from mmod.analysis.table import Measured, Table, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.jobs import Callback, Runner
 from mmod.io.tables import Column, table_of

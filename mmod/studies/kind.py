@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
+from mmod.analysis.table import Measured, Table, Weigh
 from mmod.analysis.timing import Reading
-from mmod.compare.table import Measured, Table, Weigh
 from mmod.io.tables import Column
 from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import Chosen

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from mmod.compare.table import Measured, Table
+from mmod.analysis.table import Measured, Table
 from mmod.studies.compare import Run
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.style import save_picture
-from mmod.analysis.timing import relative_times
-from mmod.compare.table import (
+from mmod.analysis.table import (
     DENSE,
     Table,
     best,
@@ -23,6 +22,7 @@ from mmod.compare.table import (
     means_over_seeds,
     paired_by_sample,
 )
+from mmod.analysis.timing import relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
@@ -230,7 +230,7 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
     """Say in one sentence between which models there is no significant difference, paired by sample or by seed.
 
     Example:
-        >>> from mmod.compare.table import Measured
+        >>> from mmod.analysis.table import Measured
         >>> table = Table()
         >>> for name, values in {"dense": [95.0, 95.2], "a": [94.9, 95.2], "b": [70.0, 70.1]}.items():
         ...     for seed, value in enumerate(values):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.analysis.style import save_picture
-from mmod.compare.table import DENSE, Measured, Table
+from mmod.analysis.table import DENSE, Measured, Table
 from mmod.io.jobs import Runner
 from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate

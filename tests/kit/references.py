@@ -308,7 +308,7 @@ def written(path: Path, fields: Mapping[str, Any]) -> Path:
 def command(*words: str) -> str:
     """Run a command of mmod in this process, as if every model took a millisecond; return what it printed."""
     shown = io.StringIO()
-    equal = mock.patch("mmod.compare.times.interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    equal = mock.patch("mmod.analysis.timing.interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     torch.manual_seed(0)
     errors = io.StringIO()
     with equal, contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors):

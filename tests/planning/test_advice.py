@@ -18,13 +18,11 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.grids import resized_to_labels
+from mmod.analysis import timing
 from mmod.analysis.statistics import Estimate, share_of
+from mmod.analysis.table import Measured, measured_once
 from mmod.analysis.timing import Spread
 from mmod.blocks import by_data
-from mmod.compare import times
-from mmod.compare.fill import measured_once
-from mmod.compare.table import Measured
-from mmod.compare.tolerance import missing_samples
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
@@ -32,6 +30,7 @@ from mmod.planning import samples, trials
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
+from mmod.planning.tolerance import missing_samples
 from tests.kit.clip_zoo import make_clip, make_images
 from tests.kit.fitted import count_once, fit_once
 from tests.kit.own_vits import make_own, make_own_images
@@ -67,7 +66,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
                 call()
             return {(name, batch): [of.get(name, 10.0)] * 3 for name, batch in calls}
 
-        monkeypatch.setattr(times, "interleave", interleave)
+        monkeypatch.setattr(timing, "interleave", interleave)
 
     return set_times
 
@@ -589,7 +588,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
         # The first candidates are the slowest.
         return {trials.BATCH: {name: [10.0 / (1 + 0.15 * place)] * 2 for place, name in enumerate(readings)}}
 
-    monkeypatch.setattr(times, "sample_times", timed)
+    monkeypatch.setattr(timing, "sample_times", timed)
     model = timm.create_model("test_vit", dynamic_img_size=True).eval()
     images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)

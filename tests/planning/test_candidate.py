@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from mmod.compare.table import DENSE
+from mmod.analysis.table import DENSE
 from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.kind import StudyKind

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.compare.early import BATCH
 from mmod.planning.divergence import real_tokens
+from mmod.planning.early import BATCH
 from mmod.planning.prompts import of_equal_length, pad_token, questions_of, right_of, same_tokens
 from mmod.planning.samples import MIX, Prompts
 from tests.kit.vlm_zoo import make_joint, pad, prompt

@@ -17,9 +17,9 @@ from torch import nn
 from transformers import LlavaForConditionalGeneration
 
 import mmod
+from mmod.analysis import timing
 from mmod.analysis.timing import Spread
 from mmod.cli import main
-from mmod.compare import times
 from mmod.data import DataConfig
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods import methods_of
@@ -48,7 +48,7 @@ def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
 
 
 def make_folder(root: Path, classes: int, images: int) -> Path:

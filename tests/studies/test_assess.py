@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmod import flops, route_, save_pretrained
-from mmod.compare.table import DENSE
+from mmod.analysis.table import DENSE
 from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, described, main
 from mmod.training import evaluate, fit

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmod.compare.table import DENSE, Measured, Table
+from mmod.analysis.table import DENSE, Measured, Table
 from mmod.data.loader import image_stream
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors

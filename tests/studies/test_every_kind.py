@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import mmod
-from mmod.compare.table import DENSE
+from mmod.analysis.table import DENSE
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
 from mmod.planning.options import PlanOptions

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
-from mmod.compare.table import Measured, Table, gap
+from mmod.analysis.table import Measured, Table, gap
 from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
 from mmod.io import jobs

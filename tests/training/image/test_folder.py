@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters import find_stack, image_facts, image_output
-from mmod.compare.table import DENSE
+from mmod.analysis.table import DENSE
 from mmod.methods import methods_of
 from mmod.opening.transformers import create_images, processor_fields
 from mmod.studies.assess import assess

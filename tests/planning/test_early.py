@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.compare.early import Look, front_in, look_at, milliseconds, near_front
-from mmod.compare.fill import fill
-from mmod.compare.table import DENSE, Measured, Table, evaluated
+from mmod.analysis.table import DENSE, Measured, Table, evaluated, fill
 from mmod.io.jobs import Callback, Runner
+from mmod.planning.early import Look, front_in, look_at, milliseconds, near_front
 
 SAMPLES = 12
 FIRST = 4

@@ -15,17 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.statistics import difference
-from mmod.compare.fill import fill, measured_once
-from mmod.compare.table import (
+from mmod.analysis.table import (
     Measured,
     Table,
     best,
     close_groups,
+    fill,
     gap,
     gaps,
     interval_of,
     mean_of,
     means_over_seeds,
+    measured_once,
 )
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mmod.analysis.timing import Reading
-from mmod.compare import times
-from mmod.compare.table import DENSE
-from mmod.compare.times import sample_times, times_once
+from mmod.analysis import timing
+from mmod.analysis.table import DENSE
+from mmod.analysis.timing import Reading, sample_times, times_once
 from mmod.io.store import STORE, Store
 
 
@@ -45,10 +44,10 @@ def test_times_are_of_a_sample_and_each_round_is_measured_once(tmp_path: Path, m
         made.append("")
         return {"dense": {("image", 2): Reading(lambda: None, 2)}, "a": {("image", 2): Reading(lambda: None, 4)}}
 
-    def timed(rounds: int = 3, **identity: str) -> times.Times[tuple[str, int]]:
+    def timed(rounds: int = 3, **identity: str) -> timing.Times[tuple[str, int]]:
         return times_once(Store(tmp_path / STORE), identity, readings, torch.device("meta"), rounds=rounds)
 
-    monkeypatch.setattr(times, "interleave", interleave)
+    monkeypatch.setattr(timing, "interleave", interleave)
     killed, measured = {1}, list[tuple[int, int]]()
     with pytest.raises(KeyboardInterrupt):
         timed(models="both")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from mmod.analysis.statistics import pareto_front, unbeaten
+from mmod.analysis.table import DENSE, Table, evaluated, mean_of
 from mmod.analysis.timing import relative_times
-from mmod.compare.table import DENSE, Table, evaluated, mean_of
 from mmod.io.jobs import Job
 
 BATCH = "batch"
@@ -33,7 +33,7 @@ def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
 
 
 def near_front(figure: str, samples: int) -> Callable[[Table], list[Look]]:
-    """Return what asks for all samples of the candidates near the Pareto front, see `mmod.compare.fill.fill`.
+    """Return what asks for all samples of the candidates near the Pareto front, see `mmod.analysis.table.fill`.
 
     Args:
         figure: The outcome that decides who is better.
