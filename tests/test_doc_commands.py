@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from mmod import cli
 from mmod.analysis import timing
 from mmod.planning import budgets
-from mmod.studies.study import candidates_and_runs
+from mmod.studies.study import comparison_of
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
@@ -255,7 +255,9 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
     known = set()
 
     def make(study: Any, **_: Any) -> Any:
-        candidates, jobs = candidates_and_runs(study)
+        comparison = comparison_of(study)
+        candidates = comparison.candidates
+        jobs = comparison.runs()
         assert len(candidates) > 2
         dense: Any = jobs[0].config
         for job in jobs:

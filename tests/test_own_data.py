@@ -18,7 +18,7 @@ from PIL import Image
 
 from mmod import cli
 from mmod.analysis import timing
-from mmod.studies.study import candidates_and_runs
+from mmod.studies.study import comparison_of
 from tests.kit.fitted import fit_once
 from tests.kit.folders import save_image_model
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
@@ -110,7 +110,7 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
     planned: list[list[str]] = []
 
     def plan_only(config: Any, **_: Any) -> Any:
-        planned.append([run.name for run in candidates_and_runs(config)[1]])
+        planned.append([run.name for run in comparison_of(config).runs()])
         return config
 
     save_image_model("vit", folder / "vit")

@@ -34,13 +34,12 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     from mmod.io.jobs import Runner
     from mmod.io.store import Store
     from mmod.planning.candidate import Candidate
-    from mmod.studies.compare import Timing, compare, measure_run
+    from mmod.studies.compare import Comparison, Timing, compare, measure_run
 
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     return compare(
-        [Candidate(DENSE)],
-        kind_of(config),
+        Comparison(candidates=[Candidate(DENSE)], dense=config),
         store=Store(),
         measure=partial(measure_run, progress=progress),
         count=_count,

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from mmod.adapters import watch_grid
+from mmod.blocks import needed_shares
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.analysis.table import Measured, Table
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
-from mmod.blocks import needed_shares
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
@@ -29,8 +29,7 @@ from mmod.methods.route import is_routed
 from mmod.studies.candidates import chat_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.report import named_columns, verdict
+from mmod.studies.report import Facts, Lines, Runs, StudyKind, Told, named_columns, verdict
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache

@@ -17,7 +17,6 @@ from mmod.analysis.timing import Reading, Readings, Times, times_once
 from mmod.io.files import make_folder, sha256
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import STORE, Store
-from mmod.io.yaml import merged
 from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
@@ -144,7 +143,7 @@ class Rates(NamedTuple):
     Attributes:
         factors: Those that are tried; one at which the loss is no longer finite is not chosen.
         figure: The figure that decides; the highest is best.
-        measure: Does a trial, like `compare`.
+        measure: Does a trial, see `compare`.
         data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
         seed: The seed of trials.
     """
@@ -156,16 +155,66 @@ class Rates(NamedTuple):
     seed: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared with the dense model that it is made from, and how often.
+
+    Args:
+        candidates: One named "dense" without changes is the model that speed-ups refer to.
+        dense: Config of the dense model's run: it names model and data, and the folder of all runs.
+        train: Config of the fine-tuning of the dense model; None trains no candidate but those from scratch.
+        seeds: Every run is repeated with so many seeds, unless nothing is trained.
+        train_dense: Train the dense model first; otherwise it is loaded as its config says.
+        bases: Folder of another comparison with the same dense models, which are taken from there.
+        left_out: Why other candidates are not compared, by name.
+    """
+
+    candidates: Sequence[Candidate]
+    dense: RunConfig
+    train: RunConfig | None = None
+    seeds: int = 1
+    train_dense: bool = False
+    bases: str | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def runs(self) -> list[Run]:
+        """Return the runs in the order they must be done."""
+        # A dense model that is fine-tuned is another one than that which all start from.
+        untuned = [one for one in self.candidates if one.name == DENSE and not self._trains(one)]
+        base = untuned[0] if untuned else Candidate(BASE)
+        others = [candidate for candidate in self.candidates if candidate is not base]
+        runs = []
+        for seed in range(self.seeds if self.train_dense or any(map(self._trains, others)) else 1):
+            root = Path(self.dense.output) / f"seed{seed}"
+            folder = Path(self.bases) / root.name / BASE if self.bases else root / base.name
+            dense = dataclasses.replace(self.dense, output=str(folder), seed=seed)
+            start = dataclasses.replace(self.train or self.dense, seed=seed)
+            if self.train_dense:
+                start = start.started_from(str(folder))
+            if self.train_dense or untuned:
+                # It starts from what its config says, like a model from scratch.
+                first = dataclasses.replace(base, from_scratch=True)
+                runs.append(_run(first, dense, self.train_dense))
+            for candidate in others:
+                config = dataclasses.replace(candidate.configure(dense, start), output=str(root / candidate.name))
+                run = _run(candidate, config, self._trains(candidate))
+                if self.train_dense and not candidate.from_scratch:
+                    run = dataclasses.replace(run, starts_from=(base.name, seed))
+                if candidate.search is not None:
+                    series = [other.search for other in others if other.series == candidate.series]
+                    searches = tuple(filter(None, series))
+                    run = dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans")
+                runs.append(run)
+        return runs
+
+    def _trains(self, candidate: Candidate) -> bool:
+        return candidate.from_scratch or (candidate.is_trained and self.train is not None)
+
+
 def compare(
-    candidates: Sequence[Candidate],
-    kind: Kind,
-    data: Mapping[str, object] | None = None,
-    train: RunConfig | None = None,
-    seeds: int = 1,
+    comparison: Comparison,
     store: Store | None = None,
     *,
-    train_dense: bool = False,
-    bases: str | None = None,
     rates: Rates | None = None,
     measure: Measure | None = None,
     weigh: Mapping[str, Weigh] | None = None,
@@ -179,14 +228,7 @@ def compare(
     A run that would be refused, perhaps after hours of the runs before it, is refused before the first.
 
     Args:
-        candidates: What is compared. One named "dense" without changes is the model that speed-ups refer to.
-        kind: The kind of the dense model's run: its config names model and data, and the folder of all runs.
-        data: Fields of the config's `data` to set differently.
-        train: Config of the fine-tuning of the dense model; None trains no candidate but those from scratch.
-        seeds: Every run is repeated with so many seeds, unless nothing is trained.
         store: Keeps evaluations without training, and times; None keeps them in the folder of all runs.
-        train_dense: Train the dense model first; otherwise it is loaded as its config says.
-        bases: Folder of another comparison with the same dense models, which are taken from there.
         rates: The learning rates that are tried first; None trains as configs say.
         measure: Does a run; None is `measure_run`.
         weigh: See `Table.weigh`.
@@ -194,17 +236,16 @@ def compare(
         timing: The passes that are timed at the end, when nothing else runs, by input and size; None times nothing.
         each: Called after each run, with its searched plan, once its rows and costs are in the table.
     """
-    kind = _with_data(kind, data)
-    train = train if train is None else _with_data(kind_of(train), data).config
-    runs = runs_of(candidates, kind, train, seeds, train_dense=train_dense, bases=bases)
-    _check_runs(kind, runs)
+    runs = comparison.runs()
+    _check_runs(comparison.dense, runs)
+    folder = comparison.dense.output
     if store is None:
         # A folder that cannot be written is no news for the end of a run.
-        store = Store(make_folder(kind.config.output) / STORE)
+        store = Store(make_folder(folder) / STORE)
     table = Table(weigh=weigh or {})
     runner = Runner(progress=False) if runner is None else runner
     if rates is not None:
-        table.rates = _best_rates(runs, rates, store, runner, Path(kind.config.output) / "rates")
+        table.rates = _best_rates(runs, rates, store, runner, Path(folder) / "rates")
         runs = [dataclasses.replace(run, config=_with_rate(run.config, table.rates.get(run.name, 1.0))) for run in runs]
     measurer = Measurer(measure or measure_run, store, keeps_all=timing is not None)
     first: dict[str, Run] = {}
@@ -212,8 +253,8 @@ def compare(
     def after(run: Run) -> None:
         if run.seed == 0 and run.name != BASE:
             run = first[run.name] = measurer.ready(run)
-        if run.name in first and run.seed == 0 and count is not None:
-            table.costs[run.name] = count(run, measurer, table.runs[run.name][0])
+            if count is not None:
+                table.costs[run.name] = count(run, measurer, table.runs[run.name][0])
         each(table, run)
 
     def time() -> Times[tuple[str, int]]:
@@ -223,62 +264,13 @@ def compare(
     return table
 
 
-def runs_of(
-    candidates: Sequence[Candidate],
-    kind: Kind,
-    train: RunConfig | None = None,
-    seeds: int = 1,
-    *,
-    train_dense: bool = False,
-    bases: str | None = None,
-) -> list[Run]:
-    """Return the runs of a comparison in the order they must be done, see `compare`."""
-    dense = kind.config
-    is_dense_tuned = train is not None and any(one.name == DENSE and one.is_trained for one in candidates)
-    has_dense = any(one.name == DENSE for one in candidates)
-    base = BASE if is_dense_tuned else DENSE
-    others = [candidate for candidate in candidates if candidate.name != base]
-    trained = {one.name for one in others if one.from_scratch or (one.is_trained and train is not None)}
-    runs = []
-    for seed in range(seeds if train_dense or trained else 1):
-        root = Path(dense.output) / f"seed{seed}"
-        folder = Path(bases) / root.name / BASE if bases else root / base
-        seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
-        if train_dense or (has_dense and not is_dense_tuned):
-            work = _work(seeded) if train_dense else _EVALUATION
-            candidate = next((one for one in candidates if one.name == base), Candidate(base))
-            # It starts from what its config says, like a model from scratch.
-            candidate = dataclasses.replace(candidate, from_scratch=True)
-            runs.append(Run(base, seed, seeded, work, candidate=candidate, is_trained=train_dense))
-        start = dense if train is None else train
-        start = start.started_from(str(folder)) if train_dense else start
-        for candidate in others:
-            config = candidate.configure(seeded, dataclasses.replace(start, seed=seed))
-            config = dataclasses.replace(config, output=str(root / candidate.name))
-            is_trained = candidate.name in trained
-            work = _work(config) if is_trained else _EVALUATION
-            series = [other.search for other in others if other.series == candidate.series]
-            searches = tuple(filter(None, series)) if candidate.search else ()
-            run = Run(candidate.name, seed, config, work, candidate=candidate, is_trained=is_trained)
-            if train_dense and not candidate.from_scratch:
-                run = dataclasses.replace(run, starts_from=(base, seed))
-            runs.append(dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans"))
-    return runs
+def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
+    # In any unit that the runs of a comparison share.
+    work = float(config.epochs or 1) if is_trained else _EVALUATION
+    return Run(candidate.name, config.seed, config, work, candidate=candidate, is_trained=is_trained)
 
 
-def _with_data(kind: Kind, data: Mapping[str, object] | None) -> Kind:
-    """Return the kind of the same run with changed fields of `data`."""
-    if not data:
-        return kind
-    return kind_of(type(kind.config).from_dict(merged(kind.config.to_dict(), {"data": dict(data)})))
-
-
-def _work(config: RunConfig) -> float:
-    """Return the duration of a run, in any unit that the runs of a comparison share."""
-    return float(config.epochs or 1)
-
-
-def _check_runs(kind: Kind, runs: Sequence[Run]) -> None:
+def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
     """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
     written = {run.config.output for run in runs}
     for run in runs:
@@ -287,7 +279,7 @@ def _check_runs(kind: Kind, runs: Sequence[Run]) -> None:
     for run in runs:
         started = run.config
         if started.model.checkpoint in written:
-            started = started.sketched_by(kind.config)
+            started = started.sketched_by(dense)
         checked = kind_of(started)
         try:
             if run.is_trained:
@@ -457,8 +449,9 @@ def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner,
         trials[run.name] = {}
         for factor in rates.factors:
             name = f"{run.name}-{factor:g}"
-            config = _with_data(kind_of(_with_rate(run.config, factor)), rates.data).config
-            config = dataclasses.replace(config, output=str(folder / name), seed=rates.seed)
+            config = _with_rate(run.config, factor)
+            data = dataclasses.replace(config.data, **rates.data)
+            config = dataclasses.replace(config, data=data, output=str(folder / name), seed=rates.seed)
             jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
             trials[run.name][name] = factor
     table = Table()

@@ -34,8 +34,7 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import image_candidates
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.report import COLUMNS, listed, verdict
+from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, listed, verdict
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of

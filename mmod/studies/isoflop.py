@@ -22,7 +22,7 @@ from mmod.io.jobs import Callback, Runner
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Measurer, Rates, Run, compare, fit, measured_of
+from mmod.studies.compare import Comparison, Measurer, Rates, Run, compare, fit, measured_of
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.training.text.config import TrainConfig
@@ -126,9 +126,9 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
     places = places_of(config)
     runner = Runner(config.processes, progress)
-    kind = TextKind(_dense(config))
+    dense = _dense(config)
     # Of equal losses the lowest rate is taken.
-    rates = {rate / kind.config.optim.lr: rate for rate in sorted(config.rates)}
+    rates = {rate / dense.optim.lr: rate for rate in sorted(config.rates)}
     result: StudyResult | None = None
 
     def each(table: Table, run: Run) -> None:
@@ -139,10 +139,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
             result = _write(config, points, runner)
 
     compare(
-        [place.candidate for place in places],
-        kind,
-        train=kind.config,
-        seeds=config.seeds,
+        Comparison(candidates=[place.candidate for place in places], dense=dense, train=dense, seeds=config.seeds),
         # The results of this seed are not reported.
         rates=Rates(list(rates), _GAIN, _gain, seed=config.seeds),
         measure=_train,

@@ -17,6 +17,7 @@ from mmod.lazy import import_path
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import (
     BASE,
+    Comparison,
     Measure,
     Measurer,
     Rates,
@@ -25,12 +26,9 @@ from mmod.studies.compare import (
     compare,
     identity_of_final,
     measure_run,
-    runs_of,
 )
 from mmod.studies.config import StudyConfig, TimmStudyConfig
-from mmod.studies.kind import Draw, Facts, StudyKind
-from mmod.studies.report import StudyResult, epochs_of, points_of, write_study
-from mmod.training.kinds import kind_of
+from mmod.studies.report import Draw, Facts, StudyKind, StudyResult, epochs_of, points_of, write_study
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -40,13 +38,14 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
     study = study_kind(config.kind)
-    compared, left_out = _compared(config, study)
-    names = [candidate.name for candidate in compared["candidates"]]
+    comparison = comparison_of(config)
+    left_out = [f"Left out: {name}: {reason}" for name, reason in comparison.left_out.items()]
+    names = [candidate.name for candidate in comparison.candidates]
     suffixes = config.size_suffixes
     runner = Runner(config.processes, progress)
-    dense = compared["kind"].config
-    facts: Facts = {} if study.describe is None else study.describe(dense, compared["train"])
-    runner.say(". ".join([f"{len(names)} models", *_left_out(left_out)]))
+    dense = comparison.dense
+    facts: Facts = {} if study.describe is None else study.describe(dense, comparison.train)
+    runner.say(". ".join([f"{len(names)} models", *left_out]))
     # The runs of the first seed that are done.
     done: dict[str, Run] = {}
     is_announced = False
@@ -66,7 +65,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
             before = dense.epochs if config.train_dense else None
             rows = [{**row, "epochs": epochs_of(runs[row["name"]], before)} for row in rows]
         told = study.tell(config, table, runs, rows, facts)
-        text = "\n\n".join(filter(None, [told.text, *_left_out(left_out)]))
+        text = "\n\n".join(filter(None, [told.text, *left_out]))
         return write_study(config, table, runs, points, told._replace(text=text), facts, runner.facts)
 
     def each(table: Table, run: Run) -> None:
@@ -84,8 +83,11 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
                 runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
             is_announced = True
 
+    measure, rates = _measures(config, study)
     table = compare(
-        **compared,
+        comparison,
+        rates=rates,
+        measure=measure,
         weigh=study.weigh,
         count=count,
         timing=Timing(list(suffixes), config.latency_rounds, study.readings),
@@ -116,16 +118,31 @@ def study_kind(kind: str) -> StudyKind[StudyConfig]:
     return study
 
 
-def candidates_and_runs(config: StudyConfig) -> tuple[list[Candidate], list[Run]]:
-    """Return the compared models, and the runs in the order they must be done."""
-    compared, _ = _compared(config, study_kind(config.kind))
-    for name in ("rates", "measure"):
-        del compared[name]
-    return compared["candidates"], runs_of(**compared)
+def comparison_of(config: StudyConfig) -> Comparison:
+    """Return what a study compares."""
+    study = study_kind(config.kind)
+    dense, tuned = config.run_configs()
+    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)]
+    candidates += [Candidate(**fields) for fields in config.routed_models()]
+    left_out: Mapping[str, str] = {}
+    if study.candidates is not None:
+        candidates, left_out = study.candidates(config, candidates, dense, tuned)
+    names = Counter([BASE, *(candidate.name for candidate in candidates)])
+    if max(names.values()) > 1:
+        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
+    return Comparison(
+        candidates=candidates,
+        dense=dense,
+        train=tuned,
+        seeds=config.seeds,
+        train_dense=config.train_dense,
+        bases=config.bases,
+        left_out=left_out,
+    )
 
 
-def _compared(config: StudyConfig, study: StudyKind[StudyConfig]) -> tuple[dict[str, Any], Mapping[str, str]]:
-    """Return what a study compares, as arguments of `compare`, and why other candidates are left out."""
+def _measures(config: StudyConfig, study: StudyKind[StudyConfig]) -> tuple[Measure, Rates | None]:
+    """Return what does the runs of a study, and the learning rates that are tried first."""
     if study.measure is None:
         before = config.score if config.before else None
         # Models of several seeds are paired by seed.
@@ -135,31 +152,6 @@ def _compared(config: StudyConfig, study: StudyKind[StudyConfig]) -> tuple[dict[
         measure = partial(study.measure, config)
         # Of a trial, only the trained model counts.
         trial = partial(study.measure, dataclasses.replace(config, before=False))
-    rates = None
-    if isinstance(config, TimmStudyConfig) and config.rates is not None:
-        rates = Rates(config.rates, config.score, trial, {"val_split": config.rate_split})
-    dense, tuned = config.run_configs()
-    dense_candidate = Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)
-    candidates = [dense_candidate, *(Candidate(**fields) for fields in config.routed_models())]
-    left_out: Mapping[str, str] = {}
-    if study.candidates is not None:
-        candidates, left_out = study.candidates(config, candidates, dense, tuned)
-    names = Counter([BASE, *(candidate.name for candidate in candidates)])
-    if max(names.values()) > 1:
-        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
-    compared = {
-        "candidates": candidates,
-        "kind": kind_of(dense),
-        "train": tuned,
-        "seeds": config.seeds,
-        "train_dense": config.train_dense,
-        "bases": config.bases,
-        "rates": rates,
-        "measure": measure,
-    }
-    return compared, left_out
-
-
-def _left_out(left_out: Mapping[str, str]) -> list[str]:
-    """Say which candidates are left out and why, as advice does."""
-    return [f"Left out: {name}: {reason}" for name, reason in left_out.items()]
+    if not isinstance(config, TimmStudyConfig) or config.rates is None:
+        return measure, None
+    return measure, Rates(config.rates, config.score, trial, {"val_split": config.rate_split})

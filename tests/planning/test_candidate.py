@@ -11,7 +11,7 @@ import pytest
 from mmod.analysis.table import DENSE
 from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
-from mmod.studies.kind import StudyKind
+from mmod.studies.report import StudyKind
 from mmod.studies.study import study_kind
 from mmod.training.table import KINDS
 from tests.kit.image_study import config as image_config

@@ -13,7 +13,7 @@ import yaml
 
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.report import epochs_of
-from mmod.studies.study import candidates_and_runs, run_study
+from mmod.studies.study import comparison_of, run_study
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -88,7 +88,9 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         controls={"tuned": "still", "still": None, "small": "recursions"},
         tune_dense=False,
     )
-    candidates, jobs = candidates_and_runs(config)
+    comparison = comparison_of(config)
+    candidates = comparison.candidates
+    jobs = comparison.runs()
     runs = {job.name: job.config for job in jobs}
     assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
         "tuned-0.5": "still-0.5",
@@ -108,7 +110,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
 def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
     baselines = {name: BASELINES[name] for name in ("narrow", "recursions")}
     scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "baselines": baselines}
-    _, jobs = candidates_and_runs(dataclasses.replace(study, **scratch))
+    jobs = comparison_of(dataclasses.replace(study, **scratch)).runs()
     assert [job.name for job in jobs] == ["dense", *ANEW]
     assert all(job.is_trained and job.candidate.from_scratch for job in jobs)
     assert {epochs_of(job, 1) for job in jobs} == {"1"}

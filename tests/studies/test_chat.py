@@ -14,7 +14,7 @@ from mmod import RoutingConfig
 from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_routing
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.study import candidates_and_runs, run_study
+from mmod.studies.study import comparison_of, run_study
 from mmod.training.chat.config import TrainConfig
 from tests.kit.chat_configs import vlm_config
 
@@ -96,7 +96,7 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
 
 def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -> None:
     routers = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2]}}
-    jobs = candidates_and_runs(dataclasses.replace(study, routers=routers, capacities=[0.5, 0.25]))[1]
+    jobs = comparison_of(dataclasses.replace(study, routers=routers, capacities=[0.5, 0.25])).runs()
     names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
     assert [job.name for job in jobs] == names * 2
     for job in jobs:
@@ -109,7 +109,7 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
 
 
 def test_a_given_checkpoint_is_not_trained(study: ChatStudyConfig) -> None:
-    jobs = candidates_and_runs(dataclasses.replace(study, train_dense=False, seeds=1))[1]
+    jobs = comparison_of(dataclasses.replace(study, train_dense=False, seeds=1)).runs()
     assert [job.name for job in jobs] == ["dense", "p-mod", "random"]
 
 
@@ -121,7 +121,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
     with pytest.raises(ValueError, match=r"baselines.prune.kind must be .*'resolution'"):
         dataclasses.replace(study, baselines={"prune": {0.5: {"kind": "prune"}}})
     with pytest.raises(ValueError, match=r"no data\.val"):
-        candidates_and_runs(dataclasses.replace(study, changes={"data": {"val": None}}))[1]
+        comparison_of(dataclasses.replace(study, changes={"data": {"val": None}})).runs()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def shipped(name: str) -> dict[str, TrainConfig]:
     assert f"mmod tradeoff configs/tradeoff/{name}" in path.read_text()
     return {
         job.name: job.config
-        for job in candidates_and_runs(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1))[1]
+        for job in comparison_of(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1)).runs()
     }
 
 

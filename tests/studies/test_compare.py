@@ -18,7 +18,7 @@ from mmod.data.loader import image_stream
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Measurer, Run, Timing, compare, evaluate_start, measure_run
+from mmod.studies.compare import Comparison, Measurer, Run, Timing, compare, evaluate_start, measure_run
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import evaluate
@@ -36,17 +36,18 @@ def tiny_config(output: Path) -> TrainConfig:
 
 def test_candidates_are_evaluated_and_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(tiny_config(tmp_path / "dense"), progress=False)
-    kind = ImageKind(tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense")))
+    started: TrainConfig = tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense"))
+    kind = ImageKind(dataclasses.replace(started, data=dataclasses.replace(started.data, val_split="test")))
     candidates = [Candidate(DENSE), Candidate("random", routing={"router": "random"})]
 
     def compared() -> Table:
         timing = Timing([1, 2], 2)
-        return compare(candidates, kind, {"val_split": "test"}, seeds=3, timing=timing)
+        return compare(Comparison(candidates=candidates, dense=kind.config, seeds=3), timing=timing)
 
     table = compared()
     # Without training no seed differs.
     assert {name: list(by_seed) for name, by_seed in table.runs.items()} == {DENSE: [0], "random": [0]}
-    expected = evaluate(kind.load(), image_stream(dataclasses.replace(kind.config.data, val_split="test")))
+    expected = evaluate(kind.load(), image_stream(kind.config.data))
     assert table.figures(DENSE)[0] == expected.columns()
     assert {place: set(times) for place, times in table.times.items()} == {
         ("image", size): {DENSE, "random"} for size in (1, 2)
@@ -67,6 +68,7 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
     fit(tiny_config(tmp_path / "dense"), progress=False)
     kind = ImageKind(tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense")))
     candidates = [Candidate(DENSE), *(Candidate(name, routing={"router": name}) for name in ("norm", "random"))]
+    comparison = Comparison(candidates=candidates, dense=kind.config)
     loaded: list[weakref.ref[nn.Module]] = []
     load = ImageKind.load
 
@@ -82,10 +84,10 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
         return {"draw": float(torch.rand(()))}
 
     monkeypatch.setattr(ImageKind, "load", tracked)
-    draws = compare(candidates, kind, count=count).costs
+    draws = compare(comparison, count=count).costs
     assert len(loaded) == len(candidates)
     # Evaluations are read from the store, and the same is drawn.
-    assert compare(candidates, kind, count=count).costs == draws
+    assert compare(comparison, count=count).costs == draws
 
     kept = Measurer(measure_run, Store())
     kept.load(kind.config)

@@ -28,7 +28,7 @@ from mmod.studies.compare import Run
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
 from mmod.studies.report import harm, verdict
-from mmod.studies.study import candidates_and_runs, run_study
+from mmod.studies.study import comparison_of, run_study
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import kind_of
@@ -198,11 +198,11 @@ PRUNE = {
 
 def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(study, routers=BUDGETS, baselines=PRUNE, isoflop="none", seeds=1)
-    _, jobs = candidates_and_runs(plain)
+    jobs = comparison_of(plain).runs()
     # Two blocks of four on 0.6 or 0.3 of the tokens, and pruning to more tokens than its budget says.
     assert [job.name for job in jobs[2:]] == ["a-mod-0.83", "a-mod-0.69", "prune-0.7", "prune-0.63"]
     assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
-    _, jobs = candidates_and_runs(dataclasses.replace(plain, budgets=[0.5]))
+    jobs = comparison_of(dataclasses.replace(plain, budgets=[0.5])).runs()
     assert [job.name for job in jobs[2:]] == ["a-mod-0.69"]
 
 
@@ -217,11 +217,11 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
         baselines=PRUNE,
         then={"output": "tuned", "tune": True, "seeds": 2},
     )
-    assert {job.seed for job in candidates_and_runs(plain)[1]} == {0}
+    assert {job.seed for job in comparison_of(plain).runs()} == {0}
     following = plain.following()
     assert isinstance(following, ImageStudyConfig)
     assert (following.output, following.following()) == (str(Path(study.output) / "tuned"), None)
-    assert {job.seed for job in candidates_and_runs(following)[1]} == {0, 1}
+    assert {job.seed for job in comparison_of(following).runs()} == {0, 1}
 
 
 def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
@@ -363,7 +363,7 @@ CONTROLS = {
 def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_roughly(monkeypatch)
     config = ImageStudyConfig(**read_yaml(path))
-    _, planned = candidates_and_runs(config)
+    planned = comparison_of(config).runs()
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
     controls = {series for series in map(config.controls.get, config.series) if series}
@@ -394,7 +394,9 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     budgets = {"budgets": [0.7]} if model == "transformers" else {}
     config = dataclasses.replace(ImageStudyConfig(**read_yaml("my-model")), **budgets)
     fields = merged(dense_of(config), {"data": {"image_size": side}})
-    candidates, jobs = candidates_and_runs(dataclasses.replace(config, dense={**fields, "model": dense}))
+    comparison = comparison_of(dataclasses.replace(config, dense={**fields, "model": dense}))
+    candidates = comparison.candidates
+    jobs = comparison.runs()
     flops = {}
     for job in jobs:
         # How many patches are equal, no name tells.
@@ -463,7 +465,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "Nothing was trained" in str(advice)
     assert "`mmod tradeoff my-model` tries the same candidates" in str(advice)
     codes = {row.name: row.code for row in advice.rows}
-    for candidate in candidates_and_runs(config)[0][1:]:
+    for candidate in comparison_of(config).candidates[1:]:
         assert candidate.series == "smaller-image" or candidate.code("image", 4) == codes[candidate.name]
     for point in result.points[1:]:
         if point.series not in ("random", "smaller-image"):
@@ -478,5 +480,5 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(monkeypatch: pyt
     fit_roughly(monkeypatch)
     words = ["my-model", "--tune", "true"]
     with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
-        candidates_and_runs(read_config(words, ImageStudyConfig))
-    assert candidates_and_runs(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig))[1]
+        comparison_of(read_config(words, ImageStudyConfig)).runs()
+    assert comparison_of(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig)).runs()

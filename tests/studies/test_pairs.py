@@ -8,7 +8,7 @@ import yaml
 
 from mmod.io.yaml import read_yaml
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.study import candidates_and_runs, run_study
+from mmod.studies.study import comparison_of, run_study
 from tests.kit.pairs_worker import MODEL, write_model
 from tests.kit.sets import SETS
 
@@ -70,7 +70,7 @@ def test_wrong_studies_fail_before_the_first_run(
 @pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("clip*.yaml")), ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = PairsStudyConfig(**read_yaml(path))
-    _, planned = candidates_and_runs(config)
+    planned = comparison_of(config).runs()
     assert [job.name for job in planned[:2]] == ["base", "dense"]
     assert "random" in config.routers
     routed = [job for job in planned if job.config.routing is not None]

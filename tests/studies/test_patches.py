@@ -12,7 +12,7 @@ import yaml
 from mmod.analysis import flops
 from mmod.config.parse import parse_config
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.study import candidates_and_runs, run_study
+from mmod.studies.study import comparison_of, run_study
 from mmod.training import TrainConfig
 from mmod.training.image.kind import ImageKind
 from tests.kit.image_study import DENSE
@@ -69,7 +69,7 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
     config = parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig)
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
-    for candidate in candidates_and_runs(config)[0]:
+    for candidate in comparison_of(config).candidates:
         config = candidate.configure(dense, dense)
         size = config.data.image_size
         costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
@@ -83,4 +83,4 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
 def test_a_score_of_patches_needs_their_labels(study: ImageStudyConfig) -> None:
     model = {"model": {"args": {"global_pool": "avg"}}, "data": {"source": "digits:tiny", "label_patch": None}}
     with pytest.raises(ValueError, match="score='mean_iou' is one of patches"):
-        candidates_and_runs(dataclasses.replace(study, changes=model))
+        comparison_of(dataclasses.replace(study, changes=model)).runs()

@@ -14,7 +14,7 @@ from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
 from mmod.studies.compare import Measurer, measure_run
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
-from mmod.studies.study import candidates_and_runs, run_study
+from mmod.studies.study import comparison_of, run_study
 from mmod.training.kinds import kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import DENSE
@@ -79,7 +79,7 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
         assert {path.name for path in folder.glob("*.json")} == {f"flops-{budget}.json" for budget in budgets}
         plans = [RoutingConfig.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
-    jobs = {job.name: job for job in candidates_and_runs(config)[1] if job.seed == 0}
+    jobs = {job.name: job for job in comparison_of(config).runs() if job.seed == 0}
     measurer = Measurer(measure_run, Store(tmp_path / STORE))
     kind = type(kind_of(jobs["dense"].config))
     load, loaded = kind.load, list[Any]()
