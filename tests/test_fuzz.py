@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mmod
 from mmod.adapters import find_stacks
 from mmod.analysis import Prompt, Trace, flops
+from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
-from mmod.blocks import needed_shares
 from mmod.routing import Routing, TokenGroups
 from tests.kit.clip_zoo import small_trunks
 from tests.kit.counting import flop_counter

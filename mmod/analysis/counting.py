@@ -17,11 +17,22 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.tracing import trace
+from mmod.blocks import deciding_modules
 from mmod.methods.base import methods_inside
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Routing
 
 Shape = Sequence[int]
+
+
+def by_data(model: nn.Module) -> bool:
+    """Return whether the cost of a forward pass depends on the data."""
+    return any(module.cost_follows_data for module in deciding_modules(model).values())
+
+
+def needed_shares(model: nn.Module, kept: Mapping[str, float] | None) -> Mapping[str, float] | None:
+    """Return kept shares if the cost of the model depends on the data; None otherwise."""
+    return kept if by_data(model) else None
 
 
 class PassCounts(NamedTuple):

@@ -9,9 +9,10 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 from torch import nn
 
 from mmod.adapters import find_stacks, used_parameters
+from mmod.analysis.counting import by_data
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.analysis.tracing import Trace
-from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, by_data, model_hooks
+from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
 from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route

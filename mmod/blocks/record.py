@@ -280,13 +280,3 @@ def deciding_modules(model: nn.Module) -> dict[str, Deciding]:
             modules[name] = module
             enclosing = f"{name}." if "" in module.places() else enclosing
     return modules
-
-
-def by_data(model: nn.Module) -> bool:
-    """Return whether the cost of a forward pass depends on the data."""
-    return any(module.cost_follows_data for module in deciding_modules(model).values())
-
-
-def needed_shares(model: nn.Module, kept: Mapping[str, float] | None) -> Mapping[str, float] | None:
-    """Return kept shares if the cost of the model depends on the data; None otherwise."""
-    return kept if by_data(model) else None

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, image_output, patch_grid, watch_grid
+from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
-from mmod.blocks import by_data
 from mmod.io.store import fingerprint
 from mmod.ops.grids import resized
 from mmod.planning.divergence import compared, outputs, real_tokens

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from mmod.adapters import find_stack, image_facts, patch_grid
-from mmod.analysis.counting import pass_flops
-from mmod.blocks import by_data
+from mmod.analysis.counting import by_data, pass_flops
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
 from mmod.planning.budgets import at_budgets

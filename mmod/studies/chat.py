@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mmod.adapters import watch_grid
-from mmod.blocks import needed_shares
+from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure

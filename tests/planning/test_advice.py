@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis import timing
+from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.table import Measured, measured_once
 from mmod.analysis.timing import Spread
-from mmod.blocks import by_data
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.tracing import trace
-from mmod.blocks import needed_shares
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
 from mmod.lab.thresholds import between

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
 from mmod.analysis.tracing import draw_sample_maps
@@ -24,7 +25,6 @@ from mmod.audits.plots import draw_audit
 from mmod.audits.result import Audit
 from mmod.audits.run import audit
 from mmod.audits.tables import joined
-from mmod.blocks import by_data
 from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
 from mmod.io.environment import environment

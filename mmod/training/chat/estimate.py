@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
-from mmod.blocks import needed_shares
+from mmod.analysis.counting import needed_shares
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ReplacingChats, check_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked

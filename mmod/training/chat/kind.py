@@ -20,9 +20,9 @@ from transformers import IntervalStrategy
 
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
+from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
 from mmod.audits.evaluations import evaluate_answers
-from mmod.blocks import needed_shares
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, check_conversations
 from mmod.data.readers.lengths import open_checked

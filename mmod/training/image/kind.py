@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
+from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.timing import Reading
-from mmod.blocks import by_data
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation
 from mmod.io.files import is_of_transformers

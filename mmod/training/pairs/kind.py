@@ -15,8 +15,8 @@ from open_clip.push_to_hf_hub import save_config_for_hf
 from torch import Tensor, nn
 
 from mmod.analysis import FlopReport, flops
+from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
-from mmod.blocks import needed_shares
 from mmod.data.loader import BatchStream, check_pairs, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
 from mmod.io.tensors import write_tensors

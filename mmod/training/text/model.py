@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.analysis import Prompt, flops
-from mmod.blocks import needed_shares
+from mmod.analysis.counting import needed_shares
 from mmod.config import RoutingConfig, Threshold
 from mmod.methods.base import deciding_together
 from mmod.methods.route import deciding_by
