@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
+from mmod.losses import auxiliary_loss
 from mmod.routing import Router
 from mmod.values import one_of
 
@@ -104,6 +105,22 @@ class Task(nn.Module):
             count = len(batch[1])
             # By samples: a short last batch weighs less, as it does within one large batch.
             yield MicroBatch(to_device(batch, device), count / samples, count)
+
+    def auxiliary_term(self) -> dict[str, Tensor]:
+        """Return the auxiliary losses of the model's last pass as a term of the loss; none where they do not count."""
+        return {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
+
+    def distillation_term(self, logits: Tensor, answer: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+        """Return the divergence of logits (..., C) from the teacher's as a term of the loss; none without a teacher.
+
+        Args:
+            answer: From a model to its logits for the same inputs.
+        """
+        if self.teacher is None:
+            return {}
+        with torch.no_grad():
+            taught = answer(self.teacher)
+        return {"distillation": self.distill_weight * mean_kl(logits, taught)}
 
     def after_step(self) -> None:
         """Called after each optimiser step; does nothing by default."""

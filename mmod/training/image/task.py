@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from mmod.adapters import image_facts, image_output
 from mmod.adapters.grids import resized_to_labels
-from mmod.losses import auxiliary_loss
 from mmod.model import set_capacity_
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, total
 from mmod.training.image.config import ElasticConfig, LossConfig
@@ -100,15 +100,10 @@ class ClassificationTask(Task):
         """Return the logits, one row per label, and the terms of the loss."""
         logits = answers(self.model, images, targets)
         parts = {"task": self.criterion(*labelled(logits.float(), labels, targets))}
-        if self.teacher is not None:
-            with torch.no_grad():
-                taught = answers(self.teacher, images, targets)
-            parts["distillation"] = self.distill_weight * mean_kl(logits, taught)
+        parts |= self.distillation_term(logits, partial(answers, images=images, targets=targets))
         if self.final is not None and self.feature_weight is not None:
             parts["features"] = self.feature_weight * _distance(*(final.take() for final in self.final))
-        if self.auxiliary:
-            parts["auxiliary"] = auxiliary_loss(self.model)
-        return logits, parts
+        return logits, parts | self.auxiliary_term()
 
 
 class ElasticTask(ClassificationTask):
@@ -129,8 +124,7 @@ class ElasticTask(ClassificationTask):
             set_capacity_(self.model, capacity)
             # The largest capacity teaches, and is not taught.
             others.append(mean_kl(answers(self.model, images, targets), logits.detach()))
-            if self.auxiliary:
-                others.append(auxiliary_loss(self.model))
+            others += self.auxiliary_term().values()
         return logits, {**parts, "elastic": torch.stack(others).sum()}
 
 

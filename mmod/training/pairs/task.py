@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.losses import auxiliary_loss
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, to_device
 
 TensorDict = dict[str, Tensor]
@@ -71,7 +70,7 @@ class PairsTask(Task):
         """
         with autocast(images.device, self.precision):
             features = self._encode(images, texts, cached[index] if cached else {})
-            parts = {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
+            parts = self.auxiliary_term()
         scalars: TensorDict = {name: features.pop(name) for name in _SCALARS if name in features}
         # Every pass computes the loss of the step, so each contributes a share of the gradients of scale and bias.
         part = 1 / max(1, len(cached))

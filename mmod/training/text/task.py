@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.losses import auxiliary_loss
 from mmod.training.engine.task import Task, autocast, mean_kl, total
 from mmod.training.text.model import every_token, logits_of
 
@@ -31,12 +30,8 @@ class TextTask(Task):
                 parts["elastic"] = mean_kl(logits_of(self.model, tokens), logits.detach())
             else:
                 logits = logits_of(self.model, tokens)
-            if self.auxiliary:
-                parts["auxiliary"] = auxiliary_loss(self.model)
+            parts |= self.auxiliary_term()
             # The pass over all tokens teaches, and gets the loss of the task.
             parts["task"] = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
-            if self.teacher is not None:
-                with torch.no_grad():
-                    taught = logits_of(self.teacher, tokens)
-                parts["distillation"] = self.distill_weight * mean_kl(logits, taught)
+            parts |= self.distillation_term(logits, partial(logits_of, tokens=tokens))
         return total(parts)
