@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from mmod.io.configs import config_names, existing_config
 from mmod.io.refusals import one_line_errors, one_line_warnings
-from mmod.training.table import KINDS
+from mmod.training.kinds import KINDS, config_class
 from mmod.values import from_plain, near_names
 
 
@@ -237,8 +237,6 @@ def _meant_command(command: str, path: str) -> str:
 
 
 def _is_of_images(fields: dict[str, Any]) -> bool:
-    from mmod.training.kinds import config_class
-
     try:
         from_plain(config_class("image"), fields)
     except (ValueError, TypeError):

@@ -25,8 +25,7 @@ from PIL import Image
 
 import mmod
 from mmod import cli
-from mmod.training.kinds import config_class
-from mmod.training.table import KINDS
+from mmod.training.kinds import KINDS, config_class
 from mmod.values import dataclass_in
 from scripts import doc_tables, reference
 from tests.kit.fitted import fit_once

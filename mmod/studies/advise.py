@@ -162,7 +162,8 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.kind import ChatKind
     from mmod.training.chat.model import resize_images
-    from mmod.training.kinds import parse_kind
+    from mmod.training.engine.arguments import parse_run
+    from mmod.training.kinds import all_configs
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
     if unusable or not options.pretrained:
@@ -174,7 +175,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     if run is None:
         config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
     else:
-        config = parse_kind([options.model])
+        config = parse_run([options.model], all_configs())
         if config.kind != "chat":
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
         config = dataclasses.replace(config, data=data)

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import kind_of, parse_kind
+from mmod.training.kinds import all_configs, kind_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,5 +76,5 @@ def described(table: Table) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
-    config = parse_kind(arguments)
+    config = parse_run(arguments, all_configs())
     print(described(assess(config)))

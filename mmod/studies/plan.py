@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
+from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import extended, kind_of, parse_kind
+from mmod.training.kinds import extended, kind_of
 
 if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
@@ -78,7 +79,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
 
 def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the result."""
-    config = parse_kind(arguments, SEARCHES.__getitem__)
+    config = parse_run(arguments, SEARCHES)
     folder = Path(config.output) / "plan"
     (search,) = search_for(config, [config.plan], folder)
     print(f"{search}\n\nPlan, picture and scores: {folder}")

@@ -8,7 +8,7 @@ Each kind of training is a folder with these files and more of its own, such as 
 - `kind.py`: the object whose functions the loop and all commands call (`engine.kind.Kind`).
 
 `engine` holds what the kinds share: run folders, checkpoints, logs, processes, checks before the first step, and the
-training loop. A new kind is such a folder, a row in `mmod/training/table.py`, and the same folder of tests.
+training loop. A new kind is such a folder, a row in `mmod/training/kinds.py`, and the same folder of tests.
 """
 
 from typing import TYPE_CHECKING

@@ -24,7 +24,8 @@ from mmod.opening.opened import Preprocessing
 from mmod.opening.runs import find_run, model_folder
 from mmod.training import fit
 from mmod.training.engine import loop
-from mmod.training.kinds import config_class, kind_of, parse_kind
+from mmod.training.engine.arguments import parse_run
+from mmod.training.kinds import all_configs, config_class, kind_of
 from tests.kit.chat_configs import MODEL
 from tests.kit.clip_zoo import make_clip
 from tests.kit.folders import save_image_model
@@ -84,7 +85,7 @@ def same(actual: nn.Module, expected: nn.Module) -> None:
 )
 def test_every_path_in_a_run_is_the_same_model_for_every_command(kind: str, how: str, runs: Runs) -> None:
     run = runs(kind, how)
-    expected = kind_of(parse_kind([str(run)])).load()
+    expected = kind_of(parse_run([str(run)], all_configs())).load()
     file = next((run / "model").glob("*.safetensors"))
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     assert bool(checkpoints) == (kind in LOOP_KINDS)
@@ -95,7 +96,7 @@ def test_every_path_in_a_run_is_the_same_model_for_every_command(kind: str, how:
         assert str(run) in opened.sentence
         assert ("changed by" in opened.sentence) == (how != "dense")
         # As evaluate, audit and plan take it.
-        config = parse_kind([str(path)])
+        config = parse_run([str(path)], all_configs())
         assert (config.kind, config.output) == (kind, str(run))
         same(kind_of(config).load(), expected)
         # As `checkpoint` of a config, with the methods that weights of the loop are loaded into.
@@ -113,7 +114,7 @@ def test_an_average_and_the_last_weights_of_a_run_are_told_apart(tmp_path: Path)
         open_model(tmp_path / "run/last").model.state_dict(),
     )
     assert any(not torch.equal(value, last[name]) for name, value in average.items())
-    loaded = kind_of(parse_kind([str(tmp_path / "run/last")])).load()
+    loaded = kind_of(parse_run([str(tmp_path / "run/last")], all_configs())).load()
     assert all(torch.equal(value, last[name]) for name, value in loaded.state_dict().items())
 
 

@@ -13,7 +13,7 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.report import StudyKind
 from mmod.studies.study import study_kind
-from mmod.training.table import KINDS
+from mmod.training.kinds import KINDS
 from tests.kit.image_study import config as image_config
 
 

@@ -12,9 +12,10 @@ from mmod.analysis.table import DENSE
 from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, described, main
 from mmod.training import evaluate, fit
+from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
-from mmod.training.kinds import parse_kind
+from mmod.training.kinds import all_configs
 from tests.kit.image_study import MODEL, config
 
 DATA = ("source", "root", "image_size", "channels", "batch_size")
@@ -72,8 +73,8 @@ def test_the_kind_of_a_run_folder_without_one_is_an_option(tmp_path: Path, capsy
         "output: here\nmodel: {config: {model_type: llama}}\ndata: {length: 8}\nworld_size: 1\n"
     )
     with pytest.raises(SystemExit):
-        parse_kind([str(tmp_path)])
+        parse_run([str(tmp_path)], all_configs())
     assert "without a key `kind`, a config is read as image" in capsys.readouterr().err
-    run = parse_kind([str(tmp_path), "--kind", "text", "--seed", "3"])
+    run = parse_run([str(tmp_path), "--kind", "text", "--seed", "3"], all_configs())
     assert (run.kind, run.output, run.seed, run.data.length) == ("text", str(tmp_path), 3, 8)
     assert run.model.checkpoint == str(tmp_path)

@@ -18,10 +18,10 @@ from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.compare import Measurer, Run, measure_run
 from mmod.studies.study import study_kind
+from mmod.training.engine.arguments import kind_named
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step
-from mmod.training.kinds import config_class, kind_named, kind_of
-from mmod.training.table import KINDS
+from mmod.training.kinds import KINDS, config_class, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
 from tests.kit.pairs_worker import MODEL, write_model
@@ -67,7 +67,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     done = dataclasses.replace(training.config.finished(training.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
-    assert kind_named([str(path), "--seed", "1"]) == kind
+    assert kind_named([str(path), "--seed", "1"], KINDS) == kind
 
     figure = PAIRED.get(kind)
     result, outcomes = kind_of(done).evaluate(kind_of(done).load())
@@ -115,15 +115,15 @@ def test_a_config_says_its_kind(path: Path) -> None:
     kinds = {"clip": "pairs", "vlm": "chat", "text": "text"}
     if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
         fields = read_yaml(path)
-        assert kind_named([str(path)]) == kinds.get(path.parent.name, "image")
-        assert config_class(kind_named([str(path)])).from_dict(fields).output
+        assert kind_named([str(path)], KINDS) == kinds.get(path.parent.name, "image")
+        assert config_class(kind_named([str(path)], KINDS)).from_dict(fields).output
 
 
 def test_only_a_config_of_a_kind_has_a_recipe() -> None:
     with pytest.raises(TypeError, match="one of image, pairs, chat, text, got str"):
         kind_of("image")
     with pytest.raises(ValueError, match="kind must be one of"):
-        kind_named(["--kind", "audio"])
+        kind_named(["--kind", "audio"], KINDS)
 
 
 def test_a_refused_config_that_names_no_kind_is_told_of_the_key(

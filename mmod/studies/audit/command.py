@@ -8,12 +8,12 @@ from pathlib import Path
 
 from mmod.io.files import read_text
 from mmod.studies.audit.config import AUDITS
-from mmod.training.kinds import parse_kind
+from mmod.training.engine.arguments import parse_run
 
 
 def main(arguments: Sequence[str]) -> list[Path]:
     """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
-    config = parse_kind(arguments, AUDITS.__getitem__)
+    config = parse_run(arguments, AUDITS)
     from mmod.studies.audit.run import audit_run
 
     audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))

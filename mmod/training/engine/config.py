@@ -317,6 +317,17 @@ class RunConfig:
 
         return read_config([str(path), *overrides], cls)
 
+    @classmethod
+    def parse(cls, arguments: Sequence[str], start: Mapping[str, object] | None = None) -> Self:
+        """Read the command line of a program, which a mistake or `--help` ends; see `mmod.config.parse.parse_config`.
+
+        Args:
+            start: Plain fields that the command line changes.
+        """
+        from mmod.config.parse import parse_config
+
+        return parse_config(arguments, cls, start)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(RunConfig):

@@ -48,6 +48,13 @@ def choose_device(device: str = "auto") -> torch.device:
         raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or another torch device, got {device!r}") from error
 
 
+def is_first_process() -> bool:
+    """Return whether this process is the first, or the only one, that `torchrun` or Slurm started."""
+    from timm.utils.distributed import world_info_from_env
+
+    return world_info_from_env()[1] == 0
+
+
 @contextmanager
 def process_group(device: str = "auto", *, grouped: bool = False, timeout: float | None = None) -> Iterator[Process]:
     """Join the processes that `torchrun` or Slurm started, with gloo on CPUs and nccl on GPUs; one process without.

@@ -17,10 +17,9 @@ from PIL import Image
 from mmod.cli import main
 from mmod.config.parse import parse_config
 from mmod.training import TrainConfig, fit
-from mmod.training.command import ADVISED, next_commands
+from mmod.training.engine.following import ADVISED, next_commands
 from mmod.training.engine.run_folder import FitResult
-from mmod.training.kinds import config_class
-from mmod.training.table import KINDS
+from mmod.training.kinds import KINDS, config_class, kind_of
 from tests.kit.engine_worker import MODEL
 from tests.kit.fitted import fit_once
 from tests.kit.sets import SETS
@@ -168,7 +167,7 @@ def test_other_processes_print_nothing(
     shutil.copy(file, tmp_path / "config.yaml")
     main(["train", "image", str(tmp_path / "config.yaml")])
     assert "finished earlier, after" in capsys.readouterr().out
-    monkeypatch.setattr("mmod.training.command.is_first_process", lambda: False)
+    monkeypatch.setattr("mmod.training.engine.distributed.is_first_process", lambda: False)
     main(["train", "image", str(tmp_path / "config.yaml")])
     assert not capsys.readouterr().out
 
@@ -178,5 +177,5 @@ def test_a_dense_run_of_each_kind_names_its_plan(kind: str) -> None:
     config = parse_config([KINDS[kind].example], config_class(kind))
     dense = replace(config, routing=None, methods=[])  # type: ignore[call-arg]
     result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
-    names = [line.split()[1] for line in next_commands(dense, result).splitlines()[1:]]
+    names = [line.split()[1] for line in next_commands(kind_of(dense), result).splitlines()[1:]]
     assert names == ["evaluate", "plan", *(["advise"] if kind in ADVISED else [])]

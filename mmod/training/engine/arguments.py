@@ -1,0 +1,72 @@
+"""Command lines that name a run: a config of any kind, a run folder or weights in one, or the folder of a model."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmod.io.yaml import stack_configs
+from mmod.opening.runs import RUN_CONFIG, find_run, is_described
+from mmod.training.engine.config import RunConfig
+from mmod.values import one_of
+
+
+def kind_named(arguments: Sequence[str], kinds: Collection[str]) -> str:
+    """Return the kind that the files or options of a command line name, one of some; "image" unless they do."""
+    kind = _named_kind(arguments) or "image"
+    one_of("kind", kind, tuple(kinds))
+    return kind
+
+
+def _named_kind(arguments: Sequence[str]) -> str | None:
+    fields, words = stack_configs(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--kind", default=(fields or {}).get("kind"))
+    return parser.parse_known_args(words)[0].kind
+
+
+def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> Any:
+    """Return the config of a command line as `RunConfig.parse` does, of the kind that it names.
+
+    In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file
+    in these, for the weights there; see `finished_run`. The folder of a saved model stands for that model, and options
+    name its data.
+
+    Args:
+        configs: The class of the config by kind.
+    """
+    if arguments and find_run(arguments[0]) is None and is_described(arguments[0]):
+        folder, *options = arguments
+        if (Path(folder) / "mmod.json").is_file():
+            # Imports torch, which `--help` of a config leaves alone.
+            from mmod.pretrained import refuse_own
+
+            refuse_own(folder)
+        kind = kind_named(options, configs)
+        model = {"name": folder, "pretrained": True} if kind == "image" else {"checkpoint": folder}
+        return configs[kind].parse(options, {"output": folder, "model": model})
+    run = find_run(arguments[0]) if arguments else None
+    words = arguments if run is None else [str(run / RUN_CONFIG), *arguments[1:]]
+    kind = kind_named(words, configs)
+    try:
+        # The run's own config first, whatever the words change of it.
+        config = configs[kind].parse(words if run is None else [words[0], "--kind", kind])
+    except SystemExit as end:
+        # The exit already printed the error; this adds what may explain it.
+        if end.code and _named_kind(words) is None:
+            print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(configs)}", file=sys.stderr)
+        raise
+    if run is None:
+        return config
+    finished = finished_run(config, run, arguments[0])
+    # The words once more, now on top of what the run's final model is.
+    return type(finished).parse(arguments[1:], finished.to_dict())
+
+
+def finished_run(config: RunConfig, run: Path, weights: str | Path) -> RunConfig:
+    """Return the config in a run folder, changed to start from the weights there."""
+    return dataclasses.replace(config, output=str(run)).finished(str(weights))
