@@ -32,7 +32,7 @@ from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Kept, Routing
-from mmod.routing.score.drawn import Added
+from mmod.routing.added import Added
 
 # The modules of timm's models that `reset_classifier` replaces.
 _CLASSIFIER = ("head", "head_dist")

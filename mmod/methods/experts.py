@@ -39,8 +39,8 @@ from mmod.ops.backend import check_counts
 from mmod.ops.select import kept_count
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
+from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
-from mmod.routing.score.drawn import Added
 
 
 @register_method("experts")

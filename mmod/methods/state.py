@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from mmod.blocks import is_converted
-from mmod.routing.score.drawn import Added
+from mmod.routing.added import Added
 
 
 class EnclosedModel:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from mmod.config import RoutingConfig, Score, Threshold
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import Kept
+from mmod.routing.added import Drawn
 from mmod.routing.decision import KEPT, Routing, TokenGroups, TokenMasks
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
-from mmod.routing.score.drawn import Drawn
 from mmod.routing.score.linear import LinearScore
 
 

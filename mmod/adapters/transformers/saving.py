@@ -34,7 +34,7 @@ from mmod.blocks import (
     model_hooks,
 )
 from mmod.io.files import make_folder
-from mmod.routing.score.drawn import Drawn
+from mmod.routing.added import Drawn
 
 KEY = "mmod"
 # The config field from which transformers reads the name of the weights file.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, WithImportance, register_score
 from mmod.ops.casting import autocasts, without_autocast
-from mmod.routing.score.drawn import Drawn
+from mmod.routing.added import Drawn
 
 
 @register_score("linear")
