@@ -12,7 +12,7 @@ from transformers.models.auto import modeling_auto
 
 from mmod.adapters.transformers.saving import KEY, forget_description, take_description
 from mmod.io.tensors import check_complete
-from mmod.opening.opened import Opened
+from mmod.opening.opened import Opened, Options
 from mmod.opening.transformers import hidden_bars
 from mmod.pretrained import HUB, apply_again, load_pretrained
 from mmod.values import similar
@@ -24,34 +24,34 @@ def reads_text(model_type: str) -> bool:
     return any(model_type in mapping for mapping in names)
 
 
-def open_language(source: str, pretrained: bool, args: Mapping[str, Any], dense: bool) -> Opened:
+def open_language(source: str, options: Options) -> Opened:
     """Open a model by a folder or by its name on the hub; see `mmod.open_model`.
 
-    Args:
-        dense: Without weights, the architecture is that of the dense model.
+    Without weights, `options.dense` asks for the architecture of the dense model.
     """
+    options.refuse(repr(source), "checkpoint", "image_size")
     is_local = Path(source).exists()
-    if pretrained:
+    if options.pretrained:
         check_complete(source)
     config = AutoConfig.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
     is_changed = isinstance(getattr(config, KEY, None), dict)
     prepare = partial(open_processor, source)
-    if not pretrained:
+    if not options.pretrained:
         description = None
         # A dense model is asked for, so that the config's description must not change it while it is made.
-        if is_changed and dense:
+        if is_changed and options.dense:
             forget_description(config)
         elif is_changed:
             description = take_description(config, source)
-        model = _drawn(config, args)
+        model = _drawn(config, options.args)
         if description is not None:
             apply_again(model, description)
         return Opened(model, f"the architecture of {source} with random weights", prepare)
     with hidden_bars():
         if is_changed:
-            model = load_pretrained(source if is_local else f"{HUB}{source}", **args)
+            model = load_pretrained(source if is_local else f"{HUB}{source}", **options.args)
         else:
-            model = _auto(config).from_pretrained(source, **args)
+            model = _auto(config).from_pretrained(source, **options.args)
     return Opened(model, f"the model of transformers in {source}", prepare)
 
 

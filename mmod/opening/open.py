@@ -18,7 +18,7 @@ from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.yaml import read_yaml
 from mmod.methods.base import methods_of, undo_
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.opened import CHANGED, Opened, Preprocessing, refuse_options
+from mmod.opening.opened import NAME_A_FILE, Opened, Options, Preprocessing
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
 from mmod.opening.weights import find_weights, load_weights, read_weights
 from mmod.pretrained import CONFIG, load_pretrained
@@ -27,7 +27,6 @@ from mmod.values import brief, check_module
 OPEN_CLIP = "open_clip:"
 TRANSFORMERS = "transformers:"
 CLIP_CONFIG = "open_clip_config.json"
-_FILE = "name a file of weights as the checkpoint"
 # A model of bytes, whose end token ends a file.
 BYTE_MODEL = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 # The only part that a model of a kind is routed in; of other kinds `routing` names parts.
@@ -42,7 +41,7 @@ def open_model(
     image_size: int | None = None,
     args: Mapping[str, object] | None = None,
     dense: bool = False,
-    advice: str = _FILE,
+    advice: str = NAME_A_FILE,
 ) -> Opened:
     """Open a model by its name or folder, with its preprocessing and the names of its classes.
 
@@ -80,52 +79,41 @@ def open_model(
         >>> opened.preprocessing.transform()  # doctest: +ELLIPSIS
         Compose(...)
     """
-    args = dict(args or {})
+    options = Options(checkpoint, pretrained, image_size, dict(args or {}), dense, advice)
     if isinstance(spec, nn.Module):
         check_module(spec)
-        _refuse(f"the {type(spec).__name__}", checkpoint, image_size, args)
+        options.refuse(f"the {type(spec).__name__}", "checkpoint", "image_size", "args")
         opened = _module(spec)
     elif isinstance(spec, Mapping):
         from mmod.opening.language import open_described
 
-        _refuse("a config", checkpoint, image_size)
-        opened = open_described(spec, args)
+        options.refuse("a config", "checkpoint", "image_size")
+        opened = open_described(spec, options.args)
     elif isinstance(spec, (str, Path)):
-        opened = _named(str(spec), pretrained, args, dense, advice, checkpoint, image_size)
+        opened = _named(str(spec), options)
     else:
         raise TypeError(f"spec must be a name, a path, fields of a config or a module, got {brief(spec)}")
     opened.model.eval()
     return _with_methods(opened, dense)
 
 
-def _named(
-    name: str,
-    pretrained: bool,
-    args: Mapping[str, object],
-    dense: bool,
-    advice: str,
-    checkpoint: str | Path | None,
-    image_size: int | None,
-) -> Opened:
+def _named(name: str, options: Options) -> Opened:
     """Open a model by a name or a path."""
     if name.startswith(OPEN_CLIP):
         from mmod.opening.open_clip import open_clip_model
 
-        return open_clip_model(name.removeprefix(OPEN_CLIP), pretrained, args, checkpoint, image_size)
+        return open_clip_model(name.removeprefix(OPEN_CLIP), options)
     if name.startswith(TRANSFORMERS):
         from mmod.opening.language import open_language
 
-        _refuse(repr(name), checkpoint, image_size)
-        return open_language(name.removeprefix(TRANSFORMERS), pretrained, args, dense)
+        return open_language(name.removeprefix(TRANSFORMERS), options)
     run = find_run(name)
-    is_of_timm = run is None and not (Path(name) / CONFIG).is_file() and not is_of_transformers(name)
-    if not is_of_timm:
-        _refuse(repr(name), checkpoint, image_size)
     if run is not None:
-        return _run(run, Path(name), pretrained, args, dense)
+        options.refuse(repr(name), "checkpoint", "image_size")
+        return _run(run, Path(name), options)
     folder = model_folder(name)
     if folder is not None:
-        return _folder(str(folder), pretrained, args, dense, advice, checkpoint, image_size)
+        return _folder(folder, options)
     if Path(name).is_dir():
         raise FileNotFoundError(
             f"{name!r} holds neither a run ({RUN_CONFIG}) nor a model saved by mmod.save_pretrained ({CONFIG}), "
@@ -135,63 +123,35 @@ def _named(
         is_code = Path(name).suffix == ".py"
         advice = "call mmod in Python, as docs/your_model.md does" if is_code else "name it as the model's checkpoint"
         raise ValueError(f"{name!r} is a file, which names no model: {advice}")
-    return _of_timm(name, pretrained, args, advice, checkpoint, image_size)
+    from mmod.opening.timm import open_timm
+
+    return open_timm(name, options)
 
 
-def _folder(
-    folder: str,
-    pretrained: bool,
-    args: Mapping[str, object],
-    dense: bool,
-    advice: str = _FILE,
-    checkpoint: str | Path | None = None,
-    image_size: int | None = None,
-) -> Opened:
+def _folder(folder: Path, options: Options) -> Opened:
     """Open the model that a folder describes."""
-    path = Path(folder)
-    if (path / CONFIG).is_file():
-        refuse_options(folder, CHANGED, pretrained, args)
-        return _saved(load_pretrained(folder), f"the model that mmod saved in {folder}")
-    if (path / CLIP_CONFIG).is_file():
+    if (folder / CONFIG).is_file():
+        options.refuse(repr(str(folder)), "checkpoint", "image_size")
+        options.refuse_changes(folder)
+        opened = _module(load_pretrained(folder))
+        # open_clip's preprocessing is saved with the model.
+        prepare = _from(opened, "of the saved model") if find_library(opened.model) == "open_clip" else opened.prepare
+        return opened._replace(sentence=f"the model that mmod saved in {folder}", prepare=prepare)
+    if (folder / CLIP_CONFIG).is_file():
         from mmod.opening.open_clip import open_clip_model
 
-        opened = open_clip_model(f"local-dir:{folder}", pretrained, args, checkpoint, image_size)
+        opened = open_clip_model(f"local-dir:{folder}", options)
         # The scheme is ours; the user named a folder.
         return opened._replace(sentence=opened.sentence.removeprefix("local-dir:"))
-    if not is_of_transformers(path):
-        return _of_timm(folder, pretrained, args, advice, checkpoint, image_size)
+    if not is_of_transformers(folder):
+        from mmod.opening.timm import open_timm
+
+        return open_timm(str(folder), options)
     from mmod.opening.language import open_language, reads_text
     from mmod.opening.transformers import open_images
 
-    if reads_text(read_json_object(path / "config.json")["model_type"]):
-        return open_language(folder, pretrained, args, dense)
-    return open_images(folder, pretrained, args)
-
-
-def _of_timm(
-    name: str,
-    pretrained: bool,
-    args: Mapping[str, object],
-    advice: str,
-    checkpoint: str | Path | None,
-    image_size: int | None,
-) -> Opened:
-    from mmod.opening.timm import open_timm
-
-    if image_size is None:
-        return open_timm(name, pretrained, args, checkpoint, advice)
-    try:
-        return open_timm(name, pretrained, {**args, "img_size": image_size}, checkpoint, advice)
-    except TypeError as error:
-        raise ValueError(f"{name} takes no img_size: {error}") from error
-
-
-def _saved(model: nn.Module, sentence: str) -> Opened:
-    """Return a model that is there already, with what its library says of it."""
-    opened = _module(model)
-    if find_library(model) != "open_clip":
-        return opened._replace(sentence=sentence)
-    return opened._replace(sentence=sentence, prepare=_from(opened, "of the saved model"))
+    is_language = reads_text(read_json_object(folder / "config.json")["model_type"])
+    return open_language(str(folder), options) if is_language else open_images(folder, options)
 
 
 def _module(model: nn.Module) -> Opened:
@@ -213,15 +173,15 @@ def _module(model: nn.Module) -> Opened:
     return Opened(model, sentence)
 
 
-def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, object], dense: bool) -> Opened:
+def _run(run: Path, path: Path, options: Options) -> Opened:
     """Open the model of a run: what it has saved, or a checkpoint with the architecture in its config."""
     fields = read_yaml(run / RUN_CONFIG)
     kind = fields.get("kind", "image")
     folder = model_folder(path)
     if folder is not None:
-        opened = _folder(str(folder), pretrained, args, dense)
+        opened = _folder(folder, options)
     else:
-        refuse_options(path, "weights of a run", pretrained, args)
+        options.refuse_changes(path, "weights of a run")
         opened = _checkpoint(kind, fields, path)
     is_final = folder == run / FINAL_MODEL
     name = f"the final model of the run {run}" if is_final else f"the weights {path} of the run {run}"
@@ -312,16 +272,3 @@ def _with_methods(opened: Opened, dense: bool) -> Opened:
     if any(method.replaces for method in methods):
         raise ValueError(f"{changed}, which replaced dense weights: name a dense model")
     return opened._replace(model=undo_(opened.model), sentence=f"{changed}; that is undone, its dense weights remain")
-
-
-def _refuse(
-    subject: str,
-    checkpoint: str | Path | None = None,
-    image_size: int | None = None,
-    args: Mapping[str, object] | None = None,
-) -> None:
-    """Raise a ValueError for options of a model that has its own weights and size."""
-    given = {"checkpoint": checkpoint, "image_size": image_size, "args": args or None}
-    names = [name for name, value in given.items() if value is not None]
-    if names:
-        raise ValueError(f"{subject} has its own weights and size of images: leave out {names[0]}")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmod.io.configs import find_config
 from mmod.io.files import read_json_object, write_atomically
 from mmod.io.tensors import write_tensors
-from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.weights import classifier_names, converted, find_weights, load_weights, read_weights
 from mmod.values import near_names
 
@@ -26,13 +26,7 @@ from mmod.values import near_names
 SCHEMES = ("local-dir:", "hf-hub:")
 
 
-def open_clip_model(
-    name: str,
-    pretrained: bool,
-    args: Mapping[str, object],
-    checkpoint: str | Path | None,
-    image_size: int | None = None,
-) -> Opened:
+def open_clip_model(name: str, options: Options) -> Opened:
     """Open a model by `NAME[:WEIGHTS]`, `local-dir:FOLDER` or `hf-hub:REPOSITORY`; see `mmod.open_model`."""
     architecture, _, tag = name.partition(":")
     if name.startswith(SCHEMES):
@@ -42,17 +36,18 @@ def open_clip_model(
         hint = near_names(architecture, open_clip.list_models(), "open_clip.list_models()")
         raise ValueError(f"open_clip knows no model {architecture!r}; {hint}")
     # A checkpoint replaces published weights, which are not downloaded in vain.
-    published = pretrained and checkpoint is None
-    options = {"load_weights": published, **args}
+    checkpoint = options.checkpoint
+    published = options.pretrained and checkpoint is None
+    arguments: dict[str, Any] = {"load_weights": published, **options.args}
     with weights_follow(checkpoint is not None):
         model = open_clip.create_model(
             architecture,
             pretrained=tag if published and tag else None,
             require_pretrained=published,
-            force_image_size=image_size,
+            force_image_size=options.image_size,
             # open_clip moves the model to a device that it is told, which must be the one in use (meta).
             device=torch.get_default_device(),
-            **options,
+            **arguments,
         )
     weights = "its published weights" if published else "random weights"
     if checkpoint is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -56,8 +57,33 @@ class Preprocessing:
         return f"Preprocessing {self.source}: {', '.join(parts)}."
 
 
-CHANGED = "a model that methods changed"
-"""What a folder holds whose model comes with its weights; see `refuse_options`."""
+NAME_A_FILE = "name a file of weights as the checkpoint"
+"""What to do where published weights are not available."""
+
+
+class Options(NamedTuple):
+    """What a caller says of a model beside its name, see `mmod.open_model`."""
+
+    checkpoint: str | Path | None = None
+    pretrained: bool = True
+    image_size: int | None = None
+    args: Mapping[str, Any] = MappingProxyType({})
+    dense: bool = False
+    advice: str = NAME_A_FILE
+
+    def refuse(self, subject: str, *names: str) -> None:
+        """Raise a ValueError if one of some options is given, of a model that has its own weights and size."""
+        given = [name for name in names if getattr(self, name) not in (None, {})]
+        if given:
+            raise ValueError(f"{subject} has its own weights and size of images: leave out {given[0]}")
+
+    def refuse_changes(self, path: str | Path, what: str = "a model that methods changed") -> None:
+        """Raise a ValueError for options of a model that comes with its weights; `what` says of which kind it is."""
+        if self.args or not self.pretrained:
+            raise ValueError(
+                f"{str(path)!r} holds {what}: it is taken as it is, without model.args and with its weights "
+                "(model.pretrained true); for another one name the dense model"
+            )
 
 
 class Opened(NamedTuple):
@@ -89,12 +115,3 @@ class Opened(NamedTuple):
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that can be changed: "image", "text", "vision", "language"."""
         return tuple(find_parts(self.model))
-
-
-def refuse_options(path: str | Path, what: str, pretrained: bool, args: Mapping[str, object]) -> None:
-    """Raise a ValueError for options of a model that comes with its weights; `what` says of which kind it is."""
-    if args or not pretrained:
-        raise ValueError(
-            f"{str(path)!r} holds {what}: it is taken as it is, without model.args and with its weights "
-            "(model.pretrained true); for another one name the dense model"
-        )

@@ -15,7 +15,7 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from torch import nn
 
 from mmod.adapters import image_facts
-from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import run_classes
 from mmod.opening.weights import classifier_names, converted, load_weights, read_weights
 from mmod.values import brief, near_names
@@ -24,16 +24,15 @@ from mmod.values import brief, near_names
 _SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")
 
 
-def open_timm(
-    name: str, pretrained: bool, args: Mapping[str, object], checkpoint: str | Path | None, advice: str
-) -> Opened:
+def open_timm(name: str, options: Options) -> Opened:
     """Open a model by a name of timm or the folder of one; see `mmod.open_model`."""
-    model: Any = create_timm(name, pretrained and checkpoint is None, args, advice)
+    checkpoint = options.checkpoint
+    model: Any = create_timm(name, options)
     known = None
     is_folder = Path(name).is_dir()
     subject = f"the model of timm in {name}" if is_folder else f"{name} of timm"
     weights = "random weights"
-    if pretrained:
+    if options.pretrained:
         weights = "its weights" if is_folder else "its published weights"
     if checkpoint is not None:
         _load_with_classifier(model, checkpoint)
@@ -43,8 +42,13 @@ def open_timm(
     return Opened(model, f"{subject} with {weights}", partial(preprocessing_of, model), classes, known is not None)
 
 
-def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: str) -> nn.Module:
-    """Create a model by a name of timm or the folder of one, in training mode."""
+def create_timm(name: str, options: Options) -> nn.Module:
+    """Create a model by a name of timm or the folder of one, in training mode; a checkpoint is not loaded."""
+    args = dict(options.args)
+    if options.image_size is not None:
+        args["img_size"] = options.image_size
+    # A checkpoint replaces published weights, which are not downloaded in vain.
+    pretrained = options.pretrained and options.checkpoint is None
     full_name = name
     if Path(name).is_dir():
         full_name = f"local-dir:{Path(name).resolve()}"
@@ -55,17 +59,19 @@ def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: st
         raise ValueError(f"timm knows no model {name!r}; {hint}")
     # Before creating, because timm retries for minutes without a network.
     if pretrained:
-        check_published(name, args, advice)
+        check_published(name, args, options.advice)
     try:
         model: nn.Module = timm.create_model(full_name, pretrained=pretrained, **args)
     except (AssertionError, ArithmeticError, ValueError, RuntimeError) as error:
         if not args:
             raise
-        raise ValueError(f"timm cannot build {name!r} with model.args {brief(dict(args))}: {error}") from error
+        raise ValueError(f"timm cannot build {name!r} with model.args {brief(args)}: {error}") from error
     except TypeError as error:
         # A TypeError of the model's own code is a fault, not a wrong argument.
         if "unexpected keyword argument" not in str(error):
             raise
+        if options.image_size is not None:
+            raise ValueError(f"{name} takes no img_size: {error}") from error
         raise TypeError(f"model.args does not fit {name!r}: {error}") from error
     return model
 

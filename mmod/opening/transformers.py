@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
-from mmod.opening.opened import CHANGED, Opened, Preprocessing, refuse_options
+from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.timm import published_classes
 from mmod.opening.weights import find_weights, read_weights
 from mmod.pretrained import load_pretrained
@@ -37,10 +37,11 @@ INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _LOADING = ("attn_implementation", "dtype")
 
 
-def open_images(folder: str | Path, pretrained: bool, args: Mapping[str, object]) -> Opened:
+def open_images(folder: str | Path, options: Options) -> Opened:
     """Open the image model of a folder; see `mmod.open_model`."""
-    model = create_images(folder, pretrained, args)
-    weights = "its weights" if pretrained else "random weights"
+    options.refuse(repr(str(folder)), "checkpoint", "image_size")
+    model = create_images(folder, options)
+    weights = "its weights" if options.pretrained else "random weights"
     prepare = partial(preprocessing_of, folder)
     return Opened(model, f"the image model in the folder {folder} with {weights}", prepare, published_classes(model))
 
@@ -50,25 +51,25 @@ def preprocessing_of(folder: str | Path) -> Preprocessing:
     return Preprocessing(processor_fields(folder), "of the folder's processor")
 
 
-def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, object]) -> nn.Module:
+def create_images(folder: str | Path, options: Options) -> nn.Module:
     """Create the image model of a folder, in training mode and float32, as it was changed by methods if it was.
 
     A model without a classifier gets one if `num_classes` is given.
 
     Args:
-        pretrained: Take the folder's weights; otherwise they are drawn at random.
-        args: Fields of the config, also by timm's names `num_classes`, `img_size`, `in_chans`, `depth`, `embed_dim` and
-            `num_heads`; `attn_implementation` and `dtype`. Of a wrapped model of timm, its arguments.
+        options: Their `args` are fields of the config, also by timm's names `num_classes`, `img_size`, `in_chans`,
+            `depth`, `embed_dim` and `num_heads`; `attn_implementation` and `dtype`. Of a wrapped model of timm, its
+            arguments.
     """
     from transformers import AutoConfig
 
     described = read_json_object(Path(folder) / _CONFIG)
     if _CHANGED in described:
-        refuse_options(folder, CHANGED, pretrained, args)
+        options.refuse_changes(folder)
         return load_pretrained(folder).float().train()
-    named = {_NAMES.get(name, name): value for name, value in args.items()}
+    named = {_NAMES.get(name, name): value for name, value in options.args.items()}
     if described["model_type"] == "timm_wrapper":
-        named = _of_wrapper(args, described)
+        named = _of_wrapper(options.args, described)
     if "num_hidden_layers" in named and "out_features" in described:
         # The last layer of the saved depth, whose features a classifier does not return.
         named |= {"out_features": None, "out_indices": None}
@@ -81,7 +82,7 @@ def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, objec
         )
     # A new number of classes means a new classifier.
     made = _class_of(config, fresh="num_labels" in named)
-    if not pretrained:
+    if not options.pretrained:
         return _without_mask(made._from_config(config, **loading)).train()
     check_complete(folder)
     model = _without_mask(
@@ -218,4 +219,4 @@ def read_state(checkpoint: str | Path) -> dict[str, Tensor]:
     folder = find_weights(checkpoint).parent
     if not is_of_transformers(folder):
         return read_weights(checkpoint)
-    return create_images(folder, True, {}).state_dict()
+    return create_images(folder, Options()).state_dict()

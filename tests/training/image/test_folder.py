@@ -17,6 +17,7 @@ import mmod
 from mmod.adapters import find_stack, image_facts, image_output
 from mmod.analysis.table import DENSE
 from mmod.methods import methods_of
+from mmod.opening.opened import Options
 from mmod.opening.transformers import create_images, processor_fields
 from mmod.studies.assess import assess
 from mmod.training import fit
@@ -154,11 +155,11 @@ def test_processors_that_keep_sizes_are_refused(tmp_path: Path) -> None:
 def test_a_changed_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     model = mmod.route_(make_image_model("vit"), "gradual")
     model.save_pretrained(tmp_path)
-    again, x = create_images(tmp_path, True, {}), torch.randn(2, 3, 32, 32)
+    again, x = create_images(tmp_path, Options()), torch.randn(2, 3, 32, 32)
     assert [method.kind for method in methods_of(again)] == ["routing"]
     assert torch.equal(read(again, x), read(model, x))
     with pytest.raises(ValueError, match="it is taken as it is"):
-        create_images(tmp_path, True, {"num_classes": 3})
+        create_images(tmp_path, Options(args={"num_classes": 3}))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_a_changed_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_arguments_that_do_not_fit_the_weights_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:
     save_image_model("vit", tmp_path)
     with pytest.raises(ValueError, match=message):
-        create_images(tmp_path, True, args)
+        create_images(tmp_path, Options(args=args))
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "siglip classifier"])
@@ -181,11 +182,11 @@ def test_position_embeddings_are_resampled_as_the_host_does(name: str, side: int
     if name == "siglip classifier":
         sized = {"vision_config": {**model.config.vision_config.to_dict(), "image_size": side}}
         with pytest.raises(ValueError, match="do not fit the model"):
-            create_images(tmp_path, True, sized)
+            create_images(tmp_path, Options(args=sized))
         return
     x = torch.randn(2, 3, side, side)
     expected = model(x, interpolate_pos_encoding=True).logits
-    resized: Any = create_images(tmp_path, True, {"img_size": side})
+    resized: Any = create_images(tmp_path, Options(args={"img_size": side}))
     torch.testing.assert_close(resized.eval()(x).logits, expected)
     assert resized.config.image_size == side
 
@@ -193,7 +194,7 @@ def test_position_embeddings_are_resampled_as_the_host_does(name: str, side: int
 @pytest.mark.parametrize("name", ["vit", "dinov2", "timm wrapper"])
 def test_models_of_another_depth_and_number_of_classes_are_drawn(name: str, tmp_path: Path) -> None:
     save_image_model(name, tmp_path)
-    model = create_images(tmp_path, False, {"depth": 2, "num_classes": 5})
+    model = create_images(tmp_path, Options(pretrained=False, args={"depth": 2, "num_classes": 5}))
     assert image_facts(model).classes == 5
     assert len(find_stack(model).blocks) == 2
     side = side_of(name)
@@ -204,7 +205,7 @@ def test_models_of_another_depth_and_number_of_classes_are_drawn(name: str, tmp_
 def test_every_weight_that_trains_has_a_gradient(pretrained: bool, tmp_path: Path) -> None:
     # Several processes wait for the gradients of all weights, and the token of masked pretraining gets none.
     save_image_model("dinov2", tmp_path)
-    model = create_images(tmp_path, pretrained, {})
+    model = create_images(tmp_path, Options(pretrained=pretrained))
     side = side_of("dinov2")
     image_output(model, torch.randn(2, 3, side, side)).square().sum().backward()
     assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []
@@ -225,7 +226,7 @@ def test_architectures_that_are_unknown_are_refused(tmp_path: Path) -> None:
     described = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**described, "architectures": ["ViTForPoems"]}))
     with pytest.raises(ValueError, match="names the architecture 'ViTForPoems', which is no model of transformers"):
-        create_images(tmp_path, True, {})
+        create_images(tmp_path, Options())
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "siglip classifier", "timm wrapper"])
