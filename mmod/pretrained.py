@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
-from mmod.adapters.saving import FORMAT_VERSION, Changes, Saving
+from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
@@ -80,7 +80,7 @@ def save_pretrained(
     text = json.dumps(config, indent=2)
     # Weights first: without its description a folder is not read, whatever stopped the writing.
     with replacing(folder / WEIGHTS) as weights:
-        write_tensors(weights, state, {"format": "pt", "mmod": text})
+        write_tensors(weights, state, {"format": "pt", KEY: text})
         write_atomically(folder / CONFIG, text + "\n")
 
 
@@ -112,7 +112,7 @@ def load_pretrained(
     folder = _local(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         _refuse_model(model, "transformers")
-        loaded: nn.Module = load_adapter("transformers").load(folder, apply_again, **options)
+        loaded: nn.Module = load_transformers(folder, **options)
         return loaded.eval() if device is None else loaded.to(device).eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
@@ -129,7 +129,7 @@ def load_pretrained(
             )
     config = _read_config(folder / CONFIG)
     state, header = read_tensors(folder / WEIGHTS)
-    if "mmod" not in header or parse_json(header["mmod"], f"the header of {WEIGHTS}") != config:
+    if KEY not in header or parse_json(header[KEY], f"the header of {WEIGHTS}") != config:
         raise ValueError(
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
@@ -139,7 +139,7 @@ def load_pretrained(
         if model is None:
             _build_own(config["model"])
         _check_dense(model, state, config, folder)
-        apply_again(model, _changes(config))
+        apply_again(model, config)
         try:
             _check_fits(state, model.state_dict(), folder)
         except ValueError:
@@ -208,15 +208,36 @@ def _local(folder: str | Path) -> Path:
     return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def apply_again(model: nn.Module, changes: Changes) -> None:
-    """Change a model as another one was."""
-    methods = changes.methods
+def load_transformers(folder: str | Path, *args: Any, **options: Any) -> Any:
+    """Load a changed model of transformers from what its `save_pretrained` saved, as its `from_pretrained` does."""
+    return load_adapter("transformers").load(folder, apply_again, *args, **options)
+
+
+def make_transformers(config: Any, folder: str | Path, make: Callable[[Any], Any], dense: bool = False) -> Any:
+    """Make a model with random weights from the config of a changed one.
+
+    Args:
+        config: A transformers config, which becomes that of the dense model.
+        make: Makes the dense model of a config.
+        dense: Leave the model dense.
+    """
+    description = load_adapter("transformers").take_description(config, folder)
+    model = make(config)
+    # Changed before weights are loaded, whose names are those of the changed model.
+    if not dense:
+        apply_again(model, description)
+    return model
+
+
+def apply_again(model: nn.Module, description: Mapping[str, Any]) -> None:
+    """Change a model as the `methods` and `proofs` of a saved one say, plain values of an untrusted file."""
+    methods = description["methods"]
     if not isinstance(methods, Sequence) or not all(isinstance(values, Mapping) for values in methods):
         raise ValueError(f"methods must be a list of mappings, got {methods!r}")
     # Reading methods imports timm, whose models some of them change.
     from mmod.methods.read import read_method
 
-    restore_proofs(model, changes.proofs)
+    restore_proofs(model, description.get("proofs", {}))
     with warnings.catch_warnings():
         # Who changed the model was told.
         warnings.simplefilter("ignore", MethodWarning)
@@ -298,12 +319,8 @@ def _saving(library: str) -> Saving:
 
 def _build(config: dict[str, Any]) -> nn.Module:
     model = _build_dense(config)
-    apply_again(model, _changes(config))
+    apply_again(model, config)
     return model
-
-
-def _changes(config: Mapping[str, Any]) -> Changes:
-    return Changes(config["methods"], config["proofs"])
 
 
 def _build_dense(config: dict[str, Any]) -> nn.Module:
@@ -337,7 +354,7 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
     with torch.device("meta"):
         rebuilt = _build_dense(config)
         try:
-            apply_again(rebuilt, _changes(config))
+            apply_again(rebuilt, config)
         except ValueError as error:
             raise ValueError(f"{refusal}: {error}") from error
     shapes = {name: value.shape for name, value in rebuilt.state_dict().items()}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -14,18 +13,8 @@ from mmod.blocks import Arguments
 
 FORMAT_VERSION = 4
 """Version of what a saved model says of its methods."""
-
-
-class Changes(NamedTuple):
-    """How a saved model was changed, as plain values of an untrusted file.
-
-    Args:
-        methods: Its methods, in order.
-        proofs: How blocks of unknown classes are called, by the name of their list, see `Proof`.
-    """
-
-    methods: Sequence[Mapping[str, Any]]
-    proofs: Mapping[str, Any] = MappingProxyType({})
+KEY = "mmod"
+"""Where a transformers config, or the header of a file of weights, says how a model was changed."""
 
 
 @dataclass(frozen=True)

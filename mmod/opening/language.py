@@ -10,11 +10,11 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.models.auto import modeling_auto
 
-from mmod.adapters.transformers.saving import KEY, forget_description, take_description
+from mmod.adapters.saving import KEY
 from mmod.io.tensors import check_complete
 from mmod.opening.opened import Opened, Options
 from mmod.opening.transformers import hidden_bars
-from mmod.pretrained import HUB, apply_again, load_pretrained
+from mmod.pretrained import HUB, load_pretrained, make_transformers
 from mmod.values import similar
 
 
@@ -37,15 +37,9 @@ def open_language(source: str, options: Options) -> Opened:
     is_changed = isinstance(getattr(config, KEY, None), dict)
     prepare = partial(open_processor, source)
     if not options.pretrained:
-        description = None
-        # A dense model is asked for, so that the config's description must not change it while it is made.
-        if is_changed and options.dense:
-            forget_description(config)
-        elif is_changed:
-            description = take_description(config, source)
-        model = _drawn(config, options.args)
-        if description is not None:
-            apply_again(model, description)
+        # Of a changed model, a dense one is made dense: methods may replace weights that it has.
+        make = partial(_drawn, args=options.args)
+        model = make_transformers(config, source, make, options.dense) if is_changed else make(config)
         return Opened(model, f"the architecture of {source} with random weights", prepare)
     with hidden_bars():
         if is_changed:

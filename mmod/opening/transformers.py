@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import image_facts
+from mmod.adapters.saving import KEY
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
 from mmod.opening.opened import Opened, Options, Preprocessing
@@ -20,8 +21,6 @@ from mmod.opening.weights import find_weights, read_weights
 from mmod.pretrained import load_pretrained
 
 _CONFIG = "config.json"
-# The key of a config that says how a model was changed.
-_CHANGED = "mmod"
 _CLASSIFIER = "ForImageClassification"
 # Arguments by their names in timm, and in configs of transformers.
 _NAMES = {
@@ -64,7 +63,7 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     from transformers import AutoConfig
 
     described = read_json_object(Path(folder) / _CONFIG)
-    if _CHANGED in described:
+    if KEY in described:
         options.refuse_changes(folder)
         return load_pretrained(folder).float().train()
     named = {_NAMES.get(name, name): value for name, value in options.args.items()}

@@ -25,19 +25,17 @@ class _Opened:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any, **options: Any) -> Any:
+        from mmod.pretrained import load_transformers
+
         made = cls._class_for(config)
-        return _load(pretrained_model_name_or_path, *args, model_class=made, config=config, **options)
+        return load_transformers(pretrained_model_name_or_path, *args, model_class=made, config=config, **options)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
-        from mmod.adapters.transformers.saving import take_description
-        from mmod.pretrained import apply_again
+        from mmod.pretrained import make_transformers
 
-        described = take_description(config, config.name_or_path)
-        # Changed before weights are loaded, whose names are those of the changed model.
-        model = cls._class_for(config)._from_config(config, **options)
-        apply_again(model, described)
-        return model
+        made = cls._class_for(config)
+        return make_transformers(config, config.name_or_path, lambda plain: made._from_config(plain, **options))
 
     @classmethod
     def _class_for(cls, config: Any) -> Any:
@@ -74,16 +72,11 @@ def open_routed_folders() -> None:
         if "routes_itself" in vars(cls) or not _describes_routing(folder, arguments.get("config"), options):
             return plain(cls, *args, **options)
         others = {name: value for name, value in options.items() if name != "pretrained_model_name_or_path"}
-        return _load(folder, *args[1:], model_class=cls, **others)
+        from mmod.pretrained import load_transformers
+
+        return load_transformers(folder, *args[1:], model_class=cls, **others)
 
     model.from_pretrained = classmethod(from_pretrained)
-
-
-def _load(folder: Any, *args: Any, **options: Any) -> Any:
-    from mmod.adapters.transformers.saving import load
-    from mmod.pretrained import apply_again
-
-    return load(folder, apply_again, *args, **options)
 
 
 def _describes_routing(folder: Any, config: Any, options: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from mmod.adapters.transformers.language import find_language
 from mmod.adapters.transformers.saving import (
     describe_methods,  # noqa: F401
     load,  # noqa: F401
+    take_description,  # noqa: F401
 )
 from mmod.adapters.transformers.vision import (
     find_tower,  # noqa: F401

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from mmod.adapters.saving import FORMAT_VERSION, Changes
+from mmod.adapters.saving import FORMAT_VERSION, KEY
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook
@@ -36,7 +36,6 @@ from mmod.blocks import (
 from mmod.io.files import make_folder
 from mmod.routing.added import Drawn
 
-KEY = "mmod"
 # The config field from which transformers reads the name of the weights file.
 WEIGHTS_FIELD = "transformers_weights"
 # On lines of its own: transformers puts it behind a sentence about files, and the last line is what is read.
@@ -239,12 +238,15 @@ def auto_classes(config_class: type) -> dict[str, Any]:
     return {name: classes[name] for name, mapping in mappings.items() if config_class in mapping}
 
 
-ChangeModel = Callable[[Any, Changes], None]
-"""Changes a model as a saved one was."""
+ChangeModel = Callable[[Any, Mapping[str, Any]], None]
+"""Changes a model as a description of a saved one says."""
 
 
-def take_description(config: Any, folder: str | Path) -> Changes:
-    """Remove and return from a config how its model was changed; the config of the dense model remains."""
+def take_description(config: Any, folder: str | Path) -> dict[str, Any]:
+    """Remove and return from a config how its model was changed: `methods` and `proofs`, plain untrusted values.
+
+    The config of the dense model remains.
+    """
     described = getattr(config, KEY, None)
     file = f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
@@ -260,7 +262,7 @@ def take_description(config: Any, folder: str | Path) -> Changes:
             f"{file}: {KEY}.methods must list how the model was changed, got {methods!r}. Save the model again"
         )
     forget_description(config)
-    return Changes(methods, described.get("proofs", {}))
+    return described
 
 
 def forget_description(config: Any) -> None:
@@ -289,7 +291,7 @@ def load(
         The model in evaluation mode, with `output_loading_info` as a tuple with the report.
     """
     dense: Any = _class_of(folder) if model_class is None else host_of(model_class)
-    descriptions: list[Changes] = []
+    descriptions: list[dict[str, Any]] = []
     added: set[str] = set()
 
     class Configs:
