@@ -55,8 +55,7 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
         is_shipped = file.parts[:1] == ("configs",)
         hint = ""
         if file.is_dir():
-            inside = sorted(str(path) for path in file.glob("*.yaml"))
-            hint = f": it is a folder, of which {', '.join(inside)} may be meant" if inside else ": it is a folder"
+            hint = f": it is a folder{_in_folder(file)}"
         # The path of a YAML file elsewhere is no misspelt name.
         elif is_shipped or file.suffix != ".yaml":
             parts = file.parts[1:] if is_shipped else file.parts
@@ -68,6 +67,16 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
             hint = f"; {near_names(name, known, '`mmod configs`')}"
         raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
     return file
+
+
+def _in_folder(folder: Path) -> str:
+    """Return what may be meant by a folder that is no config: configs in it, or else the folders of runs below it."""
+    runs = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in folder.glob(pattern)]
+    meant = sorted(map(str, folder.glob("*.yaml"))) or sorted(map(str, runs))
+    if not meant:
+        return " without a config or a run; `mmod configs` lists the configs that come with mmod"
+    others = ", ..." if len(meant) > 3 else ""
+    return f", of which {', '.join(meant[:3])}{others} may be meant"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -53,7 +53,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config.yaml' is no text in UTF-8"):
         TrainConfig.load(tmp_path / "config.yaml")
     meant = f": it is a folder, of which {tmp_path / 'config.yaml'} may be meant"
-    for path, hint in ((tmp_path, meant), (tmp_path / "nowhere.yaml", "$")):
+    (tmp_path / "runs/empty").mkdir(parents=True)
+    (tmp_path / "runs/one").mkdir()
+    (tmp_path / "runs/one/config.yaml").touch()
+    run = f": it is a folder, of which {tmp_path / 'runs/one'} may be meant"
+    nothing = ": it is a folder without a config or a run; `mmod configs` lists the configs that come with mmod"
+    folders = ((tmp_path, meant), (tmp_path / "runs", run), (tmp_path / "runs/empty", nothing))
+    for path, hint in (*folders, (tmp_path / "nowhere.yaml", "$")):
         with pytest.raises(FileNotFoundError, match=f"no config file at '{path}'{hint}"):
             TrainConfig.load(path)
 
