@@ -50,7 +50,7 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     if dim % channels:
         signed_BND = F.pad(signed_BND, (0, -dim % channels))
     # Channels with the same remainder are added, for which the reshape is a view.
-    return signed_BND.reshape(*x_BND.shape[:-1], -1, channels).sum(dim=-2)
+    return signed_BND.reshape(*x_BND.shape[:-1], signed_BND.shape[-1] // channels, channels).sum(dim=-2)
 
 
 def spread_evenly(tokens: int, device: torch.device) -> Tensor:
@@ -109,8 +109,8 @@ def _hide_later(rows: int) -> Tensor:
 
 def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Cut B maps (rows, columns) into tiles."""
-    if torch.compiler.is_compiling() or exporting():
-        # Loops over tiles would be unrolled, for one length.
+    if torch.compiler.is_compiling() or exporting() or not images:
+        # Loops over tiles would be unrolled, for one length; and without images there is no tile.
         yield slice(None), slice(None)
         return
     for image, _, row in tiles.cut_map(images, 1, rows, columns, tiles.CHUNK_ELEMENTS):

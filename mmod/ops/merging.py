@@ -69,7 +69,7 @@ def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
 def _spread(update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
     """Return the update of each row's slot, zeros for rows without one (B, N, D)."""
     index = _flat(slot_BN, update_BKD.shape[1], all_join)
-    added_BND = update_BKD.flatten(0, 1).index_select(0, index).view(*slot_BN.shape, -1)
+    added_BND = update_BKD.flatten(0, 1).index_select(0, index).view(*slot_BN.shape, update_BKD.shape[2])
     return added_BND if all_join else torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
 
 
@@ -198,7 +198,7 @@ def mean_rows(
     rows = rows_BND.flatten(0, 1)
     # Transforms have no rule for a tensor that becomes a batch in place.
     total = total.scatter_add(0, index, rows) if transforming() else total.scatter_add_(0, index, rows)
-    return total.view(images, slots, -1).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
+    return total.view(images, slots, x_BND.shape[2]).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
 
 
 @op(

@@ -223,7 +223,9 @@ def take_rows(x_BND: Tensor, index_BK: Tensor, row_T: Tensor | None = None) -> T
     images, _, width = x_BND.shape
     if images == 1:
         return x_BND.index_select(1, row_T)
-    return x_BND.flatten(0, 1).index_select(0, row_T).view(images, -1, width)
+    # Counted, because -1 is ambiguous in a batch without images.
+    slots = row_T.shape[0] // images if images else index_BK.shape[1]
+    return x_BND.flatten(0, 1).index_select(0, row_T).view(images, slots, width)
 
 
 @op(_kernel(_gather_rows, why=_UNMEASURED), how="copies of rows, in graphs of elements")
