@@ -98,10 +98,10 @@ class DataConfig(StreamConfig, SourceConfig):
             - "hf-datasets:BUILDER:FILES": files, such as "hf-datasets:parquet:data/{split}-*.parquet";
             - "maps:SIDE": images and label maps, scaled to squares of SIDE pixels;
             - "torch/NAME" or "hfds/NAME": a name for `timm.data.create_dataset`;
-            - "digits" or "digits:DIFFICULTY": the embedded digits, made on demand;
+            - "digits" or "digits:DIFFICULTY": the embedded digits, each drawn when it is read;
             - "crowds" or "crowds:DIFFICULTY": the same with a label per patch.
-        root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`. Shards keep indices, and copies
-            of remote shards, here.
+        root: Folder of the data. Embedded sets are built there; without it, nothing is stored. Shards keep indices,
+            and copies of remote shards, here.
         train_split: Split to train on.
         val_split: Split to evaluate on.
         train_limit: Number of training images, drawn once and spread evenly over the classes; None uses all.

@@ -22,6 +22,7 @@ from torch import Tensor
 from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig, is_folder
 from mmod.data.corrupt import CorruptReport
 from mmod.data.labels import Classes, ModelClasses, read_classes
+from mmod.data.readers.drawn import DrawnSource
 from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
 from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
 from mmod.data.readers.images import ImageSource, Subset, UnreadableSampleError, spread
@@ -81,8 +82,7 @@ def image_stream(
         CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
 
     Example:
-        >>> import tempfile
-        >>> config = DataConfig("digits:tiny", root=tempfile.mkdtemp(), batch_size=48)
+        >>> config = DataConfig("digits:tiny", batch_size=48)
         >>> [len(classes) for _, classes in image_stream(config).batches(epoch=0)]
         [48, 16]
         >>> images, classes = next(image_stream(config, seed=0).batches(epoch=0))
@@ -158,7 +158,7 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
 
 def _create_source(
     config: DataConfig, split: str, report: CorruptReport, model: ModelClasses | None
-) -> ShardSource | MapSource | FolderSource | TimmSource:
+) -> DrawnSource | ShardSource | MapSource | FolderSource | TimmSource:
     source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
@@ -166,7 +166,10 @@ def _create_source(
         side = _SETS[source].config(difficulty).canvas
         if config.image_size > side:
             raise ValueError(f"image_size={config.image_size} exceeds the {side} pixels of {difficulty!r} {source}")
-        return ShardSource(_SETS[source].locate(f"{source}:{difficulty}/{split}", config.root), report, target=target)
+        part = f"{source}:{difficulty}/{split}"
+        if config.root is None:
+            return DrawnSource(_SETS[source], part, target)
+        return ShardSource(_SETS[source].locate(part, config.root), report, target=target)
     if source == "shards":
         if "{split}" not in argument:
             raise ValueError(

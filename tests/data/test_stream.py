@@ -316,10 +316,27 @@ def test_ranks_epochs_and_policies_out_of_range_are_named(digits):
 def test_readers_survive_pickling(folder):
     import pickle
 
-    reader = image_stream(folder_config(folder, augment=STRONG), 0).reader
-    again = pickle.loads(pickle.dumps(reader))
-    indices = np.arange(3)
-    assert torch.equal(reader.read(indices, (0, 0)).images, again.read(indices, (0, 0)).images)
+    for config in (folder_config(folder, augment=STRONG), DataConfig("digits:tiny")):
+        reader = image_stream(config, 0).reader
+        again = pickle.loads(pickle.dumps(reader))
+        indices = np.arange(3)
+        assert torch.equal(reader.read(indices, (0, 0)).images, again.read(indices, (0, 0)).images)
+
+
+@pytest.mark.parametrize("source", ["digits:tiny", "crowds:tiny"])
+def test_what_is_drawn_when_it_is_read_equals_the_built_set(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    patch = 4 if source == "crowds:tiny" else None
+    drawn = DataConfig(source, label_patch=patch, batch_size=24, val_limit=48)
+    for seed in (None, 5):
+        # In another order than that of the index, of which a part is read.
+        expected = list(image_stream(replace(drawn, root="built"), seed).batches(0, 1))
+        for (images, labels), (others, other_labels) in zip(
+            image_stream(drawn, seed).batches(0, 1), expected, strict=True
+        ):
+            assert torch.equal(images, others)
+            assert torch.equal(labels, other_labels)
+    assert {path.name for path in tmp_path.iterdir()} == {"built", ".built.lock"}
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -34,7 +34,7 @@ class SyntheticSet(Generic[Config, Scene]):
         title: Name in messages and, with dashes, of the folder.
         format: Version of the generator: builds of another one, whose bytes may differ, are refused.
         difficulties: Named parameters, including "default".
-        compose: From parameters and a split to its scenes.
+        compose: From parameters and a split to its samples.
         encode: From a key and a scene to the members of its sample, bytes by extension.
         sizes: Also write `sizes.json`, from which open_clip's training program reads the number of samples.
     """
@@ -43,7 +43,7 @@ class SyntheticSet(Generic[Config, Scene]):
     title: str
     format: int
     difficulties: Mapping[str, Config]
-    compose: Callable[[Config, str], Iterator[Scene]]
+    compose: Callable[[Config, str], Sequence[Scene]]
     encode: Callable[[str, Scene], dict[str, bytes]]
     shard_digits: int = 6
     key_digits: int = 6
@@ -61,13 +61,23 @@ class SyntheticSet(Generic[Config, Scene]):
 
         No other split is drawn: that for training takes the longest, and an evaluation does not read it.
         """
-        difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
+        difficulty, split = self._parse(source)
         config = self.config(difficulty)
-        if split not in SPLITS:
-            raise ValueError(f"{source!r} must be {self.name}:DIFFICULTY/SPLIT with a split of {', '.join(SPLITS)}")
         folder = Path(root or f"runs/data/{self.title.replace(' ', '-')}-{difficulty}")
         self.build(folder, config, progress, splits=(split,))
         return f"{folder}/{split}-*.tar"
+
+    def draw(self, source: str) -> Sequence[Scene]:
+        """Return the samples of a split, each drawn when it is read, without a folder."""
+        difficulty, split = self._parse(source)
+        return self.compose(self.config(difficulty), split)
+
+    def _parse(self, source: str) -> tuple[str, str]:
+        """Return difficulty and split of `NAME:DIFFICULTY/SPLIT`."""
+        difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
+        if split not in SPLITS:
+            raise ValueError(f"{source!r} must be {self.name}:DIFFICULTY/SPLIT with a split of {', '.join(SPLITS)}")
+        return difficulty, split
 
     def build(
         self,
@@ -117,14 +127,14 @@ class SyntheticSet(Generic[Config, Scene]):
         total = sum(counts[split] for split in splits)
         with progress_bar(desc="build", total=total, unit=config.counts, shown=progress) as bar:
             for split in splits:
-                scenes = enumerate(self.compose(config, split))
+                scenes = self.compose(config, split)
                 for first in range(0, counts[split], size):
                     path = folder / f"{split}-{first // size:0{self.shard_digits}d}.tar"
                     count = min(size, counts[split] - first)
                     with open_shard(path) as writer:
-                        for index, scene in islice(scenes, count):
+                        for index in range(first, first + count):
                             key = f"{index:0{self.key_digits}d}"
-                            writer.write({"__key__": key, **self.encode(key, scene)})
+                            writer.write({"__key__": key, **self.encode(key, scenes[index])})
                     shards[path.name] = {"samples": count, "sha256": sha256(path)}
                     bar.update(count)
         return shards

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
@@ -12,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_png, paste
+from mmod.data.synthetic.handwriting import Box, Drawn, DrawnConfig, Painter, encode_png, paste
 
 CLASSES = 11
 """Number of classes of a pixel: 0 is background, and digit d has class d + 1."""
@@ -86,11 +85,14 @@ class Crowd(NamedTuple):
     clutter: tuple[int, ...]  # Indices of the fragments' source images.
 
 
-def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
-    """Compose the scenes of a split."""
+def compose_crowds(config: CrowdsConfig, split: str) -> Drawn[Crowd]:
+    """Return the scenes of a split."""
     painter = Painter(config, split, config.grid)
-    for index in range(config.scenes[split]):
-        yield _compose(config, painter, np.random.default_rng([*painter.seeds, index, 3]))
+
+    def draw(index: int) -> Crowd:
+        return _compose(config, painter, np.random.default_rng([*painter.seeds, index, 3]))
+
+    return Drawn(config.scenes[split], draw)
 
 
 def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -> Crowd:

@@ -7,14 +7,13 @@ images are split before scenes are composed, so splits share no handwriting, not
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_png
+from mmod.data.synthetic.handwriting import Box, Drawn, DrawnConfig, Painter, encode_png
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,21 @@ class DigitScene(NamedTuple):
     clutter: tuple[int, ...]  # Indices of the fragments' source images.
 
 
-def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
-    """Compose the scenes of a split; every source image of the split is a target equally often."""
+def compose_scenes(config: DigitsConfig, split: str) -> Drawn[DigitScene]:
+    """Return the scenes of a split; every source image of the split is a target equally often."""
     painter = Painter(config, split, config.grid)
     targets = np.random.default_rng(painter.seeds).permutation(painter.pool)
-    for index in range(config.scenes[split]):
+
+    def draw(index: int) -> DigitScene:
         # By index, so that a scene does not depend on how many are drawn before it.
         rng = np.random.default_rng([*painter.seeds, index])
         target = int(targets[index % len(targets)])
         canvas = painter.canvas()
         clutter = painter.clutter(canvas, config.digit_size, rng)
         box = painter.place(canvas, painter.digit(target, config.digit_size, rng), rng)
-        yield DigitScene(canvas, int(painter.sources.labels[target]), target, box, clutter)
+        return DigitScene(canvas, int(painter.sources.labels[target]), target, box, clutter)
+
+    return Drawn(config.scenes[split], draw)
 
 
 def _encode(key: str, scene: DigitScene) -> dict[str, bytes]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple, TypeVar, overload
 
 import numpy as np
 from PIL import Image
@@ -19,6 +19,7 @@ from PIL import Image
 from mmod.values import Checked, one_of
 
 SPLITS = ("train", "val", "test")
+Scene = TypeVar("Scene", covariant=True)
 Box = tuple[int, int, int, int]
 """Left, top, right, bottom in pixels; right and bottom are exclusive."""
 _SOURCE_SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
@@ -102,6 +103,28 @@ class DrawnConfig(Checked):
         samples = getattr(self, self.counts)
         if set(samples) != set(SPLITS) or min(samples.values()) < self.least:
             raise ValueError(f"{self.counts}={samples} must give each of {SPLITS} a number of at least {self.least}")
+
+
+class Drawn(Sequence[Scene]):
+    """The samples of a split, each drawn when it is read: it depends on its index alone."""
+
+    def __init__(self, length: int, draw: Callable[[int], Scene]) -> None:
+        self.length = length
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> Scene: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Scene]: ...
+
+    def __getitem__(self, index: int | slice) -> Scene | Sequence[Scene]:
+        if isinstance(index, slice):
+            return [self.draw(place) for place in range(self.length)[index]]
+        return self.draw(range(self.length)[index])
 
 
 class Painter:

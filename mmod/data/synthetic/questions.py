@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 
 from mmod.data.records import IMAGE, plain_answer
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, Painter, encode_png, paste
+from mmod.data.synthetic.handwriting import SPLITS, Drawn, DrawnConfig, Painter, encode_png, paste
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
 
@@ -115,23 +115,24 @@ class SyntheticChat(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat]:
-    """Compose the conversations of a split."""
+def compose_chats(config: QuestionsConfig, split: str) -> Drawn[SyntheticChat]:
+    """Return the conversations of a split."""
     painter = Painter(config, split)
-    for index in range(config.conversations[split]):
+
+    def draw(index: int) -> SyntheticChat:
         rng = np.random.default_rng([*painter.seeds, index, 2])
         if split != "train":
             # Evaluations ask each type equally often, training as often as `shares` say.
-            yield _single(KINDS[index % len(KINDS)], config, painter, rng)
-            continue
-        draw = rng.random()
-        if draw < sum(config.shares):
-            yield _single("two" if draw < config.shares[0] else "text", config, painter, rng, config.turns)
-            continue
+            return _single(KINDS[index % len(KINDS)], config, painter, rng)
+        share = rng.random()
+        if share < sum(config.shares):
+            return _single("two" if share < config.shares[0] else "text", config, painter, rng, config.turns)
         scene = _compose(config, painter, config.digits[0], rng)
         kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= ONE_IMAGE[question_type]]
-        chosen = [kinds[index] for index in rng.permutation(len(kinds))[: config.turns]]
-        yield SyntheticChat((scene,), tuple(_ask(question_type, scene, rng) for question_type in chosen))
+        chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
+        return SyntheticChat((scene,), tuple(_ask(question_type, scene, rng) for question_type in chosen))
+
+    return Drawn(config.conversations[split], draw)
 
 
 def _single(

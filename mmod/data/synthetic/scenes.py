@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_png
+from mmod.data.synthetic.handwriting import Box, Drawn, DrawnConfig, Painter, encode_png
 
 SIZES = ("large", "small")
 RELATIONS = ("left of", "above")
@@ -98,15 +98,21 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
     return [str(digit) for digit in range(10)], [content.caption.replace("0", "{}", 1) for content in contents]
 
 
-def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
-    """Compose the scenes of a split, with contents as evenly frequent as possible."""
+def compose_pairs(config: ScenesConfig, split: str) -> Drawn[Pair]:
+    """Return the scenes of a split, with contents as evenly frequent as possible."""
     painter = Painter(config, split)
     contents = all_contents()
-    for index in range(config.scenes[split]):
+
+    @functools.lru_cache(maxsize=1)
+    def order(turn: int) -> np.ndarray:
+        return np.random.default_rng([*painter.seeds, turn]).permutation(len(contents))
+
+    def draw(index: int) -> Pair:
         turn, position = divmod(index, len(contents))
-        if position == 0:
-            order = np.random.default_rng([*painter.seeds, turn]).permutation(len(contents))
-        yield _compose(config, painter, contents[order[position]], np.random.default_rng([*painter.seeds, index, 1]))
+        content = contents[order(turn)[position]]
+        return _compose(config, painter, content, np.random.default_rng([*painter.seeds, index, 1]))
+
+    return Drawn(config.scenes[split], draw)
 
 
 def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng: np.random.Generator) -> Pair:
