@@ -96,14 +96,17 @@ def count_prefill(
     """
     check_read(model, kept)
     if isinstance(kept, Trace):
-        kept = _shares_of_free(model, kept)
+        kept = _shares_of_free(model, kept) if by_data(model) else None
     check_value("kept", kept, float | Mapping[str, float] | None, "[0, 1]")
     return _Counter(model, _FORWARD, prompt, kept).count()
 
 
 def check_read(model: nn.Module, kept: object) -> None:
-    """Raise a ValueError if kept shares are given for a model whose cost follows from its config alone."""
-    if kept is not None and not by_data(model):
+    """Raise a ValueError if kept shares are given for a model whose cost follows from its config alone.
+
+    A trace is of that model, and says the same.
+    """
+    if kept is not None and not isinstance(kept, Trace) and not by_data(model):
         raise ValueError(
             "leave kept out: it is for models that decide by a threshold, whose cost follows from the data; this one's "
             "follows from its config"

@@ -17,8 +17,8 @@ from mmod.planning.tolerance import exceeds, is_too_close, keeps, missing_sample
 
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
-    "No `gradual` saves time here: on so little work, decisions take longer than what they save. On one CPU thread it "
-    "pays from passes of about 12 ms on: 196 tokens of width 192, or of width 64 in batches of 8."
+    "No `gradual` saves time here: decisions take longer than what they save. On one idle CPU thread it pays from 196 "
+    "tokens of width 192 on, or of width 64 in batches of 8."
 )
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
@@ -182,7 +182,7 @@ class Advice:
             sooner = "" if soonest in others else f", {self._needed(soonest):,} by {_named(soonest)}"
             return f"{open_ones}{sooner}. Until then keep the dense model."
         action = row.advice or f"use `{row.code}`"
-        measured = f"{row.speedup.median:.2f} times as fast at {self._measured(row)}."
+        measured = f"{self._times(row)} at {self._measured(row)}."
         if self.is_decided(row):
             return f"{action[0].upper()}{action[1:]}: {measured}{f' {open_ones}.' if others else ''}"
         text = f"Undecided: {self._missing([row])} {lost} if you {action}: {measured}"
@@ -202,7 +202,7 @@ class Advice:
         is_open = not self.is_decided(row)
         open_one = f" Undecided: {self._missing([row])} whether more than {100 * self.tolerance:g} % is lost."
         return (
-            f"For {self.faster:g} times the speed {action}: {row.speedup.median:.2f} times as fast at "
+            f"For {self.faster:g} times the speed {action}: {self._times(row)} at "
             f"{self._measured(row)}, which is the least lost at that speed.{open_one if is_open else ''}"
         )
 
@@ -213,6 +213,11 @@ class Advice:
 
     def _needed(self, row: AdviceRow) -> int:
         return missing_samples(row.loss, self.tolerance, row.images)
+
+    def _times(self, row: AdviceRow) -> str:
+        """Return how much faster a candidate is, and in which other passes it is slower than the dense model."""
+        slower = ", ".join(f"{name}: {other.median:.2f}" for name, other in row.speedups.items() if other.median < 1)
+        return f"{row.speedup.median:.2f} times as fast{f' ({slower})' if slower else ''}"
 
     def _measured(self, row: AdviceRow) -> str:
         """Return what a candidate scores by the `metric`, in words."""

@@ -148,7 +148,6 @@ def advise(
         question = {
             "candidates": {candidate.name: candidate.code(part, depth) for candidate in chosen},
             "batch_size": samples.batch_size,
-            "tolerance": tolerance,
             "faster": faster,
             "model and samples": samples.identity,
         }

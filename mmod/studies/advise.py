@@ -61,7 +61,9 @@ def main(arguments: Sequence[str]) -> None:
     else:
         model, batches, is_right, at_size, note = read_prompts(options)
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
-    folder = Path(options.output or f"runs/advise/{name}")
+    # Few trials for a wanted speed-up replace no table of all candidates.
+    wanted = f"-faster-{options.faster:g}" if options.faster else ""
+    folder = Path(options.output or f"runs/advise/{name}{wanted}")
     advice = advise(
         model.to(choose_device(options.device)),
         batches,
@@ -136,7 +138,9 @@ def _parser() -> OneLineParser:
     parser.add_argument("--device", default="auto", help="cpu, cuda ...; the GPU if there is one (auto)")
     parser.add_argument("--threads", type=int, help="threads of the CPU; those of torch unless given")
     parser.add_argument("--on_corrupt", choices=("raise", "skip"), default="raise", help="what to do on a broken image")
-    parser.add_argument("--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL)")
+    parser.add_argument(
+        "--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL, with --faster MODEL-faster-TIMES)"
+    )
     return parser
 
 

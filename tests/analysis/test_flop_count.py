@@ -275,6 +275,9 @@ def test_errors_name_what_is_wrong() -> None:
     model, side = make("vit")
     with pytest.raises(ValueError, match="leave kept out: it is for models that decide by a threshold"):
         flops(mmod.route_(model), side, kept=0.5)
+    with mmod.trace(model) as decisions:
+        model(torch.zeros(1, 3, side, side))
+    assert flops(model, side, kept=decisions) == flops(model, side)
     with pytest.raises(ValueError, match=r"input_size must be .* got Tensor \(2, 3, 32, 32\)") as error:
         flops(model, torch.zeros(2, 3, 32, 32))  # type: ignore[arg-type]
     assert len(str(error.value)) < 320

@@ -179,6 +179,9 @@ def test_thresholds_need_the_kept_share() -> None:
     for fixed in (make_language("llama"), mmod.route_(make_language("llama"), mmod.RoutingConfig())):
         with pytest.raises(ValueError, match=r"^leave kept out: it is for models that decide by a threshold"):
             flops(fixed, Prompt(10), 0.07)
+    with mmod.trace(fixed) as decisions:
+        fixed(input_ids=torch.arange(10)[None])
+    assert flops(fixed, Prompt(10), kept=decisions) == flops(fixed, Prompt(10))
 
 
 def test_a_prompt_counts_no_vision_tower_and_says_so() -> None:
