@@ -11,19 +11,15 @@ import numpy as np
 import pytest
 import timm
 import torch
-from PIL import Image
 from transformers.vision_utils import get_vision_window_index
 
 import mmod
-from mmod.io.store import STORE, Store
+from mmod.io.store import STORE
 from scripts.doc_tables import markdown
 from scripts.pages_and_screens import __main__ as commands
 from scripts.pages_and_screens import drawn, study, tuned, wide
-from scripts.pages_and_screens.browser import CLASSES, labels_of, shown_by
-from scripts.pages_and_screens.duplicates import FORMS, differences, shares, whole_groups
-from scripts.pages_and_screens.picture import shown
-from scripts.pages_and_screens.rows import DENSE, Row, by_mutual_pairs, duplicate, kept_patches, mutual_pairs, rows
-from scripts.photo_attempts import patches_of
+from scripts.pages_and_screens.duplicates import differences, shares
+from scripts.pages_and_screens.rows import DENSE, mutual_pairs, rows
 from tests.kit.counting import flop_counter
 
 SIDE = 112
@@ -45,22 +41,6 @@ def test_differences_are_those_of_a_slow_definition() -> None:
     for (y, x), value in patch.items():
         neighbours = [patch[at] for at in ((y, x - 1), (y - 1, x), (y - 1, x - 1)) if at in patch]
         assert actual[y, x] == min((np.abs(value - other).max() for other in neighbours), default=255)
-
-
-def test_a_picture_of_one_colour_is_duplicates_but_for_its_first_patch() -> None:
-    for change in FORMS.values():
-        exact, groups, near, _ = shares(change(Image.new("RGB", (56, 56), (10, 200, 30))))
-        assert exact == near == 1 - 1 / round(1 / (1 - exact))
-        assert groups < exact
-    assert whole_groups(np.array([[1, 1, 1], [1, 0, 1], [1, 1, 1]], bool)).tolist() == [[False]]
-
-
-def test_later_classes_win_and_boxes_are_cut_at_the_edges() -> None:
-    boxes = [["title", 2.2, 1, 9, 2], ["link", -5, -5, 3, 3], ["table", 0, 0, 4, 1]]
-    shown = [[CLASSES[value] for value in row] for row in shown_by(boxes, 4, 4)]
-    assert shown[0] == ["table", "table", "table", "table"]
-    assert shown[1] == ["link", "link", "title", "title"]
-    assert shown[3] == ["blank"] * 4
 
 
 @pytest.mark.parametrize("make", [drawn.page, drawn.screen])
@@ -88,16 +68,6 @@ def test_mutual_pairs_are_each_others_nearest() -> None:
     assert sorted(set(slot_N.tolist())) == list(range(30 - len(expected)))
 
 
-def test_pairs_are_merged_before_the_third_block_alone() -> None:
-    model = tower()
-    images = torch.randn(1, 3, SIDE, SIDE)
-    with torch.inference_mode():
-        dense = patches_of(model)(images)
-        assert by_mutual_pairs(model)(images).shape == dense.shape
-        model.blocks = model.blocks[:2]
-        torch.testing.assert_close(by_mutual_pairs(model)(images), patches_of(model)(images))
-
-
 def test_every_row_answers_each_patch() -> None:
     image = study.from_canvas(drawn.page(0, SIDE, SIDE)).image
     model = tower()
@@ -106,45 +76,6 @@ def test_every_row_answers_each_patch() -> None:
             feature_ND = study.features(row.make(model), row, image)
             assert feature_ND.shape == (64, 48), name
             assert feature_ND.isfinite().all(), name
-
-
-@pytest.mark.parametrize("skipped", ["merge", "follow"])
-def test_without_duplicates_the_tower_is_dense(skipped: str) -> None:
-    image = study.from_canvas(drawn.screen(0, SIDE, SIDE)).image
-    model = tower()
-    with torch.inference_mode():
-        actual = duplicate(skipped, tolerance=-1.0).make(model)(image)
-        torch.testing.assert_close(actual, patches_of(model)(image))
-
-
-def test_one_patch_of_each_cell_of_a_plain_picture_is_kept() -> None:
-    plain = study.example(Image.new("RGB", (SIDE, SIDE), (10, 200, 30)), np.zeros((SIDE, SIDE), np.uint8)).image
-    assert kept_patches(plain[0], 0.0, 4).nonzero().tolist() == [[0, 0], [0, 4], [4, 0], [4, 4]]
-    assert duplicate(cell=None).kept(plain) == 1 / 64
-
-
-def test_patches_that_are_left_out_are_orange() -> None:
-    pixel_RC3 = np.asarray(shown(Image.new("RGB", (SIDE, SIDE), "white")).convert("RGB"))
-    orange = (np.abs(pixel_RC3.astype(int) - [253, 203, 158]).max(axis=2) < 12).mean(axis=0)
-    assert orange[: SIDE * 3 // 4].max() == 0
-    assert orange[SIDE * 3 // 4 + 20 :].max() > 0.1
-
-
-def test_a_head_on_separable_features_is_right() -> None:
-    label_N = torch.arange(60) % 3 + 2
-    feature_ND = torch.eye(5)[label_N] + 0.1 * torch.rand(60, 5, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(study.fitted(feature_ND, label_N)(feature_ND), label_N)
-
-
-def test_windows_are_cut_from_photographs_with_their_labels(tmp_path: Path) -> None:
-    canvas = drawn.screen(1, 280, 280)
-    canvas.picture.save(tmp_path / "000-test.png")
-    Image.fromarray(canvas.label_HW).save(labels_of(tmp_path / "000-test.png"))
-    (example,) = study.Windows([tmp_path / "000-test.png"], 280, 280)
-    expected = study.from_canvas(canvas)
-    assert torch.equal(example.image, expected.image)
-    assert torch.equal(example.label_HW, expected.label_HW)
-    assert study.Windows([tmp_path / "000-test.png"], 140, 140)[0].label_HW.shape == (10, 10)
 
 
 def test_the_commands_resume_and_write_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,31 +124,6 @@ def test_towers_are_tuned_in_the_form_in_which_they_run(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "argv", ["", "tune", str(tmp_path), "none", "--set", "drawn pages"])
     commands.main()
     assert (tmp_path / STORE).read_bytes() == written
-
-
-def test_towers_are_tuned_behind_the_blocks_that_stay() -> None:
-    pages = [study.from_canvas(drawn.page(seed, SIDE, SIDE)) for seed in range(2)]
-    head = study.Head(torch.arange(7), torch.zeros(48, 7), torch.zeros(7))
-    for arm in tuned.ARMS:
-        model = tower()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        tuned.run(model, arm, head, pages, pages)
-        changed = {name.split(".")[1] for name, value in model.named_parameters() if not value.equal(before[name])}
-        assert changed >= {"2", "3", "4", "5"}
-        assert not changed & {"0", "1", "proj"}
-
-
-def test_a_row_that_is_dense_differs_in_nothing(tmp_path: Path) -> None:
-    pages = [study.from_canvas(drawn.page(seed, 2 * SIDE, 2 * SIDE)) for seed in range(4)]
-    examples = study.Examples("pages", pages[:2], pages[2:])
-    table = {DENSE: Row(patches_of), "again": Row(patches_of)}
-    store = Store(tmp_path / "store.jsonl")
-    with torch.inference_mode():
-        study.evaluate(store, examples, table, tower())
-    for number in range(2):
-        dense, again = (store.get(study.identity("pages", row, number)) for row in table)
-        assert torch.equal(dense["confusion"], again["confusion"])
-        assert dense["confusion"].sum() == 256
 
 
 def small_host(host: wide.Host) -> wide.Host:

@@ -10,7 +10,7 @@ import timm
 import torch
 
 import mmod
-from scripts.photo_attempts import Parts, Steps, fitted, merging_forward, parts_forward
+from scripts.photo_attempts import Parts, Steps, merging_forward, parts_forward
 
 PLAN = {1: 0.7, 3: 0.4}
 
@@ -56,15 +56,6 @@ def test_every_attempt_answers_each_patch_and_differs(model: Any, images: torch.
         assert not torch.equal(features, merging_forward(model, images, Steps(PLAN)))
 
 
-def test_thresholds_below_all_scores_keep_every_token(model: Any, images: torch.Tensor) -> None:
-    steps = Steps(PLAN, thresholds=dict.fromkeys(PLAN, -1.0))
-    with torch.no_grad():
-        dense = model.forward_features(images)[:, 1:]
-        torch.testing.assert_close(
-            torch.cat([merging_forward(model, image[None], steps) for image in images]), dense, atol=1e-4, rtol=1e-4
-        )
-
-
 @pytest.mark.parametrize("keys", ["all", "groups"])
 @pytest.mark.parametrize("mlp", ["all", "groups"])
 def test_groups_of_one_token_change_nothing(model: Any, images: torch.Tensor, keys: str, mlp: str) -> None:
@@ -72,9 +63,3 @@ def test_groups_of_one_token_change_nothing(model: Any, images: torch.Tensor, ke
         dense = model.forward_features(images)[:, 1:]
         parts = Parts(1.0, keys, mlp, decided=(1, 3))
         torch.testing.assert_close(parts_forward(model, images, parts), dense, atol=1e-4, rtol=1e-4)
-
-
-def test_the_classifier_separates_what_is_separable() -> None:
-    label = torch.arange(60) % 3
-    x = torch.eye(3)[label] + 0.1 * torch.rand(60, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(fitted(x, label, 3, strength=1.0)(x), label)
