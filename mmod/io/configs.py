@@ -71,8 +71,8 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
 
 def _in_folder(folder: Path) -> str:
     """Return what may be meant by a folder that is no config: configs in it, or else the folders of runs below it."""
-    runs = [file.parent for pattern in ("*/config.yaml", "*/*/config.yaml") for file in folder.glob(pattern)]
-    meant = sorted(map(str, folder.glob("*.yaml"))) or sorted(map(str, runs))
+    runs = [*folder.glob("*/config.yaml"), *folder.glob("*/*/config.yaml")]
+    meant = sorted(map(str, folder.glob("*.yaml"))) or sorted(str(file.parent) for file in runs)
     if not meant:
         return " without a config or a run; `mmod configs` lists the configs that come with mmod"
     others = ", ..." if len(meant) > 3 else ""
