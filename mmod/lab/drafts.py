@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mmod.methods.route import Route, routing_configs
+from mmod.methods.route import Route, all_kept, routing_configs
 from mmod.model import apply_, unroute_
-from mmod.training.text.model import all_kept
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -16,7 +16,7 @@ from mmod.training.engine.kind import Step
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult
-from mmod.training.kinds import fit
+from mmod.training.image.kind import ImageKind
 from mmod.values import check_value
 
 PLAN = "plan.json"
@@ -67,7 +67,7 @@ def fit_capacity(
     def learn(model: nn.Module, example: Tensor) -> LearnedCapacity:
         return learn_capacity_(model, budget, example, cost=cost, rate=rate)
 
-    return fit(config, after_step=_Learning(config, steps, learn), **options)
+    return ImageKind(config).fit(after_step=_Learning(config, steps, learn), **options)
 
 
 class _Learning:

@@ -29,7 +29,7 @@ from mmod.blocks import (
     make_routed,
     warn_of_halves,
 )
-from mmod.config import Merged, Preset, RoutingConfig, rational, read_routing, rescaled
+from mmod.config import Merged, Preset, RoutingConfig, Threshold, rational, read_routing, rescaled
 from mmod.methods.base import (
     Method,
     Model,
@@ -385,6 +385,11 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
     finally:
         for router, rule in zip(routers, outer):
             router.override(rule)
+
+
+def all_kept(config: RoutingConfig) -> RoutingConfig:
+    """Return a config by which the same router keeps all tokens: normalised scores reach 0, and no loss counts."""
+    return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
 
 
 def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:

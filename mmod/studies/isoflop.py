@@ -25,9 +25,8 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Comparison, Measurer, Rates, Run, compare, fit, measured_of
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
-from mmod.training.text.config import TrainConfig
-from mmod.training.text.kind import TextKind
-from mmod.training.text.model import window_flops
+from mmod.training.engine.config import LoopConfig
+from mmod.training.kinds import config_class, kind_of
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Place(NamedTuple):
     steps: int
     spent: float  # FLOPs of all steps.
     candidate: Candidate
-    config: TrainConfig  # Without the best learning rate, seed and folder.
+    config: LoopConfig  # Without the best learning rate, seed and folder.
 
     @property
     def name(self) -> str:
@@ -86,10 +85,11 @@ def places_of(config: IsoflopConfig) -> list[Place]:
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
             run = sized.configure(dense, dense)
-            model = TextKind(run).sketch()
+            kind = kind_of(run)
+            model = kind.sketch()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
-            forward = window_flops(model, run.data.length)
+            forward = int(kind.cost(model, {})["window"])
             window = training_flops(model, run.data.length)
             for budget in config.budgets:
                 step = window * run.data.batch_size * run.accumulate
@@ -105,9 +105,11 @@ def places_of(config: IsoflopConfig) -> list[Place]:
     return sorted(places, key=lambda place: place.budget)
 
 
-def _dense(config: IsoflopConfig) -> TrainConfig:
+def _dense(config: IsoflopConfig) -> LoopConfig:
     fields = merged(read_yaml(config.dense), config.changes)
-    return TrainConfig.from_dict({**fields, "output": config.output, "routing": None})
+    dense = config_class("text").from_dict({**fields, "output": config.output, "routing": None})
+    assert isinstance(dense, LoopConfig)
+    return dense
 
 
 def _series(config: IsoflopConfig) -> list[Candidate]:
@@ -164,7 +166,7 @@ def describe(config: IsoflopConfig) -> str:
     return "\n".join([*lines, f"{runs * len(places)} runs of {len(places)} models, {total:.3g} FLOPs in total"])
 
 
-def _length(config: TrainConfig, budget: float, step: int, name: str) -> dict[str, int]:
+def _length(config: LoopConfig, budget: float, step: int, name: str) -> dict[str, int]:
     """Return the length of a run, as fields of its config, whose steps of some FLOPs come nearest to the budget."""
     paid = budget / step
     numbers = range(config.epochs, 2 * config.epochs)

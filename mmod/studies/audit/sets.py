@@ -29,7 +29,6 @@ from mmod.methods.route import is_routed, routing_configs
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import Kind, LoopKind, device_of
 from mmod.training.kinds import kind_of
-from mmod.training.text.config import BYTES
 from mmod.values import IGNORED, refuse_unknown
 
 _PIXELS = "pixel_values"
@@ -235,4 +234,4 @@ def _role(byte: bytes) -> str:
     return "punctuation" if byte.isascii() and byte >= b" " else "other"
 
 
-_ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
+_ROLES = np.array([_role(bytes([value])) for value in range(256)])

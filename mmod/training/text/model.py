@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
-from mmod.config import RoutingConfig, Threshold
 from mmod.methods.base import deciding_together
-from mmod.methods.route import deciding_by
+from mmod.methods.route import all_kept, deciding_by
 from mmod.opening.open import open_start
 from mmod.training.text.config import BYTES, ModelConfig
 
@@ -36,11 +35,6 @@ def logits_of(model: Any, tokens: Tensor) -> Tensor:
 def every_token(model: nn.Module) -> AbstractContextManager[None]:
     """Context in which all tokens of a routed model run in all layers, weighted by their gates."""
     return deciding_by(model, all_kept)
-
-
-def all_kept(config: RoutingConfig) -> RoutingConfig:
-    """Return a config by which the same router keeps all tokens: normalised scores reach 0, and no loss counts."""
-    return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
 
 
 def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = None) -> int:
