@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack
 from mmod.analysis.modes import in_mode
 from mmod.config import RoutingConfig, Score
 from mmod.io.progress import progress_bar
@@ -21,9 +18,6 @@ from mmod.lazy import name_missing_extra
 from mmod.planning.divergence import check_batches, check_rows, kl_divergence, outputs, routed
 from mmod.planning.search import dense_part
 from mmod.values import check_value
-
-# What a vision-language model of transformers calls once in a forward pass to run its vision tower.
-_TOWERS = ("get_image_features", "get_video_features")
 
 
 @dataclass(frozen=True)
@@ -128,8 +122,7 @@ def horizon(model: nn.Module, prompts: Iterable[Mapping[str, object]]) -> Horizo
     """Measure from which layer on the image tokens of a vision-language model do not matter for its answers.
 
     For every layer, all image tokens leave the model in front of it: that layer and those after it neither compute nor
-    attend to them. The vision tower and the layers in front run once for each batch, so that all layers together cost
-    about as much as one dense pass and half as many passes over the text as there are layers.
+    attend to them. Each batch takes a dense pass, and one for each layer.
 
     Args:
         model: A dense vision-language model; unchanged afterwards.
@@ -162,12 +155,11 @@ def horizon(model: nn.Module, prompts: Iterable[Mapping[str, object]]) -> Horizo
     rows = 0
     with in_mode(False, model), torch.no_grad():
         for batch in progress_bar(prompts, desc="horizon", leave=False):
-            recording = _Recording(model, stack)
-            with recording.taken():
-                dense_RF = outputs(model, batch, "language")
+            dense_RF = outputs(model, batch, "language")
             top_R = dense_RF.argmax(-1)
             for layer in range(depth):
-                with recording.replayed(layer):
+                plan = RoutingConfig(blocks=tuple(range(layer, depth)), capacity=0.0, router="stride")
+                with routed(model, "language", plan):
                     changed_RF = outputs(model, batch, "language")
                 divergences[layer] += float(kl_divergence(dense_RF, changed_RF).double().sum())
                 agreements[layer] += float((changed_RF.argmax(-1) == top_R).double().sum())
@@ -175,81 +167,3 @@ def horizon(model: nn.Module, prompts: Iterable[Mapping[str, object]]) -> Horizo
     check_rows(rows)
     divergence, agreement = (tuple(total / rows for total in totals) for totals in (divergences, agreements))
     return Horizon(stack.names, divergence, agreement, rows)
-
-
-@dataclass
-class _Recording:
-    """What layers and vision tower returned in a dense pass, for passes that share its beginning."""
-
-    model: nn.Module
-    stack: BlockStack
-    layers: list[Any] = field(default_factory=list)
-    features: dict[tuple[nn.Module, str], list[Any]] = field(default_factory=dict)
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Record a pass of the dense model."""
-        handles = [
-            block.register_forward_hook(lambda *passed: self.layers.append(passed[-1])) for block in self.stack.blocks
-        ]
-        replaced = {}
-        for module, name in self._towers():
-            returned = self.features[module, name] = []
-            replaced[module, name] = functools.partial(_keep, getattr(module, name), returned)
-        try:
-            with _replaced(replaced):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def replayed(self, layer: int) -> Iterator[None]:
-        """Run passes without image tokens from a layer on; what is in front returns what it returned before."""
-        replaced: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
-        # Vision towers do not read the language model, so what they returned is played back.
-        for place, returned in self.features.items():
-            replaced[place] = functools.partial(_next, iter(returned))
-        for block, output in zip(self.stack.blocks[:layer], self.layers):
-            replaced[block, "forward"] = functools.partial(_same, output)
-        depth = len(self.stack.blocks)
-        plan = RoutingConfig(blocks=tuple(range(layer, depth)), capacity=0.0, router="stride")
-        with routed(self.model, "language", plan), _replaced(replaced):
-            yield
-
-    def _towers(self) -> Iterator[tuple[nn.Module, str]]:
-        for module in self.model.modules():
-            for name in _TOWERS:
-                if callable(getattr(module, name, None)):
-                    yield module, name
-
-
-@contextmanager
-def _replaced(functions: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> Iterator[None]:
-    """Replace methods of single modules within the context."""
-    # An attribute of the instance stands before the method of its class.
-    before = {(module, name): vars(module).get(name) for module, name in functions}
-    for (module, name), function in functions.items():
-        vars(module)[name] = function
-    try:
-        yield
-    finally:
-        for (module, name), earlier in before.items():
-            # None means that the method was the class's: the instance's attribute goes.
-            if earlier is None:
-                del vars(module)[name]
-            else:
-                vars(module)[name] = earlier
-
-
-def _keep(function: Callable[..., Any], returned: list[Any], *args: Any, **kwargs: Any) -> Any:
-    returned.append(function(*args, **kwargs))
-    return returned[-1]
-
-
-def _next(returned: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-    return next(returned)
-
-
-def _same(output: Any, *args: Any, **kwargs: Any) -> Any:
-    return output
