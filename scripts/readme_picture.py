@@ -9,8 +9,8 @@ from pathlib import Path
 
 from matplotlib.image import imread
 
-from mmod.analysis.fronts import Mark, draw_panels, name_panels
-from mmod.analysis.style import FAINT, INK, looks, new_figure, tidy
+from mmod.analysis.fronts import Fronts, Mark
+from mmod.analysis.style import FAINT, INK, new_figure, tidy
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "images" / "main_job.png"
@@ -39,13 +39,11 @@ def main() -> None:
     kept.imshow(imread(options.study / MAPS))
     kept.set_axis_off()
     kept.set_title("gradual-0.5: patches that are computed, by block", fontsize=10, color=INK)
-    models = marks()
-    styles = looks({mark.series for mark in models})
-    draw_panels([front], [models], styles, faster=True)
+    fronts = Fronts([front], [marks()], faster=True)
     front.set(xlabel="times as fast, batches of 32", ylabel="top-1 accuracy in %")
     front.set_title("arrows: MoD without training, at 36 and 41 %", fontsize=9, color=FAINT, loc="right")
     tidy(front, "both")
-    name_panels(figure, [front], [models], styles, faster=True)
+    fronts.name(figure)
     figure.savefig(options.picture, dpi=120)
     print(options.picture)
 

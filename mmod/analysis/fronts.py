@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -61,126 +61,114 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
     return [marks[number] for number in sorted(front, key=costs.__getitem__)]
 
 
-def floor_of(panels: Sequence[Sequence[Mark]], faster: bool = False) -> float:
+def floor_of(marks: Sequence[Mark], fronts: Iterable[Sequence[Mark]]) -> float:
     """Return a score that no mark of interest lies below: those below it would flatten the picture of all others.
 
-    Lost are marks more than 1.5 interquartile ranges below the first quartile, unless they are on the front of a panel.
+    Lost are marks more than 1.5 interquartile ranges below the first quartile, unless they are on a front.
 
     Args:
-        panels: The same models in each panel, at another cost.
+        fronts: Those of the same models at several costs.
 
     Source: Tukey, Exploratory Data Analysis (1977): the inner fence.
 
     Example:
-        >>> scores = (90, 89, 88, 86, 36)
-        >>> floor_of([[Mark(str(score), "a", score, score, score, score) for score in scores]], faster=True)
+        >>> marks = [Mark(str(score), "a", score, score, score, score) for score in (90, 89, 88, 86, 36)]
+        >>> floor_of(marks, [front_of(marks, faster=True)])
         86
     """
-    scores = [mark.score for mark in panels[0]]
+    scores = [mark.score for mark in marks]
     first, third = np.percentile(scores, (25, 75))
     # Tukey's fence: what lies lower is an outlier.
     fence = first - 1.5 * (third - first)
-    fronts = itertools.chain.from_iterable(front_of(marks, faster) for marks in panels)
-    return min(*(mark.score for mark in fronts), *(score for score in scores if score >= fence))
+    on_fronts = (mark.score for mark in itertools.chain.from_iterable(fronts))
+    return min(*on_fronts, *(score for score in scores if score >= fence))
 
 
-def draw_panels(
-    axes: Sequence[Axes],
-    panels: Sequence[Sequence[Mark]],
-    styles: Mapping[str, Mapping[str, object]],
-    faster: bool = False,
-) -> None:
-    """Draw models, their fronts as lines with bars, and lost ones as arrows at the lower edge; see `floor_of`.
+class Fronts:
+    """The same models in panels, each at another cost: drawn in their axes when it is made, and then named.
 
-    All panels have one scale, as what is below it must be in each.
+    Fronts are lines with bars, and lost models arrows at the lower edge; see `floor_of`.
+
+    Attributes:
+        lost: The models below the axis with their scores, the best first; empty where there are none.
     """
-    floor = floor_of(panels, faster)
-    fronts = [front_of(marks, faster) for marks in panels]
-    barred = list(itertools.chain.from_iterable(fronts))
-    bottom = min(floor, *(mark.low for mark in barred))
-    top = max(mark.score for mark in panels[0])
-    top = max(top, *(mark.high for mark in barred))
-    margin = 0.08 * (top - bottom) or 1.0
-    for axis, marks, front in zip(axes, panels, fronts):
-        _draw_marks(axis, marks, front, styles, floor, bottom - margin)
-        axis.margins(x=0.12)
-        axis.set_ylim(bottom - margin, top + 2 * margin)
 
+    def __init__(self, axes: Sequence[Axes], panels: Sequence[Sequence[Mark]], *, faster: bool = False) -> None:
+        self.axes = axes
+        self.panels = panels
+        self.styles = looks({mark.series for mark in panels[0]})
+        self.fronts = [front_of(marks, faster) for marks in panels]
+        self.floor = floor_of(panels[0], self.fronts)
+        lost = sorted((mark for mark in panels[0] if mark.score < self.floor), key=lambda mark: -mark.score)
+        self.lost = ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
+        barred = list(itertools.chain.from_iterable(self.fronts))
+        bottom = min(self.floor, *(mark.low for mark in barred))
+        top = max(mark.score for mark in panels[0])
+        top = max(top, *(mark.high for mark in barred))
+        margin = 0.08 * (top - bottom) or 1.0
+        for axis, marks, front in zip(axes, panels, self.fronts):
+            self._draw(axis, marks, front, bottom - margin)
+            axis.margins(x=0.12)
+            # One scale in all panels, as what is below it must be in each.
+            axis.set_ylim(bottom - margin, top + 2 * margin)
 
-def _draw_marks(
-    axis: Axes,
-    marks: Sequence[Mark],
-    front: Sequence[Mark],
-    styles: Mapping[str, Mapping[str, Any]],
-    floor: float,
-    edge: float,
-) -> None:
-    shown = [mark for mark in marks if mark.score >= floor]
-    axis.plot([mark.cost for mark in front], [mark.score for mark in front], color=INK, linewidth=2.2, alpha=0.35)
-    for name, style in styles.items():
-        points = sorted((mark for mark in shown if mark.series == name), key=lambda mark: mark.cost)
-        line = {**style, "marker": "", "linewidth": 0.8, "alpha": 0.6}
-        axis.plot([mark.cost for mark in points], [mark.score for mark in points], **line)
-    for mark in marks:
-        style = {**styles[mark.series], "linestyle": ""}
-        if mark in front:
-            axis.vlines(mark.cost, mark.low, mark.high, color=style["color"], linewidth=0.8)
-        elif mark in shown and mark.series != "dense":
-            style |= {"markersize": 0.75 * style["markersize"], "alpha": 0.7}
-        if mark not in shown:
-            style |= {"marker": _ARROW}
-        (drawn,) = axis.plot(mark.cost, mark.score if mark in shown else edge, **style)
-        note = f"\n{mark.note}" if mark.note else ""
-        add_hint(drawn, f"{mark.name}: {mark.score:.2f} at {mark.cost:.4g}{note}")
+    def _draw(self, axis: Axes, marks: Sequence[Mark], front: Sequence[Mark], edge: float) -> None:
+        shown = [mark for mark in marks if mark.score >= self.floor]
+        axis.plot([mark.cost for mark in front], [mark.score for mark in front], color=INK, linewidth=2.2, alpha=0.35)
+        for name, style in self.styles.items():
+            points = sorted((mark for mark in shown if mark.series == name), key=lambda mark: mark.cost)
+            line = {**style, "marker": "", "linewidth": 0.8, "alpha": 0.6}
+            axis.plot([mark.cost for mark in points], [mark.score for mark in points], **line)
+        for mark in marks:
+            style = {**self.styles[mark.series], "linestyle": ""}
+            if mark in front:
+                axis.vlines(mark.cost, mark.low, mark.high, color=style["color"], linewidth=0.8)
+            elif mark in shown and mark.series != "dense":
+                style |= {"markersize": 0.75 * style["markersize"], "alpha": 0.7}
+            if mark not in shown:
+                style |= {"marker": _ARROW}
+            (drawn,) = axis.plot(mark.cost, mark.score if mark in shown else edge, **style)
+            note = f"\n{mark.note}" if mark.note else ""
+            add_hint(drawn, f"{mark.name}: {mark.score:.2f} at {mark.cost:.4g}{note}")
 
+    def name(self, figure: Figure) -> None:
+        """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
+        from matplotlib.lines import Line2D
 
-def lost_marks(panels: Sequence[Sequence[Mark]], faster: bool = False) -> str:
-    """Return the marks below the axis with their scores, the best first; empty where there are none."""
-    floor = floor_of(panels, faster)
-    lost = sorted((mark for mark in panels[0] if mark.score < floor), key=lambda mark: -mark.score)
-    return ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
+        handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
+        for series in dict.fromkeys(mark.series for mark in self.panels[0]):
+            handles[series] = Line2D([], [], **self.styles[series])
+        add_legend(figure, handles, max(1, math.floor(figure.get_figwidth() / 1.5)))
+        figure.draw_without_rendering()
+        # Laid out once, then frozen: names are placed by pixels, and must not move the panels.
+        figure.set_layout_engine("none")
+        for axis, marks, front in zip(self.axes, self.panels, self.fronts):
+            self._name(axis, marks, front)
 
+    def _name(self, axis: Axes, marks: Sequence[Mark], front: Sequence[Mark]) -> None:
+        """Name the dense model, those on the front and, with their scores, those below the axis next to their marks."""
+        from matplotlib.transforms import Bbox
 
-def _name_front(
-    axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], floor: float, faster: bool
-) -> None:
-    """Name the dense model, those on the front and, with their scores, those below the axis next to their marks.
-
-    The figure must be laid out already.
-    """
-    from matplotlib.transforms import Bbox
-
-    bottom = axis.get_ylim()[0]
-    points = axis.transData.transform([(mark.cost, max(bottom, mark.score)) for mark in marks])
-    boxes: list[Bbox] = []
-    for mark, (x, y) in zip(marks, points):
-        half = styles[mark.series]["markersize"] / 144 * axis.figure.dpi
-        boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
-    front = front_of(marks, faster)
-    line = axis.transData.transform([(mark.cost, mark.score) for mark in front])
-    for start, end in itertools.pairwise(line):
-        # Small boxes along the front, so that labels keep off the line as well.
-        for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) // 8)):
-            x, y = start + share * (end - start)
-            boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
-    texts = []
-    lost = [mark for mark in marks if mark.score < floor]
-    for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front), *lost]:
-        look = {"color": styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
-        look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
-        name = f"{mark.name}: {mark.score:.3g}" if mark in lost else mark.name
-        texts.append(axis.text(mark.cost, max(bottom, mark.score), name, ha="center", va="center", **look))
-    place_labels(axis, texts, boxes)
-
-
-def legend_of(marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the handles of the front and of all series."""
-    from matplotlib.lines import Line2D
-
-    handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
-    for name in dict.fromkeys(mark.series for mark in marks):
-        handles[name] = Line2D([], [], **styles[name])
-    return handles
+        bottom = axis.get_ylim()[0]
+        points = axis.transData.transform([(mark.cost, max(bottom, mark.score)) for mark in marks])
+        boxes: list[Bbox] = []
+        for mark, (x, y) in zip(marks, points):
+            half = self.styles[mark.series]["markersize"] / 144 * axis.figure.dpi
+            boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+        line = axis.transData.transform([(mark.cost, mark.score) for mark in front])
+        for start, end in itertools.pairwise(line):
+            # Small boxes along the front, so that labels keep off the line as well.
+            for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) // 8)):
+                x, y = start + share * (end - start)
+                boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
+        texts = []
+        lost = [mark for mark in marks if mark.score < self.floor]
+        for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front), *lost]:
+            look = {"color": self.styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
+            look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+            name = f"{mark.name}: {mark.score:.3g}" if mark in lost else mark.name
+            texts.append(axis.text(mark.cost, max(bottom, mark.score), name, ha="center", va="center", **look))
+        place_labels(axis, texts, boxes)
 
 
 @name_missing_extra()
@@ -222,11 +210,9 @@ def draw_tradeoff(
     panels = {key: title for key, title in titles.items() if all(row.get(key) is not None for row in rows)}
     if not panels:
         raise ValueError(f"no cost that all rows have: {', '.join(titles)}")
-    marks = {key: [_mark(row, key, score) for row in rows] for key in panels}
-    styles = looks({row["series"] for row in rows})
     figure = new_figure(max(_PANEL, len(panels) * min(_PANEL, _WIDTH / len(panels))), 4.2)
     axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False).flatten())
-    draw_panels(axes, list(marks.values()), styles)
+    fronts = Fronts(axes, [[_mark(row, key, score) for row in rows] for key in panels])
     for axis, title in zip(axes, panels.values()):
         axis.set_xlabel(title)
         tidy(axis)
@@ -235,27 +221,10 @@ def draw_tradeoff(
     note = f"bars: standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
     if any(map(_has_interval, rows)):
         note += "; bars: 95 % intervals of the difference to dense"
-    lost = lost_marks(list(marks.values()))
-    figure.suptitle(f"{note}; below the axis: {lost}" if lost else note, fontsize=9, color=FAINT, x=0.99, ha="right")
-    name_panels(figure, axes, list(marks.values()), styles)
+    note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note
+    figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
+    fronts.name(figure)
     return figure
-
-
-def name_panels(
-    figure: Figure,
-    axes: Sequence[Axes],
-    panels: Sequence[Sequence[Mark]],
-    styles: Mapping[str, Mapping[str, object]],
-    faster: bool = False,
-) -> None:
-    """Name the front of each panel, and all series in a legend below them, as wide as the figure."""
-    add_legend(figure, legend_of(panels[0], styles), max(1, math.floor(figure.get_figwidth() / 1.5)))
-    figure.draw_without_rendering()
-    # Laid out once, then frozen: names are placed by pixels, and must not move the panels.
-    figure.set_layout_engine("none")
-    floor = floor_of(panels, faster)
-    for axis, marks in zip(axes, panels):
-        _name_front(axis, marks, styles, floor, faster)
 
 
 def _mark(row: Mapping[str, Any], cost: str, score: str) -> Mark:

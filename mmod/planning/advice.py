@@ -327,8 +327,8 @@ class Advice:
     @name_missing_extra()
     def plot(self, path: str | Path, overwrite: bool = False) -> None:
         """Draw the `metric` over speed-up; a line joins the candidates on the front, which alone are named."""
-        from mmod.analysis.fronts import Mark, draw_panels, lost_marks, name_panels
-        from mmod.analysis.style import FAINT, looks, new_figure, save_figure, tidy
+        from mmod.analysis.fronts import Fronts, Mark
+        from mmod.analysis.style import FAINT, new_figure, save_figure, tidy
 
         is_share = self.accuracy is not None or self.measure == AGREEMENT
         factor = 100 if is_share else 1
@@ -339,18 +339,17 @@ class Advice:
             score = factor * (row.score if row.accuracy is None else row.accuracy)
             series = row.series or row.name.removeprefix("as ").partition(" ")[0]
             marks.append(Mark(row.name, series, row.speedup.median, score.value, score.low, score.high, row.code))
-        styles = looks({mark.series for mark in marks})
         figure = new_figure(7, 4.8)
         axis = figure.subplots()
-        draw_panels([axis], [marks], styles, faster=True)
+        fronts = Fronts([axis], [marks], faster=True)
         axis.axhline(factor * (lossless - self.tolerance), color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
         title = f"{self._measure_name} with the dense model{', in %' if is_share else ''}"
         if self.accuracy is not None:
             title = f"change of {self.metric} in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
-        lost = lost_marks([marks], faster=True)
-        note = f"dotted: tolerance of {100 * self.tolerance:g} %{f'; below the axis: {lost}' if lost else ''}"
+        note = f"dotted: tolerance of {100 * self.tolerance:g} %"
+        note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note
         figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
-        name_panels(figure, [axis], [marks], styles, faster=True)
+        fronts.name(figure)
         save_figure(figure, path, overwrite, dpi=150)

@@ -93,8 +93,8 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
     assert {len([mark for mark in masks_of(axis) if mark.get_marker() == 7]) for axis in figure.axes} == {1}
     # One that costs least is on the front, however low it scores.
     lowest = [Mark(str(score), "a", score, score, score, score) for score in (10.0, 90.0, 91.0, 92.0, 93.0)]
-    assert floor_of([lowest]) == 10
-    assert floor_of([lowest], faster=True) == 90
+    assert floor_of(lowest, [front_of(lowest)]) == 10
+    assert floor_of(lowest, [front_of(lowest, faster=True)]) == 90
 
 
 def test_tradeoff_has_a_panel_for_each_cost_that_was_measured_side_by_side() -> None:
