@@ -154,9 +154,10 @@ class Trace(Mapping[str, Routing]):
             image_BN: True where a token is a patch, in sequences of text and images (B, N), whose images come in order;
                 None if all tokens after the prefix are patches.
         """
-        if not len(self):
+        routings = self._routings()
+        if not routings:
             raise ValueError(f"{self}: run the model within `mmod.trace`")
-        lengths = {routing.keep_BN.shape[1]: name for name, routing in self.items()}
+        lengths = {routing.keep_BN.shape[1]: name for name, routing in routings.items()}
         if len(lengths) > 1:
             raise ValueError(
                 f"decisions of {' and '.join(lengths.values())} are about sequences of other lengths: trace one part "
@@ -164,7 +165,7 @@ class Trace(Mapping[str, Routing]):
             )
         prefix = self.prefix if prefix is None else prefix
         grid = self.grid if grid is None else grid
-        kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])
+        kept = torch.stack([routing.keep_BN[:, prefix:] for routing in routings.values()])
         # Of prompts, the tokens of images alone, which are those of all frames in order.
         if image_BN is not None:
             kept = kept[:, image_BN[:, prefix:].to(kept.device)]

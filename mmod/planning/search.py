@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from mmod.planning.divergence import (
 )
 from mmod.planning.plan_search import (
     COSTS,
-    BlockCosts,
     Choices,
     Option,
     PlanSearch,
@@ -130,63 +130,59 @@ def search_plan(
     chosen = default_options(stack, score) if options is None else tuple(options)
     _check_options(chosen, stack, score)
     measure = partial(divergences, model, part, divergence_of(divergence, model), Store(store))
-    calibration = _Calibration(model, batches)
     with in_mode(False, model), torch.no_grad():
         configs = [option.config(range(first_block(score), len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
             unroute_(apply_(model, Route({part: config})))
-        counted: list[tuple[BlockCosts, float]] = []
-
-        def count() -> None:
-            costs = block_costs(model, part, stack, configs, cost, calibration.lengths, calibration.example)
-            if cost == "milliseconds":
-                costs = costs.timed(*stopwatch(model, part, calibration.example)(configs))
-            share = budget / costs.total if cost == "milliseconds" else budget
-            costs.check(share)
-            counted.append((costs, share))
-
-        # Costs are counted for the first batch, and refuse a budget before anything is scored.
-        scores, table = _scores(measure, calibration.read(begin=count), (None,) * len(stack.blocks), chosen, score)
+        reading = iter(batches)
+        example = next(reading, None)
+        if example is None:
+            check_rows(0)
+        lengths = _Lengths(image_token(model))
+        first = lengths.noted(example)
+        # Counted for the first batch, which refuses a budget before anything is scored.
+        costs = block_costs(model, part, stack, configs, cost, lengths.means, example)
+        if cost == "milliseconds":
+            costs = costs.timed(*stopwatch(model, part, example)(configs))
+            budget = budget / costs.total
+        costs.check(budget)
+        read = chain([first], map(lengths.noted, reading))
+        scores, table = _scores(measure, read, (None,) * len(stack.blocks), chosen, score)
         if stack.language and cost != "milliseconds":
             # Prompts of later batches may be longer.
-            count()
-        costs, share = counted[-1]
-        plan = best_plan(scores, costs, chosen, share, score)
+            costs = block_costs(model, part, stack, configs, cost, lengths.means, example)
+        plan = best_plan(scores, costs, chosen, budget, score)
         rows = evaluated(table, next(iter(table.runs)))
-        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, rows, score, plan)
+        search = PlanSearch(stack.names, chosen, scores, costs, budget, cost, rows, score, plan)
         search = _refine(search, measure, batches, rounds)
-        return in_time(search, stopwatch(model, part, calibration.example)) if cost == "milliseconds" else search
+        return in_time(search, stopwatch(model, part, example)) if cost == "milliseconds" else search
 
 
-class _Calibration:
-    """Batches of samples: the first of them, and how long prompts are on average."""
+@dataclasses.dataclass
+class _Lengths:
+    """How long the prompts of the batches so far are on average; zeros for models of images."""
 
-    def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        self.image_token = image_token(model)
-        self.batches = batches
-        self.samples = self.tokens = self.images = 0
-        self.example: Any = None
+    image_token: int | None
+    samples: int = 0
+    tokens: int = 0
+    images: int = 0
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """Mean text and image tokens of a prompt so far, rounded; zeros for models of images."""
+    def means(self) -> tuple[int, int]:
+        """Mean text and image tokens of a prompt, rounded."""
         images = round(self.images / max(self.samples, 1))
         return round(self.tokens / max(self.samples, 1)) - images, images
 
-    def read(self, begin: Callable[[], None]) -> Iterator[Any]:
-        """Yield the batches, and call a function once the first of them is known."""
-        for batch in self.batches:
-            check_batch(batch)
-            if isinstance(batch, Mapping) and "input_ids" in batch:
-                self.samples += len(batch["input_ids"])
-                self.tokens += int(real_tokens(batch).sum())
-                if self.image_token is not None:
-                    self.images += int((batch["input_ids"] == self.image_token).sum())
-            if self.example is None:
-                self.example = batch
-                begin()
-            yield batch
+    def noted(self, batch: Any) -> Any:
+        """Return a batch whose prompts count."""
+        check_batch(batch)
+        if isinstance(batch, Mapping) and "input_ids" in batch:
+            self.samples += len(batch["input_ids"])
+            self.tokens += int(real_tokens(batch).sum())
+            if self.image_token is not None:
+                self.images += int((batch["input_ids"] == self.image_token).sum())
+        return batch
 
 
 Measure = Callable[[Iterable[Any], Mapping[str, RoutingConfig]], Table]
