@@ -31,7 +31,7 @@ from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import BatchStream, Decoded, ImageReader, MemoryReader, ReadBatch
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
-from mmod.data.synthetic.digits import DIGITS
+from mmod.data.synthetic.digits import DIGITS, DigitScene, compose_scenes
 from mmod.data.synthetic.scenes import SCENES
 from mmod.io.files import text_bytes
 from mmod.io.progress import warn_once
@@ -188,6 +188,17 @@ def _create_source(
 
 def _is_embedded(config: DataConfig) -> bool:
     return config.source.partition(":")[0] in EMBEDDED
+
+
+def scenes_of(config: DataConfig) -> list[DigitScene]:
+    """Return the scenes of the embedded digits in the order of the evaluation set; empty for other sets."""
+    source, _, difficulty = config.source.partition(":")
+    if source != "digits":
+        return []
+    scenes = list(compose_scenes(DIGITS.config(difficulty or "default"), config.val_split))
+    if config.val_limit is None:
+        return scenes
+    return [scenes[int(place)] for place in spread([scene.label for scene in scenes], config.val_limit)]
 
 
 def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:

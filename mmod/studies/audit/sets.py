@@ -21,16 +21,16 @@ from mmod.audits.choices import REFERENCE_ENTROPY
 from mmod.audits.contexts import Shift
 from mmod.audits.evaluations import LabelledBatch
 from mmod.audits.shifts import SHIFTS, ImageShift
-from mmod.data.config import DataConfig
-from mmod.data.readers.images import spread
+from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
-from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.methods.route import is_routed, routing_configs
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import Kind, LoopKind, device_of
 from mmod.training.kinds import kind_of
 from mmod.values import IGNORED, refuse_unknown
 
+# Left, top, right and bottom in pixels.
+Box = tuple[int, int, int, int]
 _PIXELS = "pixel_values"
 _QUESTION = "kind of question"
 
@@ -57,6 +57,8 @@ def _streamed(kind: LoopKind, model: nn.Module, label: Callable[[Any], LabelledB
 
 def _of_images(kind: LoopKind, model: nn.Module) -> Batches:
     scenes = scenes_of(kind.config.data)
+    # Of the scenes, which images may be cropped from.
+    canvas = len(scenes[0].image) if scenes else 0
     batches = _streamed(kind, model)
 
     def make() -> Iterator[LabelledBatch]:
@@ -64,25 +66,21 @@ def _of_images(kind: LoopKind, model: nn.Module) -> Batches:
         remaining = iter(scenes)
         for (images, targets), _, _ in batches:
             shown = list(islice(remaining, len(images)))
-            kinds = _regions(model, shown, targets, images)
-            yield LabelledBatch((images, targets), strata_of(shown, targets), kinds)
+            strata = strata_of([scene.box for scene in shown], canvas, targets)
+            regions = None
+            if targets.ndim == 2:
+                regions = np.where(targets > 0, "object", np.where(targets == IGNORED, "unlabelled", "background"))
+            elif shown and image_stack(model) is not None:
+                grid = patch_grid(model, (images.shape[2], images.shape[3]))
+                regions = np.stack([regions_of(scene.image, scene.box, grid) for scene in shown])
+            if regions is None:
+                yield LabelledBatch((images, targets), strata)
+                continue
+            prefix = ((0, 0), (find_stack(model).prefix, 0))
+            named = np.pad(regions.astype(object), prefix, constant_values="prefix token")
+            yield LabelledBatch((images, targets), strata, {"region": named})
 
     return Batches(make, len(batches))
-
-
-def _regions(
-    model: nn.Module, scenes: Sequence[DigitScene], targets: Tensor, images: Tensor
-) -> dict[str, NDArray[np.str_]]:
-    """Return the content of every token of a batch; empty where the set does not name it."""
-    if targets.ndim == 2:
-        regions = np.where(targets > 0, "object", np.where(targets == IGNORED, "unlabelled", "background"))
-    elif scenes and image_stack(model) is not None:
-        grid = patch_grid(model, (images.shape[2], images.shape[3]))
-        regions = np.stack([regions_of(scene, grid) for scene in scenes])
-    else:
-        return {}
-    prefix = ((0, 0), (find_stack(model).prefix, 0))
-    return {"region": np.pad(regions.astype(object), prefix, constant_values="prefix token")}
 
 
 def _of_conversations(kind: Any, model: nn.Module) -> Batches:
@@ -182,37 +180,26 @@ def shifts_of(kind: Kind, names: Sequence[str]) -> dict[str, Shift]:
     return {name: partial(sets_of(kind.config.kind).change, SHIFTS[name]) for name in names}
 
 
-def scenes_of(data: DataConfig) -> list[DigitScene]:
-    """Return the scenes of the embedded digits in the order of the set; empty for other sets."""
-    source, _, difficulty = data.source.partition(":")
-    if source != "digits":
-        return []
-    scenes = list(compose_scenes(DIFFICULTIES[difficulty or "default"], data.val_split))
-    if data.val_limit is None:
-        return scenes
-    return [scenes[int(place)] for place in spread([scene.label for scene in scenes], data.val_limit)]
-
-
-def strata_of(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[float]]:
+def strata_of(boxes: Sequence[Box], canvas: int, targets: Tensor) -> dict[str, list[float]]:
     """Return size and place of the digit in every scene, and the patches with an object where patches have classes."""
     strata: dict[str, list[float]] = {}
-    if scenes:
-        boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
+    if boxes:
+        box_B4 = torch.tensor(boxes, dtype=torch.float64)
         # Twice the middle less the side, in halves: the distance from the image's middle.
-        middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
-        strata["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
+        middle = (box_B4[:, :2] + box_B4[:, 2:] - canvas) / 2
+        strata["side of the object"] = (box_B4[:, 2] - box_B4[:, 0]).tolist()
         strata["distance of the object from the middle"] = middle.norm(dim=1).tolist()
     if targets.ndim == 2:
         strata["patches with an object"] = (targets > 0).sum(1).tolist()
     return strata
 
 
-def regions_of(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
+def regions_of(image: NDArray[Any], box: Box, grid: tuple[int, int]) -> NDArray[np.str_]:
     """Return the content of every patch by its middle: the digit's box, ink of other digits, or background (P)."""
-    pixels = torch.from_numpy(scene.image)[None].float()
+    pixels = torch.from_numpy(image)[None].float()
     has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
-    left, top, right, bottom = scene.box
-    rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
+    left, top, right, bottom = box
+    rows, columns = ((np.arange(count) + 0.5) * len(image) / count for count in grid)
     is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
     # By the middle of each patch for the box, and by any ink in it for clutter.
     return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()

@@ -189,7 +189,7 @@ def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
 
 def test_patches_show_the_object_clutter_or_nothing() -> None:
     for scene in itertools.islice(compose_scenes(DIFFICULTIES["tiny"], "test"), 20):
-        shown = regions_of(scene, (8, 8)).reshape(8, 8)
+        shown = regions_of(scene.image, scene.box, (8, 8)).reshape(8, 8)
         left, top, right, bottom = scene.box
         for row, column in itertools.product(range(8), repeat=2):
             x, y = 4 * column + 2, 4 * row + 2
