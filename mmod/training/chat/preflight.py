@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from mmod.data.readers.conversations import ChatDataset
 from mmod.training.chat.config import BPE, WORDS, TrainConfig
-from mmod.training.engine.preflight import check_warmup, check_words
+from mmod.training.engine.preflight import check_warmup
 
 # Conversations whose answers are searched for unknown words.
 _SEARCHED = 512
+# Shares of unknown words of which a run warns, and with which it does not start.
+_NOTED = 0.001
+_REFUSED = 0.05
 
 
 def step_samples(arguments: Any) -> int:
@@ -55,6 +59,29 @@ def check_start(
                 f"{longer} of {len(lengths)} answers in data.val have more tokens than "
                 f"max_new_tokens={config.max_new_tokens} and would count as wrong: set it to {max(lengths)} or more"
             )
+
+
+def check_words(texts: Iterable[str], tokenizer: Any, advice: str) -> None:
+    """Warn of words in training answers that a tokenizer does not know; a ValueError if they are many.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        advice: What to do, an English imperative.
+    """
+    unknown = tokenizer.unk_token_id
+    tokens = [] if unknown is None else tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    counts = [(sum(token == unknown for token in row), len(row)) for row in tokens]
+    count = sum(found for found, _ in counts)
+    total = sum(length for _, length in counts)
+    if count <= _NOTED * total:
+        return
+    text = (
+        f"the tokenizer does not know {count / total:.1%} of the tokens of training answers: the model would learn "
+        f"{tokenizer.unk_token!r} in their place, and never answer them right. {advice}"
+    )
+    if count > _REFUSED * total:
+        raise ValueError(text)
+    warnings.warn(text, stacklevel=2)
 
 
 def _answers_of(chats: ChatDataset) -> Iterator[list[str]]:

@@ -1,22 +1,14 @@
 """Checks before the first step: settings with which a run would train to its end in vain.
 
-Each function raises a ValueError that says what to set, or warns where a user may want to train so. The loop, the
-trainer of conversations and the estimates of their costs call them.
+Each function raises a ValueError that says what to set. The loop, the trainer of conversations and the estimates of
+their costs call them; kinds have checks of their own in files of this name.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterable
-from typing import Any
 
-from mmod.data.labels import Classes
 from mmod.training.engine.kind import LoopKind
-
-# Shares of unknown words of which a run warns, and with which it does not start.
-_NOTED = 0.001
-_REFUSED = 0.05
 
 
 def check_schedule(kind: LoopKind, world: int = 1) -> None:
@@ -47,50 +39,3 @@ rate is reached. Set schedule.warmup_epochs to 0, or at most 2
         f"{key}={warmup:g} is as long as the run, {length_key}={length:g}: training would end before the learning rate "
         f"is reached. Set {key} to {advice}"
     )
-
-
-def check_outputs(classes: Classes | None, outputs: int | None, *, from_checkpoint: bool) -> None:
-    """Raise a ValueError if a classifier has another number of outputs than its training data has classes.
-
-    More are fine where the classes are matched to those of the model by name.
-
-    Args:
-        classes: The classes of the training data; None where they have no names.
-        outputs: Outputs of the model; None where it does not say.
-        from_checkpoint: The classifier's weights are those of a checkpoint.
-    """
-    if classes is None or not outputs:
-        return
-    count = 1 + max(classes.numbers.values())
-    # More outputs than classes are meant where the user listed the classes, and a slip elsewhere.
-    if count == outputs or (count < outputs and classes.given):
-        return
-    head = " and model.head to fresh" if from_checkpoint else ""
-    names = "; or list the classes of all outputs in a file, data.classes" if count < outputs else ""
-    raise ValueError(
-        f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: set "
-        f"model.args.num_classes to {count}{head}{names}"
-    )
-
-
-def check_words(texts: Iterable[str], tokenizer: Any, advice: str) -> None:
-    """Warn of words in training answers that a tokenizer does not know; a ValueError if they are many.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        advice: What to do, an English imperative.
-    """
-    unknown = tokenizer.unk_token_id
-    tokens = [] if unknown is None else tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-    counts = [(sum(token == unknown for token in row), len(row)) for row in tokens]
-    count = sum(found for found, _ in counts)
-    total = sum(length for _, length in counts)
-    if count <= _NOTED * total:
-        return
-    text = (
-        f"the tokenizer does not know {count / total:.1%} of the tokens of training answers: the model would learn "
-        f"{tokenizer.unk_token!r} in their place, and never answer them right. {advice}"
-    )
-    if count > _REFUSED * total:
-        raise ValueError(text)
-    warnings.warn(text, stacklevel=2)

@@ -35,12 +35,12 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of, load
 from mmod.training.engine.loop import fit
-from mmod.training.engine.preflight import check_outputs, check_schedule
+from mmod.training.engine.preflight import check_schedule
 from mmod.training.image.classes import check_same_classes, model_classes
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
 from mmod.training.image.folder import save_model
-from mmod.training.image.preflight import check_input
+from mmod.training.image.preflight import check_input, check_outputs
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
 

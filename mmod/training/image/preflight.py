@@ -10,6 +10,7 @@ from torch import nn
 
 from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
+from mmod.data.labels import Classes
 from mmod.io.files import is_of_transformers
 from mmod.opening.transformers import processor_fields
 
@@ -50,6 +51,30 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
                     f"the published weights expect images normalised with {name} {list(expected)}, "
                     f"data gives {list(actual)}; set data.{name} to {list(expected)}"
                 )
+
+
+def check_outputs(classes: Classes | None, outputs: int | None, *, from_checkpoint: bool) -> None:
+    """Raise a ValueError if a classifier has another number of outputs than its training data has classes.
+
+    More are fine where the classes are matched to those of the model by name.
+
+    Args:
+        classes: The classes of the training data; None where they have no names.
+        outputs: Outputs of the model; None where it does not say.
+        from_checkpoint: The classifier's weights are those of a checkpoint.
+    """
+    if classes is None or not outputs:
+        return
+    count = 1 + max(classes.numbers.values())
+    # More outputs than classes are meant where the user listed the classes, and a slip elsewhere.
+    if count == outputs or (count < outputs and classes.given):
+        return
+    head = " and model.head to fresh" if from_checkpoint else ""
+    names = "; or list the classes of all outputs in a file, data.classes" if count < outputs else ""
+    raise ValueError(
+        f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: set "
+        f"model.args.num_classes to {count}{head}{names}"
+    )
 
 
 def _published_statistics(model: Any) -> Mapping[str, Any]:

@@ -12,7 +12,9 @@ import yaml
 from mmod.cli import main
 from mmod.data.labels import Classes
 from mmod.training import TrainConfig, fit
-from mmod.training.engine.preflight import check_outputs, check_warmup, check_words
+from mmod.training.chat.preflight import check_words
+from mmod.training.engine.preflight import check_warmup
+from mmod.training.image.preflight import check_outputs
 from mmod.training.kinds import config_class, kind_of
 from tests.kit.engine_worker import MODEL
 from tests.kit.sets import SETS
