@@ -9,7 +9,6 @@ import hashlib
 import io
 import json
 import os
-import re
 import secrets
 import zlib
 from collections.abc import Callable, Mapping
@@ -29,9 +28,8 @@ from mmod.version import __version__
 
 STORE = "store.jsonl"
 """Name of the store in a folder of results."""
-_MAGIC = b"mmod store "
-_FORMAT = b"1"
-# No header is longer, of any format.
+_MAGIC = b"mmod store 1 "
+# No header is longer.
 _LONGEST_HEADER = 2**20
 # Arrays are compressed where that saves much: features of a model are noise to it.
 _WORTHWHILE = 0.8
@@ -46,7 +44,7 @@ class Store:
 
     An identity is a mapping of plain values that names all a result depends on: config, seed, samples, weights, data.
     The store adds mmod's version. Another identity finds nothing, and its result joins the others. Results of another
-    version stay in the file unread; a file of an older format is kept beside as `NAME.old`. Both are said in one line.
+    version stay in the file unread, which is said in one line.
 
     The file has a header, and a line for each result: a checksum, then version, identity and value as JSON. A line that
     was cut when its process was killed is dropped; a damaged one is refused. A later result of an identity supersedes
@@ -170,34 +168,16 @@ class Store:
             say(f"{str(self.path)!r} holds results of mmod {others}, which stay in it: mmod {__version__} starts anew")
 
     def _accepts(self, header: bytes) -> bool:
-        """Return whether the first line of a file is a whole header, and set aside a file of an older format."""
+        """Return whether the first line of a file is a whole header; refuse any that is none of a store."""
         if not header.endswith(b"\n"):
             # A header that another process is still writing.
             if header.startswith(_MAGIC) or _MAGIC.startswith(header):
                 return False
             self._refuse("it has no header")
         text, _, check = header[:-1].rpartition(b" ")
-        if text.startswith(_MAGIC) and check == _checksum(text):
-            if text.split(b" ")[2] == _FORMAT:
-                return True
-        elif not _is_journal(header):
+        if not text.startswith(_MAGIC) or check != _checksum(text):
             self._refuse("its header does not fit its checksum")
-        self._set_aside(header)
-        return False
-
-    def _set_aside(self, header: bytes) -> None:
-        """Rename a file of an older format."""
-        assert self.path is not None
-        number = 1
-        aside = self.path.with_name(f"{self.path.name}.old")
-        with writing(self.path), locked(self.path, wait=True):
-            while aside.exists():
-                number += 1
-                aside = self.path.with_name(f"{self.path.name}.old{number}")
-            # Another process may have done it in the meantime.
-            if self.path.exists() and self.path.read_bytes().startswith(header):
-                os.replace(self.path, aside)
-                say(f"{str(self.path)!r} is of an older format and not read: it is kept as {aside.name!r}")
+        return True
 
     def _add(self, line: bytes) -> None:
         """Note where a line is by the hash of its identity."""
@@ -232,8 +212,6 @@ class Store:
         key = _key(whole)
         text = json.dumps({**whole, "value": value}, default=_packed).encode()
         line = b"%b %b\n" % (_checksum(text), text)
-        # A file of an older format is set aside under the lock that is taken below.
-        self._find(key)
         if self.path is None:
             self._memory[key] = line
             return line
@@ -257,7 +235,6 @@ class Store:
         header = b""
         if not self._header:
             header = _new_header()
-            self._tell_of_older_files()
         # Unbuffered, so that nothing is left to be written after an error.
         with self.path.open("ab", buffering=0) as file:
             # What a killed process left half-written.
@@ -272,17 +249,6 @@ class Store:
                     # A half-written line would look damaged to the next reader that appends.
                     file.truncate(self._end)
                 raise
-
-    def _tell_of_older_files(self) -> None:
-        """Say which files beside a new store hold results of the same work in the format before it."""
-        assert self.path is not None
-        older = []
-        for path in sorted(filter(Path.is_file, self.path.parent.glob("*.jsonl"))):
-            with path.open("rb") as file:
-                if _is_journal(file.readline(_LONGEST_HEADER)):
-                    older.append(path.name)
-        if older:
-            say(f"{str(self.path)!r} starts anew; not read, because of an older format: {', '.join(older)}")
 
     def _compact(self) -> None:
         """Replace the file by one without superseded lines if these outweigh the others."""
@@ -338,13 +304,8 @@ def _key(whole: Mapping[str, object]) -> str:
 
 def _new_header() -> bytes:
     """Return a header like no other: it tells processes that read a file whether they have read its beginning."""
-    text = b"%b%b %b" % (_MAGIC, _FORMAT, secrets.token_hex(8).encode())
+    text = _MAGIC + secrets.token_hex(8).encode()
     return b"%b %b\n" % (text, _checksum(text))
-
-
-def _is_journal(header: bytes) -> bool:
-    """Return whether a file's first line is that of the format before stores: a checksum and JSON."""
-    return re.match(rb"[0-9a-f]{8} .*\n", header) is not None and header[:8] == _checksum(header[9:-1])
 
 
 def _checksum(text: bytes) -> bytes:

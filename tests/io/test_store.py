@@ -242,33 +242,6 @@ def test_files_of_others_are_refused_and_stay(tmp_path: Path, content: bytes) ->
         Store(tmp_path)
 
 
-def test_a_file_of_an_older_format_is_kept_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A journal, whose first line was its identity, and a store of another number."""
-    path = tmp_path / "scores.jsonl"
-    newer = b"mmod store 0 0123456789abcdef"
-    for number, content in enumerate(
-        (
-            with_checksum({"seed": 0}) + with_checksum({"batch": 0}),
-            b"%b %08x\nanything\n" % (newer, zlib.crc32(newer)),
-        )
-    ):
-        path.write_bytes(content)
-        store = Store(path)
-        aside = f"scores.jsonl.old{'' if number == 0 else 2}"
-        assert f"is of an older format and not read: it is kept as {aside!r}" in capsys.readouterr().out
-        assert (tmp_path / aside).read_bytes() == content
-        store.put({}, number)
-        assert Store(path).get({}) == number
-        assert not capsys.readouterr().out
-        path.unlink()
-    # Those of other names beside a new store are named too.
-    (tmp_path / "journal.jsonl").write_bytes(with_checksum({"seed": 0}))
-    Store(tmp_path / "store.jsonl").put({}, 0)
-    Store(tmp_path / "store.jsonl").put({"more": True}, 0)
-    said = f"{str(tmp_path / 'store.jsonl')!r} starts anew; not read, because of an older format: journal.jsonl"
-    assert capsys.readouterr().out.splitlines() == [said]
-
-
 def test_results_of_another_version_stay_and_are_not_read(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
