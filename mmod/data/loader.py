@@ -25,7 +25,7 @@ from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.drawn import DrawnSource
 from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
 from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
-from mmod.data.readers.images import ImageSource, Subset, UnreadableSampleError, spread
+from mmod.data.readers.images import ImageSource, Subset, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
 from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import BatchStream, Decoded, ImageReader, MemoryReader, ReadBatch
@@ -146,7 +146,8 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
         return
     try:
         size = source.read(0, "RGB")[0].size
-    except UnreadableSampleError:
+    except (OSError, ValueError):
+        # Whoever reads the sample for its sake counts the fault or raises it.
         return
     if size == (config.image_size, config.image_size):
         warn_once(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,13 +58,6 @@ def plain_answer(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-@dataclass(frozen=True)
-class BrokenLine:
-    """A line of a `.jsonl` file that is no JSON, or a record with a duplicate key."""
-
-    reason: str
-
-
 def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     """Check a record and return its messages, with the role names of chat templates and `<image>` for images.
 
@@ -78,8 +70,9 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
         >>> check_record(record, images=1)[0]
         Message(role='user', text='<image>which digit ?')
     """
-    if isinstance(record, BrokenLine):
-        raise ValueError(record.reason)
+    if isinstance(record, ValueError):
+        # What stands in its place in `read_records`.
+        raise record
     messages = [_check_message(index, said) for index, said in enumerate(_turns(record))]
     system = record.get("system")
     if system:
@@ -216,7 +209,10 @@ def _part_name(part: Mapping[str, object]) -> str | None:
 
 
 def read_records(path: Path) -> list[Any]:
-    """Read a `.json` file with a list of records, or a `.jsonl` file; a line that is no JSON becomes a `BrokenLine`."""
+    """Read a `.json` file with a list of records, or a `.jsonl` file.
+
+    The ValueError of a line that is no JSON, and of a record with a duplicate key, stands in its place.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no file of conversations at {str(path)!r}")
     if path.suffix == ".jsonl":
@@ -255,4 +251,4 @@ def _parse(text: str | bytes, name: str) -> Any:
     try:
         return parse_json(text, name)
     except ValueError as error:
-        return BrokenLine(str(error))
+        return error

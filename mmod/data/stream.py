@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
 from mmod.data.labels import Classes
-from mmod.data.readers.images import ImageSource, UnreadableSampleError
+from mmod.data.readers.images import ImageSource
 from mmod.random_state import kept_random_state
 
 
@@ -81,12 +81,16 @@ class ImageReader:
         """Return the image of a sample and its class or caption; None if it cannot be read, with the fault added."""
         # The next samples in order stand in for an unreadable one.
         for attempt in range(len(self) if self.replace else 1):
+            # Within the epoch, for sources that have other indices in each.
+            position = index % len(self)
+            candidate = index - position + (position + attempt) % len(self)
             try:
-                # Within the epoch, for sources that have other indices in each.
-                position = index % len(self)
-                return self.source.read(index - position + (position + attempt) % len(self), self.mode)
-            except UnreadableSampleError as error:
-                faults.append(error.fault)
+                return self.source.read(candidate, self.mode)
+            except CorruptDataError:
+                # Of the whole source, so that no other sample stands in.
+                raise
+            except (OSError, ValueError) as error:
+                faults.append(Fault(*self.source.place(candidate), str(error)))
         return None
 
 

@@ -16,7 +16,7 @@ from mmod.data.convert.pairs import PairsConversion, read_rows
 from mmod.data.labels import read_classes
 from mmod.data.loader import read_corpus
 from mmod.data.readers.shards import parse_caption, parse_class
-from mmod.data.records import BrokenLine, check_record, read_records
+from mmod.data.records import check_record, read_records
 from mmod.io.yaml import read_yaml
 from mmod.opening.open_clip import add_model_configs
 
@@ -43,7 +43,7 @@ def table(path: Path) -> list[Any]:
 
 
 def records(path: Path) -> list[Any]:
-    return [record if isinstance(record, BrokenLine) else check_record(record) for record in read_records(path)]
+    return [record if isinstance(record, ValueError) else check_record(record) for record in read_records(path)]
 
 
 def corpus(path: Path) -> bytes:
@@ -116,7 +116,7 @@ def test_another_encoding_is_refused_by_name(reader: Reader, encoding: str, tmp_
     path.write_bytes(reader.text.encode(encoding))
     if reader.by_rows and encoding == "latin-1":
         # The rows that hold such a letter are faults.
-        assert any(isinstance(row, BrokenLine) or "\\udc" in ascii(row) for row in reader.read(path))
+        assert any(isinstance(row, ValueError) or "\\udc" in ascii(row) for row in reader.read(path))
         return
     known = "" if encoding == "latin-1" else f" but in {encoding[:6].upper()}: save it as UTF-8"
     with pytest.raises(ValueError, match=rf"is no text in UTF-8{known}") as error:

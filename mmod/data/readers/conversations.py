@@ -27,14 +27,6 @@ Protected = Literal["question", "conversation"]
 """Text that is protected in training: all but the answers, or all."""
 
 
-class UnreadableConversationError(CorruptDataError):
-    """An image of a conversation cannot be decoded; holds the fault."""
-
-    def __init__(self, fault: Fault | str) -> None:
-        super().__init__(str(fault))
-        self.fault = fault if isinstance(fault, Fault) else Fault("", "", fault)
-
-
 class ChatSample(NamedTuple):
     """One conversation, ready to be encoded; `kinds` holds the type of each question, or is empty.
 
@@ -117,21 +109,33 @@ class ChatDataset:
         return len(self.images)
 
     def __getitem__(self, index: int) -> ChatSample:
-        """Read one conversation and decode its images."""
+        """Read one conversation and decode its images; a CorruptDataError if one cannot be decoded."""
+        sample = self._decoded(index)
+        if isinstance(sample, Fault):
+            raise CorruptDataError(str(sample))
+        return sample
+
+    def _decoded(self, index: int) -> ChatSample | Fault:
+        """Return one conversation, or the fault of the first image that cannot be decoded."""
         row = self.record(index)
-        images = tuple(_open_image(image, row["key"]) for image in row["images"])
-        return ChatSample(
-            row["key"], tuple(Message(*message) for message in row["messages"]), images, tuple(row["kinds"])
-        )
+        images = []
+        for stored in row["images"]:
+            image = _open_image(stored, row["key"])
+            if isinstance(image, Fault):
+                return image
+            images.append(image)
+        messages = tuple(Message(*message) for message in row["messages"])
+        return ChatSample(row["key"], messages, tuple(images), tuple(row["kinds"]))
 
     def read(self, indices: Iterable[int]) -> list[ChatSample]:
         """Read conversations for an evaluation: those that cannot be read are counted and left out, or raise."""
         samples = []
         for index in indices:
-            try:
-                samples.append(self[int(index)])
-            except UnreadableConversationError as error:
-                self.report.add([error.fault])
+            sample = self._decoded(int(index))
+            if isinstance(sample, Fault):
+                self.report.add([sample])
+            else:
+                samples.append(sample)
         return samples
 
     def record(self, index: int) -> dict[str, Any]:
@@ -176,12 +180,12 @@ class ReplacingChats(ChatDataset):
             # A conversation without an image was readable from the start, but would leave a batch without one.
             if faults and not self.images[candidate]:
                 continue
-            try:
-                return super().__getitem__(candidate)._replace(faults=tuple(faults))
-            except UnreadableConversationError as error:
-                if self.report.on_corrupt == "raise":
-                    raise
-                faults.append(error.fault)
+            sample = self._decoded(candidate)
+            if not isinstance(sample, Fault):
+                return sample._replace(faults=tuple(faults))
+            if self.report.on_corrupt == "raise":
+                raise CorruptDataError(str(sample))
+            faults.append(sample)
         raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
 
@@ -282,7 +286,7 @@ def _row(
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 
 
-def _open_image(stored: str | list[Any], key: str) -> Image.Image:
+def _open_image(stored: str | list[Any], key: str) -> Image.Image | Fault:
     name = stored if isinstance(stored, str) else str(stored[0])
     try:
         if isinstance(stored, str):
@@ -290,4 +294,4 @@ def _open_image(stored: str | list[Any], key: str) -> Image.Image:
         with open(name, "rb") as file:
             return decode_image(read_at(file, stored[1], stored[2]), "RGB")
     except (OSError, ValueError) as error:
-        raise UnreadableConversationError(Fault(name, key, str(error))) from error
+        return Fault(name, key, str(error))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmod.data.corrupt import Fault
 from mmod.data.labels import (
     Classes,
     ModelClasses,
@@ -24,7 +23,6 @@ from mmod.data.labels import (
 )
 from mmod.data.readers.images import (
     IMAGE_EXTENSIONS,
-    UnreadableSampleError,
     decode_image,
     open_image,
     patch_classes,
@@ -174,11 +172,11 @@ class FolderSource:
 
     def read(self, index: int, mode: str) -> tuple[Image.Image, int]:
         """Read one sample; see `ImageSource.read`."""
-        path = self._paths[index]
-        try:
-            return decode_image(read_image(path), mode), int(self._labels[index])
-        except ValueError as error:
-            raise UnreadableSampleError(Fault(path, "", str(error))) from error
+        return decode_image(read_image(self._paths[index]), mode), int(self._labels[index])
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is; see `ImageSource.place`."""
+        return self._paths[index], ""
 
     def labels(self) -> list[int]:
         """Return the class of each sample, -1 for none, without decoding images."""
@@ -310,18 +308,21 @@ class MapSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, list[int]]:
         """Read one sample; see `ImageSource.read`."""
         path, map_path = self._paths[index]
-        try:
-            image = decode_image(read_image(str(path)), mode)
-            labels = open_image(read_image(str(map_path)))
-            if labels.size != image.size or labels.mode not in ("L", "P"):
-                raise ValueError(
-                    f"the label map {map_path.name} has {labels.width}x{labels.height} pixels and mode {labels.mode}; "
-                    f"it must have {image.width}x{image.height} pixels, as its image, and mode L or P"
-                )
-            classes = patch_classes(np.asarray(self._square(labels, Image.Resampling.NEAREST)), self.patch)
-        except ValueError as error:
-            raise UnreadableSampleError(Fault(str(path.parent), path.name, str(error))) from error
+        image = decode_image(read_image(str(path)), mode)
+        labels = open_image(read_image(str(map_path)))
+        if labels.size != image.size or labels.mode not in ("L", "P"):
+            raise ValueError(
+                f"the label map {map_path.name} has {labels.width}x{labels.height} pixels and mode {labels.mode}; "
+                f"it must have {image.width}x{image.height} pixels, as its image, and mode L or P"
+            )
+        # Numbers of classes are not interpolated: between two of them lies a third that is not there.
+        classes = patch_classes(np.asarray(self._square(labels, Image.Resampling.NEAREST)), self.patch)
         return self._square(image, Image.Resampling.BICUBIC), classes
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is; see `ImageSource.place`."""
+        path, _ = self._paths[index]
+        return str(path.parent), path.name
 
     def _square(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
         short = min(image.size)

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from PIL import Image
 
-from mmod.data.corrupt import CorruptDataError, Fault
+from mmod.data.corrupt import CorruptDataError
 from mmod.data.labels import (
     Classes,
     ModelClasses,
@@ -24,7 +24,7 @@ from mmod.data.labels import (
     read_caption,
     renumbered_class,
 )
-from mmod.data.readers.images import MAX_BYTES, UnreadableSampleError, decode_image
+from mmod.data.readers.images import MAX_BYTES, decode_image
 from mmod.io.files import MARK
 from mmod.lazy import name_missing_extra
 from mmod.values import brief
@@ -213,22 +213,27 @@ class StreamedSource:
 
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
+        image, target = self._raw(*self._position(index))
+        target = self._parse_target(target)
+        if image is None:
+            raise ValueError(f"the column {self._columns[0]!r} holds no image")
+        data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
+        return decode_image(data, mode), target
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is; see `ImageSource.place`."""
+        epoch, lane, position = self._position(index)
+        return self._source, f"lane {lane} of epoch {epoch}, {position}" if self.lanes else str(position)
+
+    def _position(self, index: int) -> tuple[int, int, int]:
+        """Return epoch, lane and position in the lane of an index."""
         epoch, position = divmod(index, self._count)
         lane = 0
         if self.lanes:
             # Each lane has equally many samples.
             lane, position = divmod(position, self._count // self.lanes)
             lane %= self.lanes
-        image, target = self._raw(epoch, lane, position)
-        try:
-            target = self._parse_target(target)
-            if image is None:
-                raise ValueError(f"the column {self._columns[0]!r} holds no image")
-            data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
-            return decode_image(data, mode), target
-        except (OSError, ValueError) as error:
-            name = f"lane {lane} of epoch {epoch}, {position}" if self.lanes else str(position)
-            raise UnreadableSampleError(Fault(self._source, name, str(error))) from error
+        return epoch, lane, position
 
     def _parse_target(self, target: object) -> Any:
         try:

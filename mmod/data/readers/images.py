@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from mmod.data.corrupt import Fault, UnusableError
+from mmod.data.corrupt import UnusableError
 from mmod.data.labels import UNLABELLED
 from mmod.io.files import check_regular
 from mmod.values import IGNORED
@@ -184,21 +184,19 @@ def _faults_of(path: str) -> Iterator[None]:
         raise UnusableError("image cannot be read", details) from error
 
 
-class UnreadableSampleError(Exception):
-    """A source cannot read a sample; holds the fault."""
-
-    def __init__(self, fault: Fault):
-        super().__init__(str(fault))
-        self.fault = fault
-
-
 class ImageSource(Protocol):
     """Images with a class or caption each, with random access from any process."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
-        """Read the image, in mode "L" or "RGB", and the class or caption; an `UnreadableSampleError` if that fails."""
+        """Read the image, in mode "L" or "RGB", and the class or caption.
+
+        An OSError or ValueError is a fault of the sample, a CorruptDataError one of the whole source.
+        """
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return the file that a sample is in and its name there, empty for all of the file, as a `Fault` has them."""
 
 
 @dataclass(eq=False)
@@ -214,6 +212,10 @@ class Subset:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         return self.source.read(int(self.indices[index]), mode)
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is; see `ImageSource.place`."""
+        return self.source.place(int(self.indices[index]))
 
 
 def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:

@@ -24,7 +24,6 @@ from mmod.data.labels import read_caption
 from mmod.data.readers.images import (
     IMAGE_EXTENSIONS,
     MAX_BYTES,
-    UnreadableSampleError,
     decode_image,
     open_image,
     patch_classes,
@@ -156,12 +155,13 @@ class ShardSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         shard, image_at, image_size, target_at, target_size = self._rows[index].tolist()
-        try:
-            image, target = self._files.read(shard, [(image_at, image_size), (target_at, target_size)])
-            return decode_image(image, mode), self.target.parse(target)
-        except (OSError, ValueError) as error:
-            name = self._member_name(shard, image_at)
-            raise UnreadableSampleError(Fault(self._files.urls[shard], name, str(error))) from error
+        image, target = self._files.read(shard, [(image_at, image_size), (target_at, target_size)])
+        return decode_image(image, mode), self.target.parse(target)
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is, by the name of its image; see `ImageSource.place`."""
+        shard, image_at, *_ = self._rows[index].tolist()
+        return self._files.urls[shard], self._member_name(shard, image_at)
 
     def labels(self) -> list[int]:
         """Return the class of each sample without decoding images; -1 for several classes or an unreadable one."""

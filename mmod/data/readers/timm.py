@@ -8,10 +8,8 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.config import check_name
-from mmod.data.corrupt import Fault
 from mmod.data.labels import Classes, ModelClasses, match_classes, read_class_map, renumbered_class
 from mmod.data.readers.images import (
-    UnreadableSampleError,
     convert_image,
     decode_image,
     open_image,
@@ -68,12 +66,9 @@ class TimmSource:
             stream, label, *_ = self._reader[index]
             with stream:
                 return decode_image(stream.read(), mode), renumbered_class(label, self._numbers)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UnreadableSampleError(Fault(*self._location(index), str(error))) from error
-        except (TypeError, LookupError, AssertionError) as error:
+        except (SyntaxError, TypeError, LookupError, AssertionError) as error:
             # Of timm's readers, for rows without an image or with a label outside the class map.
-            reason = f"{type(error).__name__}: {error}"
-            raise UnreadableSampleError(Fault(*self._location(index), reason)) from error
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def labels(self) -> list[int]:
         """Return the class of each sample, -1 for none, without decoding images if the data set allows it."""
@@ -105,7 +100,8 @@ class TimmSource:
                 "texts by options={'class_map': {...}}, or another column by options={'target_key': ...}"
             )
 
-    def _location(self, index: int) -> tuple[str, str]:
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is; see `ImageSource.place`."""
         if hasattr(self._owner, "samples"):
             return str(self._owner.samples[index][0]), ""
         return self._name, str(index)
