@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import required_arguments
-from mmod.blocks import Arguments, BranchRunner, SilencedHalves, Unchanged, Zero
+from mmod.blocks import Arguments, Runner, SilencedHalves, return_input, return_zeros
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
@@ -57,13 +58,13 @@ class Branches:
         Args:
             dim: Channels of a token.
         """
-        silent_attention: dict[str, BranchRunner] = dict.fromkeys(self.idle_attention, Unchanged())
-        silent_mlp: dict[str, BranchRunner] = dict.fromkeys(self.idle_mlp, Unchanged())
+        silent_attention: dict[str, Runner] = dict.fromkeys(self.idle_attention, return_input)
+        silent_mlp: dict[str, Runner] = dict.fromkeys(self.idle_mlp, return_input)
         others = self.attention_in_tuple - 1 if self.attention_in_tuple else None
         for name in self.silent_attention:
-            silent_attention[name] = Zero(dim, others if name == self.attention else None)
+            silent_attention[name] = partial(return_zeros, dim, others if name == self.attention else None)
         for name in self.silent_mlp:
-            silent_mlp[name] = Zero(dim)
+            silent_mlp[name] = partial(return_zeros, dim, None)
         operators = {"attention": self.attention, "mlp": self.mlp}
         halves = SilencedHalves(silent_attention, silent_mlp, required_arguments(block), self.fed, self.attends_twice)
         return {
@@ -317,7 +318,7 @@ def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:
 
 def _zeros(output: _Output) -> _Replacement:
     """Return what a branch runs instead of a silent module."""
-    return lambda *args, **kwargs: Zero(output.channels, output.others).run(_other, args, kwargs)
+    return lambda *args, **kwargs: return_zeros(output.channels, output.others, _other, args, kwargs)
 
 
 def _other(*args: Any, **kwargs: Any) -> Tensor:

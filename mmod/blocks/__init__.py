@@ -6,10 +6,10 @@ from mmod.blocks.branches import (
     Branch,
     MethodWarning,
     SilencedHalves,
-    Unchanged,
-    Zero,
     make_halves,
     make_observed,
+    return_input,
+    return_zeros,
     warn_of_halves,
 )
 from mmod.blocks.call import Arguments, BlockCall, Halves
@@ -44,7 +44,7 @@ from mmod.blocks.grid import (
     patches_of_pass,
 )
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
-from mmod.blocks.inner import BranchRunner
+from mmod.blocks.inner import Runner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import SpanPass
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules, recomputing

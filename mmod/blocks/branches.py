@@ -14,96 +14,102 @@ from torch import Tensor, nn
 
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
-from mmod.blocks.inner import BranchRunner, Inner, silencing
+from mmod.blocks.inner import Inner, Runner, running
 from mmod.blocks.rows import gather_kept, write_kept
 from mmod.routing import Routing
 from mmod.threads import PerThread
+
+GATED = ""
+"""The name that all branches of a block share whose outputs one gate weighs."""
 
 # From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
 AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor], Any]
 
 
-class BranchRows(NamedTuple):
-    """Runs a branch on the kept tokens; its update of other tokens is zero.
+def run_on_kept(
+    routing: Routing,
+    attend_to_all: AttendsToAll | None,
+    in_tuple: bool,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
+
+    The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
+    keyword `hidden_states`.
 
     Args:
         attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
+        in_tuple: The branch returns a tuple, its update first.
     """
+    others = dict(kwargs)
+    x: Tensor = args[0] if args else others.pop("hidden_states")
+    x_BND = x
+    in_sequence = x.shape[:-1] != routing.score_BN.shape
+    if in_sequence:
+        # The host runs all images as one sequence.
+        x_BND = x.view(*routing.score_BN.shape, -1)
+    z_BKD = gather_kept(x_BND, routing)
 
-    routing: Routing
-    attend_to_all: AttendsToAll | None = None
-    in_tuple: bool = False
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the gated update of all tokens (B, N, D).
-
-        The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
-        keyword `hidden_states`.
-        """
-        routing = self.routing
-        others = dict(kwargs)
-        x: Tensor = args[0] if args else others.pop("hidden_states")
-        x_BND = x
-        in_sequence = x.shape[:-1] != routing.score_BN.shape
+    def run_on(rows: Tensor, **arguments: Any) -> Any:
         if in_sequence:
-            # The host runs all images as one sequence.
-            x_BND = x.view(*routing.score_BN.shape, -1)
-        z_BKD = gather_kept(x_BND, routing)
+            rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
+        if not args:
+            return forward(hidden_states=rows, **arguments)
+        return forward(*[rows if value is x else value for value in args], **arguments)
 
-        def run_on(rows: Tensor, **arguments: Any) -> Any:
-            if in_sequence:
-                rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
-            if not args:
-                return forward(hidden_states=rows, **arguments)
-            return forward(*[rows if value is x else value for value in args], **arguments)
+    if attend_to_all is not None:
+        output = attend_to_all(run_on, others, x_BND, z_BKD)
+    else:
+        # Hosts take no empty sequence.
+        output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
+    # What did not come from the host's branch is not in the tuple that the host's block unpacks.
+    if in_tuple and not isinstance(output, tuple):
+        output = output, None
+    y_BKD = output[0] if isinstance(output, tuple) else output
+    y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
+    # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
+    # get none.
+    nothing_BND = y_BKD.new_zeros(x_BND.shape)
+    nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
+    out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
+    out = out.view(x.shape) if in_sequence else out
+    return (out, *output[1:]) if isinstance(output, tuple) else out
 
-        if self.attend_to_all is not None:
-            output = self.attend_to_all(run_on, others, x_BND, z_BKD)
-        else:
-            # Hosts take no empty sequence.
-            output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
-        # What did not come from the host's branch is not in the tuple that the host's block unpacks.
-        if self.in_tuple and not isinstance(output, tuple):
-            output = output, None
-        y_BKD = output[0] if isinstance(output, tuple) else output
-        y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
-        # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
-        # get none.
-        nothing_BND = y_BKD.new_zeros(x_BND.shape)
-        nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
-        out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
-        out = out.view(x.shape) if in_sequence else out
-        return (out, *output[1:]) if isinstance(output, tuple) else out
+
+def weigh_branch(
+    gate_BK: Tensor | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a branch whose output is weighed (B, K) before the residual sum, the first one of a tuple; None for 1."""
+    output = forward(*args, **kwargs)
+    if gate_BK is None:
+        return output
+    # Attention of a decoder layer also returns its map.
+    first = output[0] if isinstance(output, tuple) else output
+    first = first * gate_BK.unsqueeze(-1).to(first.dtype)
+    return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
 class BranchState(NamedTuple):
-    """Plain state of a branch, or of another module of a block that can be silenced.
-
-    Args:
-        name: Name of the module in its block.
-        adds_update: Its output is added to the residual stream.
-    """
+    """Plain state of a branch, or of another module of a block that can be silenced; `name` is its name there."""
 
     inner: PerThread[Inner]
     name: str
-    adds_update: bool = True
 
 
 class Branch(Mixin):
-    """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call."""
+    """Mixin of a module that runs as the running block wants; compilers cannot trace a hook for one call."""
 
     mod_state: BranchState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the branch's output."""
+        """Return the module's output."""
         state = self.mod_state
-        inner = state.inner.value
-        branch = inner.runner if state.adds_update else None
-        if inner.silent:
-            branch = inner.silent.get(state.name, branch)
-        if branch is None:
+        runner = state.inner.value.runners.get(state.name)
+        if runner is None:
             return super().forward(*args, **kwargs)
-        return branch.run(super().forward, args, kwargs)
+        return runner(super().forward, args, kwargs)
 
 
 class ObservedBranch(Branch):
@@ -113,7 +119,7 @@ class ObservedBranch(Branch):
 
 
 def make_branch(block: nn.Module, name: str, inner: PerThread[Inner], mixin: type[Branch] = Branch) -> None:
-    """Let a residual branch of a block run as the block wants; one that does already stays as it is."""
+    """Let a module of a block run as the block wants; one that does already stays as it is."""
     module = block.get_submodule(name)
     if not isinstance(module, Branch):
         convert(module, mixin, BranchState(inner, name))
@@ -130,9 +136,7 @@ def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> N
     """Let the halves of a block run separately."""
     assert call.halves is not None
     for name in call.halves.modules:
-        module = block.get_submodule(name)
-        if not isinstance(module, Branch):
-            convert(module, Branch, BranchState(inner, name, name in call.operators.values()))
+        make_branch(block, name, inner)
 
 
 class MethodWarning(UserWarning):
@@ -158,30 +162,23 @@ def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = ""
         )
 
 
-class Zero(NamedTuple):
-    """Returns zeros instead of an update of tokens.
+def return_zeros(
+    channels: int, others: int | None, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return zeros instead of an update of tokens.
 
     Args:
         channels: Number of channels of the update.
         others: Number of further outputs in a tuple, all None; None if the module returns the update alone.
     """
-
-    channels: int
-    others: int | None = None
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the zeros."""
-        x = _first_tensor(args, kwargs)
-        zeros = x.new_zeros((*x.shape[:-1], self.channels))
-        return zeros if self.others is None else (zeros, *[None] * self.others)
+    x = _first_tensor(args, kwargs)
+    zeros = x.new_zeros((*x.shape[:-1], channels))
+    return zeros if others is None else (zeros, *[None] * others)
 
 
-class Unchanged(NamedTuple):
-    """Returns a module's input, where nothing reads the module's output."""
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the input."""
-        return _first_tensor(args, kwargs)
+def return_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return a module's input, where nothing reads the module's output."""
+    return _first_tensor(args, kwargs)
 
 
 def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -201,8 +198,8 @@ class SilencedHalves(Halves):
         attends_twice: The attention is computed in both halves, see `warn_of_halves`.
     """
 
-    attention: Mapping[str, BranchRunner]
-    mlp: Mapping[str, BranchRunner]
+    attention: Mapping[str, Runner]
+    mlp: Mapping[str, Runner]
     required: tuple[str, ...] = ()
     fed: tuple[str, ...] = ()
     attends_twice: bool = False
@@ -214,13 +211,13 @@ class SilencedHalves(Halves):
 
     def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return tokens (B, N, D) after the block's attention."""
-        with silencing(block.mod_state.inner, self.mlp):
+        with running(block.mod_state.inner, self.mlp, expects_batch=False):
             y: Tensor = block.run_host(x_BND, **arguments)
             return y
 
     def feed(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
         """Return tokens (B, N, D) after the block's MLP."""
         read = {name: arguments[name] for name in self.fed if name in arguments}
-        with silencing(block.mod_state.inner, self.attention):
+        with running(block.mod_state.inner, self.attention, expects_batch=False):
             y: Tensor = block.run_host(x_BND, **{**dict.fromkeys(self.required), **read})
             return y

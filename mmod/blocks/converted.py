@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.branches import Branch
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import running_branch
+from mmod.blocks.inner import running
 from mmod.config import CHANGE
 from mmod.ops import capture_importance
 from mmod.ops.intercept import AttentionIntercept, unseen_attention
@@ -52,19 +52,13 @@ class ConvertedBlock(Mixin):
         attention = None if name is None else self.get_submodule(name)
         # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
         # replaced.
-        if isinstance(attention, Branch) and "forward" not in vars(attention):
-            with running_branch(state.inner, watch):
+        if name is not None and isinstance(attention, Branch) and "forward" not in vars(attention):
+            with running(state.inner, {name: watch.run}):
                 return run()
         watch.cross = state.call.cross
-        inner = state.inner.value
-        # A hook inside the block may call the model again.
-        outer = inner.observed
-        inner.observed = True
-        try:
+        with running(state.inner, {}):
             y: Tensor = watch.run(run, (), {})
-        finally:
-            inner.observed = outer
-        return y
+            return y
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.branches import AttendsToAll, BranchRows
+from mmod.blocks.branches import GATED, AttendsToAll, run_on_kept, weigh_branch
 from mmod.blocks.call import BlockCall
 from mmod.blocks.converted import ConvertedBlock
-from mmod.blocks.inner import running_branch
+from mmod.blocks.inner import running
 from mmod.blocks.rows import AllTokens, PackedRows, Rows, RowsInPlace, in_order
 from mmod.config import RoutingConfig
 from mmod.ops import attend_within, backend
@@ -24,22 +24,6 @@ from mmod.ops.intercept import unseen_attention
 from mmod.routing import Routing
 
 Host = Callable[..., Tensor]
-
-
-class WeighedBranch(NamedTuple):
-    """Runs a branch whose output is weighed (B, K) before the residual sum; None for 1."""
-
-    gate_BK: Tensor | None
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the weighed output; of a tuple, the first element is weighed."""
-        output = forward(*args, **kwargs)
-        if self.gate_BK is None:
-            return output
-        # Attention of a decoder layer also returns its map.
-        first = output[0] if isinstance(output, tuple) else output
-        first = first * self.gate_BK.unsqueeze(-1).to(first.dtype)
-        return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
 class Execution:
@@ -73,7 +57,9 @@ class Execution:
 
     def gated(self, block: ConvertedBlock, gate: Tensor | None) -> AbstractContextManager[None]:
         """Return a context in which the gate weighs the block's branches, if the config says so."""
-        return nullcontext() if self.weighs else running_branch(block.mod_state.inner, WeighedBranch(gate))
+        if self.weighs:
+            return nullcontext()
+        return running(block.mod_state.inner, {GATED: partial(weigh_branch, gate)})
 
 
 class KeptTokens(Execution):
@@ -244,8 +230,8 @@ class OneBranch(Execution):
         elif call.caches:
             selected = call.select_tokens(arguments, z, None)
             call.begin_update(arguments, z, routing, all_tokens=True)
-        branch = BranchRows(routing, attends, self.operator in call.tuples)
-        with running_branch(block.mod_state.inner, branch):
+        branch = partial(run_on_kept, routing, attends, self.operator in call.tuples)
+        with running(block.mod_state.inner, {call.operators[self.operator]: branch}):
             return host(z, **selected)
 
 

@@ -1,69 +1,45 @@
-"""What a running block tells modules inside it: how a branch runs, and a norm that was computed already."""
+"""What a running block tells modules inside it: how they run, and a norm that was computed already."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from mmod.threads import PerThread
 
-
-class BranchRunner(Protocol):
-    """Runs a branch of the running block otherwise than its host does."""
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the output of the branch, from its host's forward and the arguments of the call."""
-
-
-NOTHING_SILENT: Mapping[str, BranchRunner] = MappingProxyType({})
+Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+"""Runs a module of the running block otherwise than its host does, from the host's forward and a call's arguments."""
 
 
 class Inner:
     """What a running block tells its modules, in one thread.
 
     Attributes:
-        runner: Runs the block's branches; None as in the host.
-        observed: The attention is read from around the block.
-        silent: What runs in the place of modules while the other half of the block runs alone, by their names.
+        runners: What runs in the place of modules, by their names in the block; the others run as in the host.
+        expects_batch: A module that runs otherwise, or what reads the attention, expects all images in a batch.
         normed: Rows and their first norm, if the kernel that gathered them computed it.
     """
 
     def __init__(self) -> None:
-        self.runner: BranchRunner | None = None
-        self.observed = False
-        self.silent = NOTHING_SILENT
+        self.runners: Mapping[str, Runner] = {}
+        self.expects_batch = False
         self.normed: tuple[Tensor, Tensor] | None = None
 
-    @property
-    def expects_batch(self) -> bool:
-        """Whether a branch that runs otherwise, or what reads the attention, expects all images in a batch."""
-        return self.runner is not None or self.observed
-
 
 @contextmanager
-def running_branch(inner: PerThread[Inner], runner: BranchRunner) -> Iterator[None]:
-    """Context in which the branches of a block run in a certain way."""
+def running(inner: PerThread[Inner], runners: Mapping[str, Runner], expects_batch: bool = True) -> Iterator[None]:
+    """Context in which some modules of a block run in another way, and the others as around it."""
     current = inner.value
     # A hook inside the block may call the model again.
-    outer = current.runner
-    current.runner = runner
+    outer = current.runners
+    in_batch = current.expects_batch
+    current.runners = {**outer, **runners}
+    current.expects_batch = in_batch or expects_batch
     try:
         yield
     finally:
-        current.runner = outer
-
-
-@contextmanager
-def silencing(inner: PerThread[Inner], silent: Mapping[str, BranchRunner]) -> Iterator[None]:
-    """Context in which some modules of a block do nothing."""
-    current = inner.value
-    outer = current.silent
-    current.silent = silent
-    try:
-        yield
-    finally:
-        current.silent = outer
+        current.runners = outer
+        current.expects_batch = in_batch

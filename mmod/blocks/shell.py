@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import running_branch
+from mmod.blocks.inner import running
 from mmod.ops import add_key_bias
 from mmod.ops.intercept import AttentionIntercept
 
 KEY_BIAS = "mmod_key_bias"
 """The keyword by which methods pass a bias of keys (B, 1 or H, 1 or K, K) to a block whose forward takes no mask."""
-
-
-class _Watched(NamedTuple):
-    """Runs an attention inside a mode that changes it, inside another one that reads it as it was changed."""
-
-    watch: AttentionIntercept
-    change: AttentionIntercept
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the output of the attention."""
-
-        def run_changed(*values: Any, **named: Any) -> Any:
-            return self.change.run(forward, values, named)
-
-        return self.watch.run(run_changed, args, kwargs)
 
 
 def run_inside(
@@ -41,11 +26,20 @@ def run_inside(
     """Run a host's forward inside a mode that changes its attention; what reads the attention sees it changed."""
     state = block.mod_state
     inner = state.inner
-    watch = inner.value.runner
+    name = state.call.operators.get("attention", "")
+    # Only the method of a mode reads the attention; any other runner narrows the branch.
+    watch = getattr(inner.value.runners.get(name), "__self__", None)
     if not isinstance(watch, AttentionIntercept):
         change.cross = state.call.cross
         return change.run(forward, args, kwargs)
-    with running_branch(inner, _Watched(watch, change)):
+
+    def run_watched(attend: Callable[..., Any], inputs: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        def run_changed(*args: Any, **kwargs: Any) -> Any:
+            return change.run(attend, args, kwargs)
+
+        return watch.run(run_changed, inputs, options)
+
+    with running(inner, {name: run_watched}):
         return forward(*args, **kwargs)
 
 

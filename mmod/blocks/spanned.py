@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.branches import Branch, BranchState, make_branch, make_halves, make_observed
+from mmod.blocks.branches import GATED, Branch, BranchState, make_branch, make_halves, make_observed
 from mmod.blocks.call import DecoderCall
 from mmod.blocks.conversion import convert, is_converted
 from mmod.blocks.converted import ConvertedBlock
@@ -267,7 +267,7 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
         make_halves(block, call, state.inner)
     if config.language.gate_on != "update":
         for branch in cast(DecoderCall, call).branches(block, config.language.gate_on):
-            convert(branch, Branch, BranchState(state.inner, ""))
+            convert(branch, Branch, BranchState(state.inner, GATED))
 
 
 def make_importance(block: nn.Module, state: ImportanceState) -> None:

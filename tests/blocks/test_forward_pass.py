@@ -119,7 +119,8 @@ def test_nothing_is_left_when_the_pass_has_ended(router: str) -> None:
     assert not calls.value.running.passes
     assert not states[0].span._by_address
     for state in states:
-        assert state.inner.value.normed is state.inner.value.runner is None
+        assert state.inner.value.normed is None
+        assert not state.inner.value.runners
 
 
 @pytest.mark.parametrize("blocks", ["late", "every_other"])
