@@ -215,11 +215,10 @@ def test_decoding_without_mutation_is_the_same() -> None:
     same(logits(model, text(), static(model), step, steps=1), expected)
 
 
-@pytest.mark.parametrize("name", ["llava", "gemma3"])
-def test_generate_compiles_decoding_by_itself(name: str) -> None:
+def test_generate_compiles_decoding_by_itself() -> None:
     torch._dynamo.reset()
-    method, batch = ("inference", text()) if name in LANGUAGE else ("linear", prompt(name, (1, 0, 2)))
-    model = routed(name, {**IMAGES_ONLY, **EVERYTHING}[method].replace(blocks=(1,)), **SHALLOW[name])
+    model = routed("llava", IMAGES_ONLY["linear"].replace(blocks=(1,)), **SHALLOW["llava"])
+    batch = prompt("llava", (1, 0, 2))
     graphs: list[Any] = []
 
     def count(graph: Any, inputs: Any) -> Any:
@@ -230,7 +229,7 @@ def test_generate_compiles_decoding_by_itself(name: str) -> None:
     compiling.mode, compiling._compile_all_devices = None, True
     actual = generated(model, batch, cache_implementation="static", compile_config=compiling)
     assert torch.equal(actual, generated(model, batch))
-    assert len(graphs) == (2 if name in LANGUAGE else 1)
+    assert len(graphs) == 1
 
 
 def test_models_compiled_by_the_user_generate_the_same() -> None:
@@ -238,9 +237,9 @@ def test_models_compiled_by_the_user_generate_the_same() -> None:
     importance = mmod.score("attention", importance="vision_tower")
     config = mmod.RoutingConfig(router=importance, capacity=0.3, blocks=(1,))
     model, batch = routed("llava", config, **SHALLOW["llava"]), prompt("llava", (1, 0))
-    expected = generated(model, batch, max_new_tokens=3)
+    expected = generated(model, batch, max_new_tokens=2)
     model.compile(backend="eager")
-    assert torch.equal(generated(model, batch, max_new_tokens=3, cache_implementation="static"), expected)
+    assert torch.equal(generated(model, batch, max_new_tokens=2, cache_implementation="static"), expected)
 
 
 @given(
