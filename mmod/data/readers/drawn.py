@@ -6,8 +6,7 @@ from typing import Any
 
 from PIL import Image
 
-from mmod.data.corrupt import Fault
-from mmod.data.readers.images import UnreadableSampleError, decode_image
+from mmod.data.readers.images import decode_image
 from mmod.data.readers.shards import LabelMember
 from mmod.data.synthetic.build import SyntheticSet
 
@@ -36,11 +35,12 @@ class DrawnSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         members = self._members(index)
-        try:
-            # Through the bytes of a shard, so that both ways refuse the same.
-            return decode_image(members["png"], mode), self.target.parse(members[self.target.extension])
-        except ValueError as error:
-            raise UnreadableSampleError(Fault(self.part, str(index), str(error))) from error
+        # Through the bytes of a shard, so that both ways refuse the same.
+        return decode_image(members["png"], mode), self.target.parse(members[self.target.extension])
+
+    def place(self, index: int) -> tuple[str, str]:
+        """Return where a sample is; see `ImageSource.place`."""
+        return self.part, str(index)
 
     def labels(self) -> list[int]:
         """Return the class of each sample; see `ShardSource.labels`."""
