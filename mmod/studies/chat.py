@@ -26,10 +26,10 @@ from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
 from mmod.methods.route import is_routed
-from mmod.studies.candidates import chat_candidates
+from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.report import Facts, Lines, Runs, StudyKind, Told, named_columns, verdict
+from mmod.studies.report import Chosen, Facts, Lines, Runs, StudyKind, Told, named_columns, verdict
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
@@ -88,6 +88,11 @@ def _describe(dense: TrainConfig, tuned: TrainConfig) -> Facts:
     val = open_conversations(str(data.val), data)
     prior = prior_of(train.turns(), val.turns(last=True))
     return {"prior": {kind: 100 * share for kind, share in prior.items()}}
+
+
+def _candidates(config: ChatStudyConfig, routed: Sequence[Candidate], dense: TrainConfig, tuned: TrainConfig) -> Chosen:
+    """Return candidates with baselines of smaller images."""
+    return [*routed, *(Candidate(**fields) for fields in config.baseline_models(epochs=0))], {}
 
 
 def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
@@ -149,7 +154,7 @@ def _derive(times: Mapping[str, dict[str, float]]) -> None:
 
 
 STUDY = StudyKind(
-    candidates=chat_candidates,
+    candidates=_candidates,
     weigh={RIGHT: right_answers},
     times={"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")},
     describe=_describe,

@@ -210,6 +210,31 @@ class StudyConfig(Checked):
                     "is_trained": self.tune and settings.get("tune", True),
                 }
 
+    def baseline_models(self, epochs: int) -> Iterator[dict[str, Any]]:
+        """Yield the fields of a `Candidate` for every baseline, a model without a router; some kinds have them.
+
+        Args:
+            epochs: Length of a training from scratch.
+        """
+        baselines: dict[str, dict[float, dict[str, Any]]] = getattr(self, "baselines", {})
+        for series, budgets in baselines.items():
+            control = self.controls.get(series)
+            for budget, fields in budgets.items():
+                if not self.is_run(budget):
+                    continue
+                name = f"{series}-{budget:g}"
+                refuse_set_by_study(f"{name}: changes", fields.get("changes", {}))
+                special = _baseline(name, dict(fields), epochs)
+                yield {
+                    "name": name,
+                    "series": series,
+                    "budget": budget,
+                    "control": None if control is None else f"{control}-{budget:g}",
+                    "image_size": fields.get("image_size"),
+                    "is_trained": self.tune or special.get("from_scratch", False),
+                    **special,
+                }
+
     def is_run(self, budget: float) -> bool:
         """Whether models of a budget that a series names are run."""
         return self.budgets is None or budget in self.budgets
@@ -482,6 +507,38 @@ class IsoflopConfig(Checked):
         super().__post_init__()
         check_distinct(self, "sizes", "budgets", "routings", "rates")
         refuse_set_by_study("changes", self.changes, "methods", "epoch_steps")
+
+
+def _baseline(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """Return what the kind of a baseline sets of a candidate."""
+    # Methods need torch, without which help is answered.
+    from mmod.methods import METHODS, read_method
+
+    size = fields.pop("image_size", None)
+    changes = fields.pop("changes", {})
+    kind = fields.get("kind")
+    one_of(f"baselines.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
+    if kind == "resolution":
+        refuse_unknown(f"field of baselines.{name}", fields, ["kind", "image_size"])
+        if size is None:
+            raise ValueError(f"baselines.{name} needs image_size")
+        return {"changes": changes}
+    if kind == "smaller":
+        refuse_unknown(f"field of baselines.{name}", fields, ["kind", "args", "checkpoint"])
+        if fields.get("args") is None:
+            raise ValueError(f"baselines.{name} needs args")
+        if "checkpoint" in fields:
+            model = {key: fields[key] for key in ("args", "checkpoint")}
+            return {"changes": merged({"model": model}, changes)}
+        smaller = {"epochs": epochs, "model": {"args": fields["args"]}}
+        return {"from_scratch": True, "changes": merged(smaller, changes)}
+    plain = {key: value for key, value in fields.items() if key != "routing"}
+    known = {key: value for key, value in plain.items() if value != FIT}
+    if read_method(known).replaces:
+        # A model from scratch is not routed: `routing` is refused.
+        read_method(fields)
+        return {"from_scratch": True, "methods": (plain,), "changes": {"epochs": epochs, **changes}}
+    return {"methods": (plain,), "changes": changes, "routing": fields.get("routing")}
 
 
 def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import yaml
 from torch import nn
 
-from mmod.adapters import find_stack, image_facts
+from mmod.adapters import find_stack, image_facts, patch_grid
+from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
 from mmod.analysis.statistics import as_cheap
@@ -30,15 +31,17 @@ from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import Candidate
-from mmod.studies.candidates import image_candidates
+from mmod.planning.budgets import at_budgets
+from mmod.planning.candidate import Candidate, without_weights
+from mmod.planning.options import FIT
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, listed, verdict
+from mmod.studies.report import COLUMNS, Chosen, Facts, Lines, Runs, StudyKind, Told, listed, verdict
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
+from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -94,6 +97,76 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
     count_NCC = np.asarray(outcomes[CONFUSION], np.float64)
     classes = count_NCC.shape[1]
     return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
+
+
+def candidates(config: TimmStudyConfig, routed: Sequence[Candidate], dense: TrainConfig, tuned: TrainConfig) -> Chosen:
+    """Return candidates with shallower dense models and baselines, fitted to the budgets that the study names."""
+    chosen = [*routed]
+    epochs = dense.epochs + (tuned.epochs if config.tune else 0)
+    if config.isoflop == "scratch":
+        chosen += _shallow(chosen, dense, epochs)
+    chosen += [Candidate(**fields) for fields in config.baseline_models(epochs)]
+    return _fitted(chosen, dense) if _names_budgets(config) else (chosen, {})
+
+
+def _names_budgets(config: TimmStudyConfig) -> bool:
+    """Return whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
+    fields: list[Mapping[str, object]] = []
+    for budgets in config.baselines.values():
+        fields += budgets.values()
+    is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
+    return is_fitted or any("budgets" in series for series in config.routers.values())
+
+
+def _fitted(candidates: Sequence[Candidate], dense: TrainConfig) -> Chosen:
+    """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
+    plain = without_weights(dense)
+    model = kind_of(plain).sketch()
+    height, width = patch_grid(model, (dense.data.image_size,) * 2)
+    patch = (image_facts(model).patch or (1, 1))[0]
+    sides = [patch * side for side in range(1, height)]
+
+    def flops_of(candidate: Candidate) -> float | None:
+        if candidate.search is not None:
+            return None
+        kind: Any = kind_of(candidate.configure(plain, plain))
+        try:
+            routed = kind.sketch().eval()
+            image = torch.empty(1, *kind.image_shape, device="meta")
+            return None if by_data(routed) else pass_flops(routed, {"image": image})
+        # Hosts refuse sizes of images by assertions.
+        except (ValueError, AssertionError) as error:
+            raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
+
+    return at_budgets(candidates, flops_of, sides, height * width, strict=True)
+
+
+def _shallow(candidates: Sequence[Candidate], dense: TrainConfig, epochs: int) -> list[Candidate]:
+    """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
+    plain = without_weights(dense)
+    kind = kind_of(plain)
+    model = kind.sketch()
+    report: Any = kind.report(model)
+    depth = len(find_stack(model).blocks)
+    costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
+    depths = set()
+    for candidate in candidates:
+        routed_kind = kind_of(candidate.configure(plain, plain))
+        routed = routed_kind.sketch()
+        # The cost of thresholds depends on the data.
+        if not by_data(routed):
+            routed_report: Any = routed_kind.report(routed)
+            depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed_report.routed)))
+    return [
+        Candidate(
+            f"shallow-{fewer}",
+            series="shallow",
+            budget=1.0,
+            from_scratch=True,
+            changes={"epochs": epochs, "model": {"args": {"depth": fewer}}},
+        )
+        for fewer in sorted(depths - {depth})
+    ]
 
 
 def describe(dense: TrainConfig, tuned: TrainConfig) -> Facts:
@@ -246,7 +319,7 @@ def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict
 
 
 STUDY = StudyKind(
-    candidates=image_candidates,
+    candidates=candidates,
     weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
     times=TIMES,
     count=count,

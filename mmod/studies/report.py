@@ -30,7 +30,6 @@ from mmod.analysis.timing import Reading, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
-from mmod.studies.candidates import Chosen
 from mmod.studies.compare import BEFORE, Run, readings_of
 from mmod.studies.config import StudyConfig
 from mmod.training.engine.kind import Kind
@@ -45,6 +44,8 @@ Facts = Mapping[str, Any]
 Study = TypeVar("Study", bound=StudyConfig)
 Draw = Callable[[Study, Run, nn.Module], Mapping[str, "Figure"]]
 """From a study's config, a run and its final model to pictures by name."""
+Chosen = tuple[list[Candidate], Mapping[str, str]]
+"""The candidates of a study, and why others are left out, by name."""
 Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
 
