@@ -138,7 +138,9 @@ def _evaluated_by(config: FeaturesStudyConfig) -> list[str]:
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+def measure(
+    config: FeaturesStudyConfig, dense: TrainConfig, run: Run, callback: Callback, measurer: Measurer
+) -> Measured:
     """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
     started = run.config
     further: dict[str, float] = {}
@@ -150,13 +152,12 @@ def measure(config: FeaturesStudyConfig, run: Run, callback: Callback, measurer:
             outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
         further["top1"] = fit(started, callback).best.top1
         started = started.started_from(started.output)
-    rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, run))
+    rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, dense, run))
     return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
 
-def _classifier_of(config: FeaturesStudyConfig, run: Run) -> TrainConfig | None:
+def _classifier_of(config: FeaturesStudyConfig, dense: TrainConfig, run: Run) -> TrainConfig | None:
     """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
-    dense = TrainConfig.from_dict(config.dense_fields)
     is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
     if config.classifier == "each" or not is_cheaper:
         return None

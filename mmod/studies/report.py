@@ -91,7 +91,7 @@ class StudyKind(Generic[Study]):
         draw: Draws the tokens that a candidate keeps, by the name of the picture.
         tell: Says what follows from the table.
         weigh: See `Table.weigh`.
-        measure: Does a run, with the study's config as its first argument; None is `measure_run`.
+        measure: Does a run, after the study's config and that of the dense model; None is `measure_run`.
         describe: Facts, from the training configs of the dense model and of fine-tuning it.
         readings: The passes that are timed, see `Timing`.
         derive: Adds columns that follow from those of times, by candidate.

@@ -29,6 +29,7 @@ from mmod.studies.compare import (
 )
 from mmod.studies.config import StudyConfig, TimmStudyConfig
 from mmod.studies.report import Draw, Facts, StudyKind, StudyResult, epochs_of, points_of, write_study
+from mmod.training.engine.config import RunConfig
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -83,7 +84,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
                 runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
             is_announced = True
 
-    measure, rates = _measures(config, study)
+    measure, rates = _measures(config, study, dense)
     table = compare(
         comparison,
         rates=rates,
@@ -141,7 +142,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
     )
 
 
-def _measures(config: StudyConfig, study: StudyKind[StudyConfig]) -> tuple[Measure, Rates | None]:
+def _measures(config: StudyConfig, study: StudyKind[StudyConfig], dense: RunConfig) -> tuple[Measure, Rates | None]:
     """Return what does the runs of a study, and the learning rates that are tried first."""
     if study.measure is None:
         before = config.score if config.before else None
@@ -149,9 +150,9 @@ def _measures(config: StudyConfig, study: StudyKind[StudyConfig]) -> tuple[Measu
         measure: Measure = partial(measure_run, before=before, by_sample=config.seeds == 1)
         trial: Measure = measure_run
     else:
-        measure = partial(study.measure, config)
+        measure = partial(study.measure, config, dense)
         # Of a trial, only the trained model counts.
-        trial = partial(study.measure, dataclasses.replace(config, before=False))
+        trial = partial(study.measure, dataclasses.replace(config, before=False), dense)
     if not isinstance(config, TimmStudyConfig) or config.rates is None:
         return measure, None
     return measure, Rates(config.rates, config.score, trial, {"val_split": config.rate_split})
