@@ -7,17 +7,15 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mmod.data.embedded import SETS
+from mmod.data.synthetic.build import Config, Scene, SyntheticSet, save_montage
+from mmod.data.synthetic.questions import export_questions, measure_prior
 from mmod.io.options import add_fields, split_options, with_options
 from mmod.io.refusals import OneLineParser
 from mmod.values import from_plain
 
-if TYPE_CHECKING:
-    from mmod.data.synthetic.build import Config, Scene, SyntheticSet
-
-SETS = ("digits", "crowds", "scenes", "questions")
-"""The embedded sets: modules of `mmod.data.synthetic`."""
 CONVERSIONS = ("pairs", "conversations")
 """Sets of others: modules of `mmod.data.convert`."""
 _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a picture of it.
@@ -38,10 +36,9 @@ def main(arguments: Sequence[str]) -> None:
         if name in CONVERSIONS:
             importlib.import_module(f"mmod.data.convert.{name}").main(arguments[1:], prog)
             return
-        module = importlib.import_module(f"mmod.data.synthetic.{name}")
-        config = _build(getattr(module, name.upper()), arguments[1:], prog, getattr(module, "export_questions", None))
+        config = _build(SETS[name], arguments[1:], prog, export_questions if name == "questions" else None)
         if name == "questions" and config is not None:
-            for question_type, share in module.measure_prior(config).items():
+            for question_type, share in measure_prior(config).items():
                 print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
@@ -78,8 +75,6 @@ def _build(
     except (ValueError, TypeError) as error:
         parser.exit(2, f"error: {error}\n")
     if options.montage is not None:
-        from mmod.data.synthetic.build import save_montage
-
         save_montage(options.montage, dataset, config)
         print(f"drew {options.montage}")
         return None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig, is_folder
 from mmod.data.corrupt import CorruptReport
+from mmod.data.embedded import SETS, locate
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.drawn import DrawnSource
 from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
@@ -29,14 +30,10 @@ from mmod.data.readers.images import ImageSource, Subset, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
 from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import BatchStream, Decoded, ImageReader, MemoryReader, ReadBatch
-from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS, DigitScene, compose_scenes
-from mmod.data.synthetic.scenes import SCENES
 from mmod.io.files import text_bytes
 from mmod.io.progress import warn_once
 
-_SETS: dict[str, SyntheticSet[Any, Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
@@ -164,13 +161,13 @@ def _create_source(
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
         difficulty = argument or "default"
-        side = _SETS[source].config(difficulty).canvas
+        side = SETS[source].config(difficulty).canvas
         if config.image_size > side:
             raise ValueError(f"image_size={config.image_size} exceeds the {side} pixels of {difficulty!r} {source}")
         part = f"{source}:{difficulty}/{split}"
         if config.root is None:
-            return DrawnSource(_SETS[source], part, target)
-        return ShardSource(_SETS[source].locate(part, config.root), report, target=target)
+            return DrawnSource(part, target)
+        return ShardSource(SETS[source].locate(part, config.root), report, target=target)
     if source == "shards":
         if "{split}" not in argument:
             raise ValueError(
@@ -285,11 +282,9 @@ def pairs_stream(
     """
     shards = config.val if seed is None else config.train
     report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
-    cache = config.root
-    pattern = shards
-    if isinstance(pattern, str) and pattern.startswith("scenes:"):
-        pattern = SCENES.locate(pattern, config.root)
-        cache = None
+    pattern = locate("scenes", shards, config.root) if isinstance(shards, str) else shards
+    # The shards of an embedded set keep their indices beside them.
+    cache = config.root if pattern == shards else None
     source: ImageSource
     if is_streamed(pattern):
         source = StreamedSource(pattern, config.columns, seed=seed, world=world)
@@ -298,6 +293,23 @@ def pairs_stream(
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
     return BatchStream(reader, report, config, (rank, world), seed, repr(shards))
+
+
+def folder_stream(
+    folder: str, transform: Transform, report: CorruptReport, batch_size: int, workers: int, rank: int, world: int
+) -> tuple[BatchStream, list[str]]:
+    """Create the stream of one process over all images in FOLDER/CLASS/, in order; also return the names of classes.
+
+    Args:
+        transform: From a PIL image to a tensor (C, H, W).
+        report: Counts the images that cannot be read.
+    """
+    source = FolderSource(folder, "", train_split="")
+    if source.left_out and rank == 0:
+        warn_once(source.left_out)
+    reader = ImageReader(source, "RGB", transform)
+    config = PairsConfig(batch_size=batch_size, workers=workers)
+    return BatchStream(reader, report, config, (rank, world), name=repr(folder)), source.names
 
 
 END = 0

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MARK = "\ufeff"
 """The byte order mark, which Windows and Excel write before a text; it is no part of the text."""
 
+SIZES = "sizes.json"
+"""File beside shards with the number of samples of each, which open_clip's training program reads."""
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A file in the place of a folder exists.
 _REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)

@@ -23,8 +23,7 @@ from mmod.data.convert.packing import PackConfig, check_image, file_extension, p
 from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
-from mmod.data.synthetic.build import SIZES
-from mmod.io.files import check_regular, open_rows, parse_json, write_json
+from mmod.io.files import SIZES, check_regular, open_rows, parse_json, write_json
 from mmod.lazy import name_missing_extra
 from mmod.values import check_fields
 

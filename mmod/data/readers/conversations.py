@@ -14,11 +14,11 @@ from PIL import Image
 
 from mmod.data.config import SourceConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
+from mmod.data.embedded import locate
 from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
 from mmod.data.readers.shards import Members, expand_pattern, read_samples
 from mmod.data.records import IMAGE, MEDIA_EXTENSIONS, Message, check_record, image_names, read_records
-from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteError
@@ -213,8 +213,7 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
     """
     config = config or ConversationsConfig()
     report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
-    if source.startswith("questions:"):
-        source = QUESTIONS.locate(source, config.root, progress)
+    source = locate("questions", source, config.root, progress)
     if source.endswith(".tar"):
         shards = ShardFiles(expand_pattern(source), config.root, report, config.remote)
         rows = _read_shards(shards, report, progress)

@@ -6,9 +6,9 @@ from typing import Any
 
 from PIL import Image
 
+from mmod.data.embedded import SETS
 from mmod.data.readers.images import decode_image
 from mmod.data.readers.shards import LabelMember
-from mmod.data.synthetic.build import SyntheticSet
 
 
 class DrawnSource:
@@ -19,15 +19,15 @@ class DrawnSource:
         target: The label member.
     """
 
-    def __init__(self, dataset: SyntheticSet[Any, Any], part: str, target: LabelMember) -> None:
-        self.dataset = dataset
+    def __init__(self, part: str, target: LabelMember) -> None:
+        self.dataset = SETS[part.partition(":")[0]]
         self.part = part
         self.target = target
-        self.scenes = dataset.draw(part)
+        self.scenes = self.dataset.draw(part)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes may be started anew; what draws is a closure.
-        return DrawnSource, (self.dataset, self.part, self.target)
+        return DrawnSource, (self.part, self.target)
 
     def __len__(self) -> int:
         return len(self.scenes)

@@ -13,12 +13,11 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig
-from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256, write_json
+from mmod.io.files import SIZES, locked, open_shard, read_json_object, replacing, sha256, write_json
 from mmod.io.progress import progress_bar
 from mmod.io.records import check_same, read_record
 
 MANIFEST = "manifest.json"
-SIZES = "sizes.json"
 # Images per row of a picture, and rows.
 _COLUMNS, _ROWS = 8, 4
 

@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 
 from mmod.analysis.modes import in_mode
-from mmod.data.config import PairsConfig
 from mmod.data.labels import some_names
-from mmod.data.loader import BatchStream, Tokenizer, Transform
-from mmod.data.readers.folders import FolderSource
-from mmod.data.stream import ImageReader
+from mmod.data.loader import BatchStream, Tokenizer, Transform, folder_stream
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.processes import process_count, process_rank
-from mmod.io.progress import progress_bar, warn_once
+from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import (
     Columns,
@@ -35,6 +32,8 @@ from mmod.training.engine.task import autocast
 from mmod.values import check_finite
 
 _ROWS = 1024
+# Images of a folder that are classified at once.
+_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -78,48 +77,6 @@ class EvalResult(RoutedResult):
         )
 
 
-def evaluate(
-    model: Any,
-    stream: BatchStream,
-    tokenizer: Tokenizer,
-    device: torch.device | str = "cpu",
-    precision: str = "fp32",
-    *,
-    zero_shot: str | None = None,
-    transform: Transform | None = None,
-    workers: int = 0,
-    progress: bool = False,
-) -> EvalResult:
-    """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
-
-    A caption of several images matches each of them, and counts once among the captions of an image. With several
-    processes, each evaluates its share of the data and all return the result of all data.
-
-    Args:
-        model: An open_clip model, on `device`; its mode is restored at the end.
-        tokenizer: From prompts to tokens (B, L).
-        zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
-        transform: From a PIL image to a tensor, for the images of a folder.
-        workers: Worker processes that read the images of a folder.
-
-    Raises:
-        ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
-    """
-    evaluated = evaluate_set(
-        model,
-        stream,
-        tokenizer,
-        torch.device(device),
-        precision,
-        zero_shot=zero_shot,
-        transform=transform,
-        workers=workers,
-        progress=progress,
-    )
-    result: EvalResult = evaluated.result
-    return result
-
-
 def evaluate_set(
     model: Any,
     stream: BatchStream,
@@ -132,7 +89,22 @@ def evaluate_set(
     workers: int = 0,
     progress: bool = False,
 ) -> Evaluated:
-    """Return the result of `evaluate`, and recall at 1 of every pair, the mean of both directions."""
+    """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
+
+    A caption of several images matches each of them, and counts once among the captions of an image. With several
+    processes, each evaluates its share of the data and all return the result of all data. The outcome of a pair is its
+    recall at 1, the mean of both directions.
+
+    Args:
+        model: An open_clip model, on `device`; its mode is restored at the end.
+        tokenizer: From prompts to tokens (B, L).
+        zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
+        transform: From a PIL image to a tensor, for the images of a folder.
+        workers: Worker processes that read the images of a folder.
+
+    Raises:
+        ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
+    """
     rows = read_rows(partial(embed_batch, precision=precision), model, stream, device, progress=progress)
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     for name, embeddings in (("image", images), ("text", texts)):
@@ -282,13 +254,8 @@ def classify_folder(
     """
     from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
-    source = FolderSource(folder, "", train_split="")
-    if source.left_out and process_rank() == 0:
-        warn_once(source.left_out)
-    check_imagenet(source.names, len(IMAGENET_CLASSNAMES), folder)
-    reader = ImageReader(source, "RGB", transform)
-    config = PairsConfig(batch_size=64, workers=workers)
-    batches = BatchStream(reader, stream.report, config, (process_rank(), process_count()), name=repr(folder))
+    batches, names = folder_stream(folder, transform, stream.report, _BATCH, workers, process_rank(), process_count())
+    check_imagenet(names, len(IMAGENET_CLASSNAMES), folder)
     weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
     device = weights.device
     sums = torch.zeros(3, dtype=torch.float64, device=device)

@@ -123,7 +123,7 @@ class PairsKind:
         return evaluate_batch(model, batch, self.config.precision)
 
     def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
-        """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate`."""
+        """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate_set`."""
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate_set(
             model,
