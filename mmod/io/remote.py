@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from mmod.io.files import replacing
 from mmod.lazy import name_missing_extra
@@ -41,22 +41,6 @@ class RemoteConfig(Checked, group="data.remote"):
     copy: bool = True
 
 
-class FileSystem(Protocol):
-    """What is used of fsspec's file systems."""
-
-    def info(self, path: str) -> dict[str, Any]:
-        """Return what is known of a file, its size among it where the file system states one."""
-
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return the content of a file, or a part of it."""
-
-    def open(self, path: str, mode: str) -> BinaryIO:
-        """Open a file."""
-
-    def invalidate_cache(self) -> None:
-        """Forget the listings of folders."""
-
-
 class RemoteError(OSError):
     """A remote file cannot be read; the message names its URL."""
 
@@ -83,7 +67,7 @@ class RemoteFiles:
     def describe(self, url: str) -> tuple[int | None, str | None]:
         """Return size and version (such as an ETag) of a file, each None if its file system does not state it."""
 
-        def ask(files: FileSystem, path: str) -> dict[str, Any]:
+        def ask(files: Any, path: str) -> dict[str, Any]:
             # A listing that another process has changed since is not used.
             files.invalidate_cache()
             return files.info(path)
@@ -95,7 +79,7 @@ class RemoteFiles:
     def read(self, url: str, offset: int, size: int) -> bytes:
         """Read `size` bytes from an offset. A file that failed fails again at once until `timeout` has passed."""
 
-        def ask(files: FileSystem, path: str) -> bytes:
+        def ask(files: Any, path: str) -> bytes:
             data = files.cat_file(path, start=offset, end=offset + size)
             if len(data) != size:
                 raise OSError(f"got {len(data)} bytes for {size} from byte {offset}")
@@ -137,7 +121,7 @@ class RemoteFiles:
         """Open a file for reading at any position, in steps of 8 MiB."""
         return io.BufferedReader(_Ranges(self, url), 8 * _CHUNK)
 
-    def _ask(self, url: str, question: Callable[[FileSystem, str], Result]) -> Result:
+    def _ask(self, url: str, question: Callable[[Any, str], Result]) -> Result:
         """Return what a function says of a file system and the path in it."""
 
         def produce() -> Iterator[Result]:
@@ -234,7 +218,7 @@ class _Ranges(io.RawIOBase):
         return size
 
 
-def open_filesystem(url: str) -> tuple[FileSystem, str]:
+def open_filesystem(url: str) -> tuple[Any, str]:
     """Return fsspec's file system of a URL, and the path in it."""
     with name_missing_extra():
         from fsspec.core import url_to_fs
