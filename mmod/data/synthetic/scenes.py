@@ -86,18 +86,6 @@ class Pair(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-def zero_shot_prompts() -> tuple[list[str], list[str]]:
-    """Return the ten classes, and all captions with `{}` for the first digit, for open_clip's zero-shot classifier.
-
-    Example:
-        >>> classes, templates = zero_shot_prompts()
-        >>> classes[7], len(templates), templates[0]
-        ('7', 160, 'a large {} left of a large 0 on clutter')
-    """
-    contents = [content for content in all_contents() if content.digits[0] == 0]
-    return [str(digit) for digit in range(10)], [content.caption.replace("0", "{}", 1) for content in contents]
-
-
 def compose_pairs(config: ScenesConfig, split: str) -> Drawn[Pair]:
     """Return the scenes of a split, with contents as evenly frequent as possible."""
     painter = Painter(config, split)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mmod.analysis.modes import in_mode
+from mmod.data.embedded import zero_shot_prompts
 from mmod.data.labels import some_names
 from mmod.data.loader import BatchStream, Tokenizer, Transform, folder_stream
-from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.processes import process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
