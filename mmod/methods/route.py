@@ -40,7 +40,7 @@ from mmod.methods.base import (
     register_method,
 )
 from mmod.methods.prepare import Conversion, prepare
-from mmod.routing import Router, Routing, share_score, unshare_score
+from mmod.routing import BorrowedScore, Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
 
 # Capacity, operator and context of a block in which tokens that are always kept see no others.
@@ -283,6 +283,14 @@ def is_routed(model: nn.Module) -> bool:
     """Return whether any block of a model is routed."""
     check_module(model)
     return any(isinstance(module, RoutedBlock) for module in model.modules())
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the router of every routed block, and the scores that some of them share, once each; none if none is."""
+    routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
+    # A shared score is held by the module that owns the blocks: its weights are in none of the routers.
+    shared: list[nn.Module] = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
+    return [*routers, *dict.fromkeys(shared)]
 
 
 def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:

@@ -47,6 +47,10 @@ class TokenMasks(NamedTuple):
         free_BN = ~self.protected(score_BN, prefix)
         return free_BN if self.valid_BN is None else free_BN & self.valid_BN
 
+    def counted(self, score_BN: Tensor) -> Tensor:
+        """Return which tokens a share of kept ones is of (B, N): all that exist."""
+        return torch.ones_like(score_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
+
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return at which kept tokens the gate weighs the update (B, N)."""
         return self.free(score_BN, prefix)
@@ -137,6 +141,10 @@ class TokenGroups(NamedTuple):
         """Return which tokens may be skipped (B, N)."""
         return self.free_BN
 
+    def counted(self, score_BN: Tensor) -> Tensor:
+        """Return which tokens a share of kept ones is of (B, N): those that may be skipped."""
+        return self.free_BN
+
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return at which kept tokens the gate weighs the update (B, N)."""
         return self.gated_BN
@@ -190,6 +198,11 @@ class Routing(NamedTuple):
     def logit_BN(self) -> Tensor:
         """Logits that decide about a token alone: predicted ones, or else the scores (B, N)."""
         return self.score_BN if self.predicted_BN is None else self.predicted_BN
+
+    @property
+    def counted_BN(self) -> Tensor:
+        """True at the tokens that a share of kept ones is of (B, N)."""
+        return self.tokens.counted(self.score_BN)
 
     def free(self, prefix: int) -> Tensor:
         """Return which tokens may be skipped (B, N), for a router's prefix."""

@@ -21,7 +21,6 @@ from mmod.data.records import plain_answer
 from mmod.io.processes import process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
-from mmod.routing import TokenGroups
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.values import IGNORED
@@ -220,11 +219,9 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     def count(*_: Any) -> None:
         for name, routing in decisions.take().items():
-            keep_BN = routing.keep_BN
-            tokens = routing.tokens
-            free_BN = tokens.free_BN if isinstance(tokens, TokenGroups) else torch.ones_like(keep_BN)
-            kept_and_free = torch.stack([(keep_BN & free_BN).sum(), free_BN.sum()])
-            counts[name] = counts.get(name, 0) + kept_and_free
+            counted_BN = routing.counted_BN
+            kept_of_counted = torch.stack([(routing.keep_BN & counted_BN).sum(), counted_BN.sum()])
+            counts[name] = counts.get(name, 0) + kept_of_counted
 
     with ExitStack() as stack:
         stack.callback(model.register_forward_hook(check).remove)

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from mmod.adapters import find_parts, used_parameters
-from mmod.blocks import RoutedBlock, model_hooks
+from mmod.blocks import model_hooks
 from mmod.methods.resolve import resolve_methods
-from mmod.methods.route import is_routed, routed_blocks
+from mmod.methods.route import is_routed, routed_blocks, routers_of
 from mmod.opening.open import TRANSFORMERS, open_model
-from mmod.routing import BorrowedScore
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
 from mmod.values import refuse_unknown
@@ -101,22 +100,15 @@ def resize_images(model: Any, side: int) -> None:
         model.config.image_seq_length = patches
 
 
-def _routers(model: nn.Module) -> list[nn.Module]:
-    """Return the router of every block, and the scores that some of them share."""
-    routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
-    shared: list[nn.Module] = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
-    return [*routers, *dict.fromkeys(shared)]
-
-
 def _router_names(model: nn.Module) -> list[str]:
-    """Return the names of the modules of `_routers` that have weights."""
+    """Return the names of the modules of `routers_of` that have weights."""
     names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(router)] for router in _routers(model) if next(router.parameters(), None) is not None]
+    return [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
 
 
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model's routers by name, shared ones once."""
-    parameters = chain.from_iterable(module.parameters() for module in _routers(model))
+    parameters = chain.from_iterable(module.parameters() for module in routers_of(model))
     wanted = {id(parameter) for parameter in parameters}
     return {name: parameter for name, parameter in used_parameters(model).items() if id(parameter) in wanted}
 

@@ -164,15 +164,11 @@ def figures_of(routing: Routing, router: Router) -> Figures:
     """Return the statistics of a decision."""
     keep_BN = routing.keep_BN
     free_BN = routing.free(router.prefix)
-    tokens = routing.tokens
-    # Of prompts only the tokens that compete count, of images all that exist.
-    counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
-    counted_BN = torch.ones_like(keep_BN) if counted_BN is None else counted_BN
     per_image = router.config.router.per_image
     gate_S = _gates(routing)
     spread, level = _spread(routing.score_BN, free_BN, per_image=per_image)
     return Figures(
-        kept=_share(keep_BN, counted_BN) or 0.0,
+        kept=_share(keep_BN, routing.counted_BN) or 0.0,
         load=_share(keep_BN, free_BN),
         same_positions=None if per_image else _same_positions(keep_BN, free_BN),
         spread=spread,
