@@ -24,7 +24,9 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     check_module(model)
     library = find_library(model)
     inner = adapted_model(model)
-    if library is None and _is_of_torch(inner):
+    # A wrapper or a layer of torch is no model, but a Sequential may hold one.
+    is_of_torch = _packages(inner)[0] == "torch" and not isinstance(inner, nn.Sequential)
+    if library is None and is_of_torch:
         raise ValueError(
             f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
             f"{', '.join(ADAPTERS)}, and classes of your own with a list of blocks. Route a model before it is wrapped "
@@ -66,11 +68,6 @@ def used_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return a module's parameters by name, without the originals that peft keeps of modules whose copies it trains."""
     named = module.named_parameters()
     return {name: parameter for name, parameter in named if "original_module" not in name.split(".")}
-
-
-def _is_of_torch(model: nn.Module) -> bool:
-    """Return whether a model is a wrapper or a layer of torch."""
-    return type(model).__module__.partition(".")[0] == "torch" and not isinstance(model, nn.Sequential)
 
 
 def _packages(model: nn.Module) -> list[str]:

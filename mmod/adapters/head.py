@@ -74,7 +74,10 @@ class Head:
 
 
 class _HandsOn(nn.Module):
-    """Stands for a module ahead of a head, and returns the tokens; all attributes are the module's."""
+    """Stands for a module ahead of a head, and returns the tokens; all attributes are the module's.
+
+    It is no copy of the module: layers of transformers may checkpoint whatever they call.
+    """
 
     def __init__(self, module: nn.Module, output: Any) -> None:
         super().__init__()
@@ -150,8 +153,10 @@ class _Trial:
         self.name = name
         self.inputs = inputs
         block_list: Any = model.get_submodule(name)
-        self.first = _Through(block_list[0], self.in_tuple)
-        self.model = light_copy(model, {id(block): self.first for block in block_list}, block_list)
+        self.x: Tensor | None = None
+        self.model = light_copy(model, block_list)
+        for block in self.model.get_submodule(name):
+            vars(block)["forward"] = self._pass_on
         self.ahead: list[str] = []
         self.behind: list[str] = []
         path = name.split(".")
@@ -163,9 +168,14 @@ class _Trial:
         args, named = split_inputs(inputs)
         self.output = self.model(*args, **named)
 
+    def _pass_on(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run instead of each block: return its tokens, and keep them."""
+        self.x = x
+        return (x, None) if self.in_tuple else x
+
     def _note(self, name: str) -> Callable[..., None]:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            (self.ahead if self.first.x is None else self.behind).append(name)
+            (self.ahead if self.x is None else self.behind).append(name)
 
         return note
 
@@ -188,29 +198,15 @@ class _Trial:
 
     def _is_equal(self, head: Head, logits: Tensor) -> bool:
         """Return whether a head returns the logits of an image from its tokens, whatever its pixels are."""
-        assert self.first.x is not None
+        assert self.x is not None
         # The other image stays the same: a mask of both would be equal.
         one = {name: value[1:] for name, value in self.inputs.items()}
         pixels = next(iter(one))
         one[pixels] = torch.randn_like(one[pixels])
         args, named = split_inputs(one)
         try:
-            actual = logits_of(head.run(self.model, {}, self.first.x[1:], args, named))
+            actual = logits_of(head.run(self.model, {}, self.x[1:], args, named))
         # A model may raise anything for tokens instead of what it embeds.
         except Exception:
             return False
         return torch.allclose(actual, logits[1:], rtol=1e-4, atol=1e-5)
-
-
-class _Through(_HandsOn):
-    """Stands for all blocks of a copy, returns their tokens, and keeps them."""
-
-    def __init__(self, block: nn.Module, in_tuple: bool) -> None:
-        super().__init__(block, None)
-        self.in_tuple = in_tuple
-        self.x: Tensor | None = None
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the tokens."""
-        self.x = x
-        return (x, None) if self.in_tuple else x

@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mmod.adapters.proven import Proof
 from mmod.blocks import (
     GRIDS,
     Arguments,
@@ -31,6 +33,8 @@ from mmod.blocks import (
 )
 
 Result = TypeVar("Result")
+# How rows that differ by image are passed, see `CallForm`; the first is tried before the others.
+LAYOUTS = ("heads", "batch", "flat")
 # What the forward of a model takes: images, all arguments in order, or arguments by name.
 Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 # Arguments of models that read images or videos.
@@ -40,11 +44,6 @@ _SIDES = (224, 32, 64, 96, 128, 256, 384, 512)
 _SIZES = ("image_size", "img_size", "crop_size", "input_size")
 # Least rows and columns of patches in images that come as one sequence.
 _GRID_SIDE = 16
-_UNCALLED = (
-    "is not called: the model takes it apart and runs the modules in it, such as a pair of attention and MLP. Write a "
-    "class of blocks whose forward(x) runs these modules, and let the model call each block with the tokens (images, "
-    "tokens, channels)"
-)
 # Tokens of each image that are kept of one sequence: trials need few.
 _KEPT = 16
 
@@ -54,129 +53,107 @@ class BlockInputs:
     """What a model passes to its blocks for two images that differ everywhere, as values that run on the CPU.
 
     Args:
-        x_BND: The tokens (2, N, D).
+        x_BND: The tokens (2, N, D); those of one sequence of all images are a batch here, as are its arguments.
         arguments: The block's further arguments, by name.
-        prefix: Leading tokens that no image changes: class and register tokens.
-        suffix: Such tokens at the end: detection tokens.
-        projection: Name of the module that shows the grid of patches as a feature map; empty for none.
-        boundaries: See `NamedArguments`; the tokens and arguments of one sequence are those of a batch here.
-        layout: The form of one sequence, see `NamedArguments`; empty for a batch.
-        windows: Some blocks attend within windows of images.
-        read: Numbers of the blocks whose output the model reads itself, beside the next block.
-        tokens: See `CallForm`.
+        seen: What shows before a trial, as a proof of nothing else. Its prefix are the leading tokens that no image
+            changes, such as class and register tokens; its suffix are such tokens at the end, as detection tokens.
     """
 
     x_BND: Tensor
     arguments: Arguments
-    prefix: int
-    suffix: int
-    projection: str
-    boundaries: str = ""
-    layout: str = ""
-    windows: bool = False
-    read: tuple[int, ...] = ()
-    tokens: str = ""
+    seen: Proof
+
+    @property
+    def patches(self) -> int:
+        """Number of tokens that are patches."""
+        return self.x_BND.shape[1] - self.seen.prefix - self.seen.suffix
+
+    def with_seen(self, **changes: Any) -> BlockInputs:
+        """Return the inputs with other fields of `seen`."""
+        return dataclasses.replace(self, seen=dataclasses.replace(self.seen, **changes))
 
 
 class _Reached(Exception):
     """Ends a call of a model at its first block."""
 
 
-class _Block(nn.Module):
-    """Stands for a block, and keeps what it gets.
+class _NoTokens(Exception):
+    """Says what a block gets instead of tokens, or that it gets nothing."""
 
-    The first ends the call, unless all images come as one sequence: then every block passes the tokens on, because
-    blocks may differ in where they see images begin.
+
+class _Call(NamedTuple):
+    """What a block got in a call of its model.
 
     Args:
-        watch: Notes which outputs are read.
-        last: No block follows.
+        x: What should be its tokens.
+        arguments: Its further arguments, by name.
+        tokens: See `CallForm`; so is `boundaries`.
     """
 
-    def __init__(self, block: nn.Module, watch: _Reads, last: bool) -> None:
-        super().__init__()
-        self.parameters_of_forward = inspect.signature(host_class(block).forward)
-        self.names_inside = frozenset(block._modules)
-        self.watch = watch
-        self.last = last
-        self.x: Any = None
-        self.arguments: dict[str, Any] = {}
-        self.boundaries = ""
-        self.tokens = ""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return None for attributes of the block that its model reads before it is called, but stand for modules."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("_"):
-                raise
-            return _Inside() if name in self.names_inside else None
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """Refuse a model that runs what is in the block, as that of pairs of attention and MLP."""
-        raise _NoTokens(_UNCALLED)
-
-    def __getitem__(self, index: object) -> nn.Module:
-        """Refuse as `__iter__` does."""
-        raise _NoTokens(_UNCALLED)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments by name, and stop or pass the tokens on."""
-        # What is read here is not read by the model.
-        with torch._C.DisableTorchFunction():
-            self._keep(args, kwargs)
-            if self.last or not self.boundaries:
-                raise _Reached
-            return self.watch.next_output(self.x)
-
-    def _keep(self, args: tuple[Any, ...], kwargs: Arguments) -> None:
-        bound = self.parameters_of_forward.bind(self, *args, **kwargs).arguments
-        _, *named = bound.items()
-        (first, self.x), *further = named
-        self.tokens = "" if args else first
-        for name, value in further:
-            if self.parameters_of_forward.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                self.arguments.update(value)
-            else:
-                self.arguments[name] = value
-        if isinstance(self.x, Tensor):
-            self.boundaries = boundaries_of(self.arguments, self.x)
+    x: Any
+    arguments: dict[str, Any]
+    tokens: str
+    boundaries: str
 
 
-class _Inside(nn.Module):
-    """Stands for a module in a block that was not called."""
+class _Watch(TorchFunctionMode):
+    """Runs instead of the blocks of a copy, keeps what they get, and notes which outputs are read between them.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a model that runs the modules in its blocks itself."""
-        raise _NoTokens(_UNCALLED)
+    The first block ends the call, unless all images come as one sequence: then every block passes the tokens on,
+    because blocks may differ in where they see images begin.
 
-
-class _Reads(TorchFunctionMode):
-    """Notes which blocks' outputs are read between the blocks.
+    Args:
+        block_list: The blocks of the copy, whose own forwards are never called.
 
     Attributes:
-        numbers: Numbers of these blocks.
+        calls: What each block got, in order.
+        read: Numbers of the blocks whose outputs are read.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_list: nn.ModuleList) -> None:
         super().__init__()
-        self.numbers: list[int] = []
-        self._outputs: list[Tensor] = []
+        self.calls: list[_Call] = []
+        self.read: set[int] = set()
+        self._output: Tensor | None = None
+        for block in block_list:
+            for module in block.modules():
+                # It runs only where its block was not called.
+                vars(module)["forward"] = _refuse_inside
+            signature = inspect.signature(host_class(block).forward)
+            vars(block)["forward"] = functools.partial(self._run, signature, block is block_list[-1])
 
-    def next_output(self, x: Tensor) -> Tensor:
-        """Return a block's output."""
-        self._outputs.append(x.clone())
-        return self._outputs[-1]
+    def _run(self, signature: inspect.Signature, is_last: bool, *args: Any, **kwargs: Any) -> Tensor:
+        """Keep the arguments of a block, and stop or pass the tokens on."""
+        # What is read here is not read by the model.
+        with torch._C.DisableTorchFunction():
+            # The first one stands for `self`.
+            _, (name, x), *further = signature.bind(None, *args, **kwargs).arguments.items()
+            arguments: dict[str, Any] = {}
+            for further_name, value in further:
+                is_rest = signature.parameters[further_name].kind is inspect.Parameter.VAR_KEYWORD
+                arguments.update(value if is_rest else {further_name: value})
+            boundaries = boundaries_of(arguments, x) if isinstance(x, Tensor) else ""
+            self.calls.append(_Call(x, arguments, "" if args else name, boundaries))
+            if is_last or not boundaries:
+                raise _Reached
+            self._output = x.clone()
+            return self._output
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Arguments | None = None
     ) -> Any:
         """Note a function that reads the output of the last block."""
-        last = len(self._outputs) - 1
-        if last >= 0 and any(value is self._outputs[last] for value in tree_leaves((args, kwargs))):
-            self.numbers.append(last)
+        if self._output is not None and any(value is self._output for value in tree_leaves((args, kwargs))):
+            self.read.add(len(self.calls) - 1)
         return func(*args, **(kwargs or {}))
+
+
+def _refuse_inside(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _NoTokens(
+        "is not called: the model takes it apart and runs the modules in it, such as a pair of attention and MLP. "
+        "Write a class of blocks whose forward(x) runs these modules, and let the model call each block with the "
+        "tokens (images, tokens, channels)"
+    )
 
 
 def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -> BlockInputs:
@@ -201,19 +178,14 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
         raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
     if read is not None:
         return read
+    plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
     advice = f"pass mmod.Tokens({blocks!r}, example=...) with these"
     if example is not None:
         advice = "the example must be these, in fp32 on a CPU too"
     raise ValueError(
         f"cannot route {title}: no input reached the first of its {blocks} ({reasons}). Its forward takes "
-        f"{_signature(model)}: {advice}, as a tensor, a tuple, or a mapping by name"
+        f"{inspect.Signature(plain)}: {advice}, as a tensor, a tuple, or a mapping by name"
     )
-
-
-def _signature(model: nn.Module) -> str:
-    """Return the arguments of a model's forward, without their types."""
-    plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
-    return str(inspect.Signature(plain))
 
 
 def first_that_runs(
@@ -244,10 +216,6 @@ def _is_positional(name: str) -> bool:
     return not name or name.isdigit()
 
 
-class _NoTokens(Exception):
-    """Says what a block gets instead of tokens, or that it gets nothing."""
-
-
 def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInputs:
     """Return what the first block gets in a call of a copy on two images.
 
@@ -257,41 +225,38 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
     Raises:
         ValueError: It gets no tokens.
     """
-    block_list: Any = model.get_submodule(blocks)
-    watch = _Reads()
-    standing = [_Block(block, watch, last=block is block_list[-1]) for block in block_list]
+    dense = light_copy(model, model.get_submodule(blocks))
+    watch = _Watch(dense.get_submodule(blocks))
     projections: dict[str, tuple[int, ...]] = {}
-    replaced = {id(block): stand for block, stand in zip(block_list, standing)}
-    dense = light_copy(model, replaced, block_list)
     for name, module in dense.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-            module.register_forward_hook(_keep_shape(projections, name))
+            module.register_forward_hook(functools.partial(_keep_shape, projections, name))
     args, named = split_inputs(inputs)
     with contextlib.suppress(_Reached), watch:
         dense(*args, **named)
-    first = _inputs_of(standing[0])
-    if first.boundaries:
-        windows = [_boundaries(stand) for stand in standing if not _sees_images(stand)]
-        if windows:
-            _check_windows(windows[0], standing[0], model, blocks)
-        return dataclasses.replace(first, windows=bool(windows), read=tuple(sorted(set(watch.numbers))))
-    patches = first.x_BND.shape[1] - first.prefix - first.suffix
-    projection = next(
-        (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == patches), ""
-    )
-    return dataclasses.replace(first, projection=projection)
-
-
-def _inputs_of(stand: _Block) -> BlockInputs:
-    """Return what a block got: a batch of two images, or one sequence of two as a batch."""
-    x: Any = stand.x
-    arguments = stand.arguments
-    if x is None:
+    if not watch.calls:
         raise ValueError("the first block was not called")
-    layout = ""
-    if stand.boundaries:
+    first = _inputs_of(watch.calls[0], blocks)
+    if first.seen.boundaries:
+        # Those that attend within the two images, and in no windows of them, see what a batch would show.
+        windows = [_boundaries(call) for call in watch.calls if _boundaries(call) != _two_images(call)]
+        if windows:
+            _check_windows(windows[0], watch.calls[0], model, blocks)
+        return first.with_seen(windows=bool(windows), read=tuple(sorted(watch.read)))
+    projection = next(
+        (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == first.patches), ""
+    )
+    return first.with_seen(projection=projection)
+
+
+def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
+    """Return what a block got: a batch of two images, or one sequence of two as a batch."""
+    x: Any = call.x
+    arguments = call.arguments
+    layout = LAYOUTS[0]
+    if call.boundaries:
         layout = "bare" if x.ndim == 2 else "flat"
-        x, arguments = _as_batch(stand)
+        x, arguments = _as_batch(call)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise _NoTokens(f"gets {got} for two images: blocks must get tokens (images, tokens, channels)")
@@ -300,28 +265,31 @@ def _inputs_of(stand: _Block) -> BlockInputs:
         raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")
     changed = same_N.logical_not().nonzero().flatten()
     suffix = x.shape[1] - 1 - int(changed[-1])
-    runnable_arguments = {name: _runnable_value(value) for name, value in arguments.items()}
-    return BlockInputs(
-        x.float(), runnable_arguments, int(changed[0]), suffix, "", stand.boundaries, layout, tokens=stand.tokens
+    seen = Proof(
+        blocks=blocks,
+        projection="",
+        prefix=int(changed[0]),
+        suffix=suffix,
+        dim=x.shape[2],
+        boundaries=call.boundaries,
+        layout=layout,
+        tokens=call.tokens,
     )
+    arguments = tree_map(lambda leaf: runnable(leaf) if isinstance(leaf, Tensor) else leaf, dict(arguments))
+    return BlockInputs(x.float(), arguments, seen)
 
 
-def _boundaries(stand: _Block) -> Segments:
-    return read_segments(stand.arguments[stand.boundaries].cpu())
+def _boundaries(call: _Call) -> Segments:
+    return read_segments(call.arguments[call.boundaries].cpu())
 
 
-def _sees_images(stand: _Block) -> bool:
-    """Return whether a block attends within the two images of one sequence, and in no windows of them."""
-    return _boundaries(stand) == _two_images(stand)
+def _two_images(call: _Call) -> Segments:
+    return Segments((call.x.shape[-2] // 2,) * 2)
 
 
-def _two_images(stand: _Block) -> Segments:
-    return Segments((stand.x.shape[-2] // 2,) * 2)
-
-
-def _check_windows(windows: Segments, stand: _Block, model: nn.Module, blocks: str) -> None:
+def _check_windows(windows: Segments, call: _Call, model: nn.Module, blocks: str) -> None:
     """Refuse blocks with windows unless these are of images whose sizes the module that runs the blocks gets."""
-    if not windows.divides(_two_images(stand)):
+    if not windows.divides(_two_images(call)):
         raise _NoTokens(f"shares its tokens with blocks that attend within {windows.longest} tokens of several images")
     if "." in blocks or GRIDS not in parameters_of(model):
         raise _NoTokens(
@@ -330,28 +298,25 @@ def _check_windows(windows: Segments, stand: _Block, model: nn.Module, blocks: s
         )
 
 
-def _as_batch(stand: _Block) -> tuple[Tensor, dict[str, Any]]:
+def _as_batch(call: _Call) -> tuple[Tensor, dict[str, Any]]:
     """Return the first tokens of each image of one sequence as a batch, with its arguments."""
-    tokens = stand.x.shape[-2]
-    images = _two_images(stand)
-    arguments = {name: value for name, value in stand.arguments.items() if name != stand.boundaries}
+    tokens = call.x.shape[-2]
+    images = _two_images(call)
+    arguments = {name: value for name, value in call.arguments.items() if name != call.boundaries}
     for name, value in arguments.items():
         items = tree_leaves(value)
         if items and all(isinstance(item, Tensor) and item.ndim == 2 and len(item) == tokens for item in items):
             arguments[name] = map_rows(lambda rows: rows[:, :, :_KEPT], split_rows(value, images))
-    return images.split(stand.x.flatten(0, -2))[:, :_KEPT], arguments
+    return images.split(call.x.flatten(0, -2))[:, :_KEPT], arguments
 
 
-def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str) -> Callable[..., None]:
-    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        shapes[name] = tuple(output.shape)
-
-    return keep
+def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+    shapes[name] = tuple(output.shape)
 
 
-def light_copy(model: nn.Module, replaced: Mapping[int, nn.Module], block_list: nn.Module) -> Any:
+def light_copy(model: nn.Module, block_list: nn.Module) -> Any:
     """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
-    memo: dict[int, object] = dict(replaced)
+    memo: dict[int, object] = {}
     inside = {id(tensor) for tensor in (*block_list.parameters(), *block_list.buffers())}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -371,11 +336,6 @@ def runnable(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, dtype=torch.float32)
     plain = tensor.detach().cpu()
     return plain.float() if plain.is_floating_point() else plain
-
-
-def _runnable_value(value: Any) -> Any:
-    """Return an argument of a block whose tensors are `runnable`."""
-    return tree_map(lambda leaf: runnable(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def without_hooks(module: nn.Module) -> None:
@@ -404,7 +364,10 @@ def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[
         yield _packed_patches(model)
         return
     if "image_sizes" in names:
-        yield {pixels: _draw(*_image_of_patches(model))}
+        projection = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+        height, width = projection.kernel_size
+        # Small: the model takes any size.
+        yield {pixels: _draw(projection.in_channels, 8 * height, 8 * width)}
         return
     channels = _setting(model, ("num_channels", "in_chans", "in_channels"), 3)
     for height, width in dict.fromkeys(_sides(model)):
@@ -459,13 +422,6 @@ def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
     shape = (projections or linear)[0].weight.shape[1:]
     for patch in ((shape.numel(),), tuple(shape)):
         yield {name: torch.randn(2 * side**2, *patch, dtype=torch.float32), GRIDS: grid, **merged}
-
-
-def _image_of_patches(model: nn.Module) -> tuple[int, int, int]:
-    """Return channels, height and width of a small image, for a model that takes any size."""
-    projection = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
-    height, width = projection.kernel_size
-    return projection.in_channels, 8 * height, 8 * width
 
 
 def _packed_patches(model: Any) -> dict[str, Any]:

@@ -101,12 +101,11 @@ def _inner(proof: Proof) -> type[Mixin]:
     return FlatBlock if proof.layout in ("flat", "bare") else InterceptedBlock
 
 
-def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockStack:
+def stack_of(proof: Proof, model: nn.Module, library: str) -> BlockStack:
     """Return the proven blocks of a model.
 
     Args:
-        library: Name of the model's library; empty for none.
-        host: Package whose code runs the blocks, see `BlockStack`.
+        library: Name of the model's library, whose code runs the blocks; empty for none.
     """
     block_list: Any = model.get_submodule(proof.blocks)
     grid = None
@@ -127,7 +126,7 @@ def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockSt
         call_of=lambda block, config: call_of(proof, block),
         class_token=proof.prefix > 0,
         # Tokens at the end are brought to the front around each block, so blocks cannot pass on rows.
-        host="" if proof.suffix else host,
+        host="" if proof.suffix else library,
         grid=grid,
         proof=proof,
     )

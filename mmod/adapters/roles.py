@@ -35,14 +35,14 @@ def redrawn(inputs: BlockInputs) -> dict[str, Any]:
             return leaf
         of_images = len(leaf) == 2
         # Rows that images share are mostly rotary embeddings.
-        if leaf.is_floating_point() and (of_images or not {tokens, tokens - inputs.prefix} & {*leaf.shape}):
+        if leaf.is_floating_point() and (of_images or not {tokens, tokens - inputs.seen.prefix} & {*leaf.shape}):
             return torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype)
         if of_images and leaf.ndim == 1 and leaf.dtype == torch.long and int(leaf[0]) == int(leaf[1]) > 0:
             # The number before one that is valid is valid.
             return leaf - torch.arange(2)
         return leaf
 
-    if inputs.boundaries:
+    if inputs.seen.boundaries:
         return dict(inputs.arguments)
     kept = (*MASKS, *INDEX_ARGUMENTS)
     return {name: value if name in kept else tree_map(redraw, value) for name, value in inputs.arguments.items()}
@@ -51,7 +51,7 @@ def redrawn(inputs: BlockInputs) -> dict[str, Any]:
 def roles_of(base: Proof, inputs: BlockInputs) -> Iterator[Proof]:
     """Return the roles that arguments may have by their shapes, which leave open what has as many values as tokens."""
     tokens = inputs.x_BND.shape[1]
-    lengths = {tokens: 0, tokens - inputs.prefix: inputs.prefix}
+    lengths = {tokens: 0, tokens - inputs.seen.prefix: inputs.seen.prefix}
     arguments = {name: value for name, value in inputs.arguments.items() if has_tensors(value)}
     others = {name: value for name, value in arguments.items() if name not in (base.mask, base.index_argument)}
     options = [_possible_roles(value, base, lengths) for value in others.values()]

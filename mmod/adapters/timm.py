@@ -65,7 +65,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
     if tokens.is_declared(model) or len(known) != 1 or prefix is None or dim is None:
-        return tokens.find_blocks(model, "timm", "timm")
+        return tokens.find_blocks(model, "timm")
     block_list: Any = model.get_submodule(known[0])
     blocks = tuple(block_list)
     return BlockStack(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,19 +90,18 @@ def is_declared(model: nn.Module) -> bool:
     return _TOKENS in vars(model) or any(_PROOF in vars(module) for module in model.modules())
 
 
-def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockStack:
+def find_blocks(model: nn.Module, library: str = "") -> BlockStack:
     """Return the blocks of a model as their structure shows, after a trial of each.
 
     Args:
-        library: Name of the model's library; empty for none.
-        host: Package whose code runs the blocks, see `BlockStack`.
+        library: Name of the model's library, whose code runs the blocks; empty for none.
 
     Raises:
         ValueError: No list of blocks is found, or a block lacks a property that routing needs.
     """
     known = [name for name, module in model.named_modules() if _PROOF in vars(module)]
     if known:
-        return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, library, host)
+        return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, library)
     tokens: Tokens = vars(model).get(_TOKENS, Tokens())
     names = [tokens.blocks] if tokens.blocks else _lists(model, 2) or _lists(model, 1)
     title = host_class(model).__name__
@@ -112,7 +110,7 @@ def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockSta
             f"cannot route {title}: it has no list of blocks, a ModuleList or Sequential of modules with weights whose "
             "first argument is the tokens (B, N, D)"
         )
-    return stack_of(_prove(model, names[0], tokens, title), model, library, host)
+    return stack_of(_prove(model, names[0], tokens, title), model, library)
 
 
 def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
@@ -128,10 +126,10 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
     with torch.device("cpu"), kept_random_state():
         inputs = read_inputs(model, name, tokens.example)
         if tokens.prefix is not None:
-            most = inputs.x_BND.shape[1] - inputs.suffix - 1
+            most = inputs.seen.prefix + inputs.patches - 1
             check_value(f"prefix, of the {most + 1} tokens that {name} gets,", tokens.prefix, int, f"[0, {most}]")
-            inputs = dataclasses.replace(inputs, prefix=tokens.prefix)
-        proof = prove(inputs, name, list(block_list), title)
+            inputs = inputs.with_seen(prefix=tokens.prefix)
+        proof = prove(inputs, list(block_list), title)
     _PROVEN[block_list] = settings, proof
     return proof
 

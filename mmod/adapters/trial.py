@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.adapters.base import MASKED
 from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches
-from mmod.adapters.probe import BlockInputs, runnable, without_hooks
+from mmod.adapters.probe import LAYOUTS, BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
 from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
@@ -34,11 +34,10 @@ PATCHES = 12
 ALONE = 5
 # Passes of a trial in training, in which some images may be dropped.
 DRAWS = 16
-LAYOUTS = ("heads", "batch", "flat")
 _PLAIN = (str, int, float, bool, type(None), type)
 
 
-def prove(inputs: BlockInputs, blocks: str, block_list: Sequence[nn.Module], title: str) -> Proof:
+def prove(inputs: BlockInputs, block_list: Sequence[nn.Module], title: str) -> Proof:
     """Return how the blocks of a model are called, after a trial of each.
 
     Raises:
@@ -53,9 +52,9 @@ def prove(inputs: BlockInputs, blocks: str, block_list: Sequence[nn.Module], tit
         # What stochastic depth does shows where it drops most.
         index = max(numbers, key=lambda number: drop_rate(block_list[number]))
         block = block_list[index]
-        name = f"{blocks}.{index}"
+        name = f"{inputs.seen.blocks}.{index}"
         try:
-            proof = _prove_block(inputs, blocks, block)
+            proof = _prove_block(inputs, block)
         except _Refused as refusal:
             raise ValueError(f"cannot route {title}: {name} ({host_class(block).__name__}) {refusal}") from None
         # Its rate may begin at zero.
@@ -123,23 +122,12 @@ def settings_of(block: nn.Module) -> tuple[object, ...]:
     return tuple(settings)
 
 
-def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
+def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
     trial = random_copy(block)
     signature = parameters_of(block)
     inputs = dataclasses.replace(inputs, arguments=redrawn(inputs))
-    base = Proof(
-        blocks=blocks,
-        projection=inputs.projection,
-        prefix=inputs.prefix,
-        suffix=inputs.suffix,
-        tokens=inputs.tokens,
-        dim=inputs.x_BND.shape[-1],
-        windows=inputs.windows,
-        read=inputs.read,
-        layout=inputs.layout or LAYOUTS[0],
-        boundaries=inputs.boundaries,
-        index_argument=next((name for name in INDEX_ARGUMENTS if name in signature), ""),
-    )
+    index_argument = next((name for name in INDEX_ARGUMENTS if name in signature), "")
+    base = dataclasses.replace(inputs.seen, index_argument=index_argument)
     if base.boundaries:
         base = next(roles_of(base, inputs))
     x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
@@ -171,7 +159,7 @@ def _prove_block(inputs: BlockInputs, blocks: str, block: nn.Module) -> Proof:
             refusals.append(refusal)
             continue
         # Arguments with a row for each token fit all tokens only.
-        tokens = None if candidate.rows else inputs.prefix + PATCHES
+        tokens = None if candidate.rows else inputs.seen.prefix + PATCHES
         x, arguments = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
         branches = find_branches(trial, x, arguments, candidate.rows, candidate.cross)
         return dataclasses.replace(candidate, **vars(branches), divides=_divides(trial, branches, x, arguments))
@@ -318,16 +306,11 @@ class _Added(nn.Module):
         )
 
 
-def _decision(index_BK: Tensor, x_BND: Tensor, valid_BK: Tensor | None = None) -> Routing:
-    return Routing(Kept(index_BK, valid_BK), torch.zeros(x_BND.shape[:2]))
-
-
 class _Trial:
     """Runs the copy of a block on some of the tokens that its model passes to it."""
 
     def __init__(self, proof: Proof, block: nn.Module, inputs: BlockInputs, watch: AttentionWatch) -> None:
         self.proof = proof
-        self.inputs = inputs
         self.watch = watch
         self.call = call_of(proof, block)
         self.block: Any = copy.copy(block)
@@ -336,11 +319,11 @@ class _Trial:
         self.block.router = _Added()
         self.arguments = self.call.bind((), inputs.arguments)
         generator = torch.Generator().manual_seed(1)
-        patches = inputs.x_BND.shape[1] - inputs.prefix - inputs.suffix
+        patches = inputs.patches
         count = min(PATCHES, patches)
         # Other patches for each image, not in their order.
-        chosen = [torch.randperm(patches, generator=generator)[:count] + inputs.prefix for _ in range(2)]
-        first = torch.arange(inputs.prefix)
+        chosen = [torch.randperm(patches, generator=generator)[:count] + proof.prefix for _ in range(2)]
+        first = torch.arange(proof.prefix)
         self.index_BK = torch.stack([torch.cat([first, patches_K]) for patches_K in chosen])
         # What a model passes on may be small, or equal for many tokens.
         self.x_BND = torch.randn(inputs.x_BND.shape, generator=generator, dtype=torch.float32)
@@ -348,7 +331,7 @@ class _Trial:
     @torch.no_grad()
     def run(self, index_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
         """Return the block's output for some tokens; those that are not valid are hidden as keys."""
-        routing = _decision(index_BK, self.x_BND, valid_BK)
+        routing = Routing(Kept(index_BK, valid_BK), torch.zeros(self.x_BND.shape[:2]))
         z_BKD = self.x_BND.gather(1, index_BK.unsqueeze(-1).expand(-1, -1, self.x_BND.shape[-1]))
         arguments = dict(self.call.select_tokens(self.arguments, self.x_BND, routing))
         # Blocks may draw in evaluation too.
@@ -379,7 +362,7 @@ class _Trial:
             self.block.mod_state.call = self.call
         if self.proof.index_argument:
             self._check_index()
-        prefix = self.inputs.prefix
+        prefix = self.proof.prefix
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
         if not close(self.run(index_BK[:, order]), y_BKD[:, order]):
@@ -404,7 +387,7 @@ class _Trial:
             return ()
         few = AttentionWatch()
         with few:
-            self.run(self.index_BK[:, : self.inputs.prefix + ALONE])
+            self.run(self.index_BK[:, : self.proof.prefix + ALONE])
         if len(few.seen) != len(self.watch.seen):
             return ()
         pairs = enumerate(zip(few.seen, self.watch.seen))
@@ -412,11 +395,11 @@ class _Trial:
 
     def _check_all_tokens(self) -> None:
         """Permute all patches of an image: a window shows only where there are more tokens than it holds."""
-        inputs = self.inputs
+        prefix = self.proof.prefix
         tokens = self.x_BND.shape[1]
-        last = tokens - inputs.suffix
-        order = torch.randperm(last - inputs.prefix, generator=torch.Generator().manual_seed(4)) + inputs.prefix
-        order = torch.cat([torch.arange(inputs.prefix), order, torch.arange(last, tokens)])
+        last = tokens - self.proof.suffix
+        order = torch.randperm(last - prefix, generator=torch.Generator().manual_seed(4)) + prefix
+        order = torch.cat([torch.arange(prefix), order, torch.arange(last, tokens)])
         y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
         if not close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
             raise _Refused(f"gives all {tokens} tokens in another order another result{self._why()}", 2)

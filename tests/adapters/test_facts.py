@@ -56,7 +56,7 @@ def differing(known: BlockStack, tried: BlockStack) -> set[str]:
 @pytest.mark.parametrize("name", [name for name in ZOO if not name.startswith("beit")])
 def test_facts_of_timm_are_what_a_trial_finds(name: str) -> None:
     model = make_model(name)
-    assert differing(find_stack(model), tokens.find_blocks(model, "timm", "timm")) == UNSEEN.get(name, set())
+    assert differing(find_stack(model), tokens.find_blocks(model, "timm")) == UNSEEN.get(name, set())
 
 
 def test_blocks_that_make_a_bias_are_left_to_a_trial_which_refuses_them() -> None:
@@ -68,7 +68,7 @@ def test_a_bias_that_an_adapter_narrows_is_refused_by_a_trial() -> None:
     model = make_model("beit_base_patch16_224")
     assert find_stack(model).call_of(find_stack(model).blocks[0], None).mask == "shared_rel_pos_bias"
     with pytest.raises(ValueError, match="adds a bias for each pair of positions, which does not know the kept tokens"):
-        tokens.find_blocks(model, "timm", "timm")
+        tokens.find_blocks(model, "timm")
 
 
 @pytest.mark.parametrize("name", CLIP_ZOO)
@@ -79,7 +79,7 @@ def test_facts_of_image_towers_of_open_clip_are_what_a_trial_finds(name: str) ->
         assert find_stack(tower).blocks == find_stack(tower.trunk).blocks
         return
     known = find_stack(tower)
-    tried = tokens.find_blocks(tower, "open_clip", "open_clip")
+    tried = tokens.find_blocks(tower, "open_clip")
     # torch's attention takes masks by head, which no trial passes.
     by_head = name != "custom-blocks"
     assert differing(known, tried) == ({"mask"} if by_head else set())

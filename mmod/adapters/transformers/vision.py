@@ -76,7 +76,7 @@ def row_source(tower: nn.Module) -> RowSource:
 
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
-    stack = find_blocks(tower, "transformers", "transformers")
+    stack = find_blocks(tower, "transformers")
     read = stack.proof.read if stack.proof is not None else ()
     rows = None
     if takes_rows(tower) and stack.proof is not None:
@@ -84,15 +84,11 @@ def find_vision(path: str, tower: nn.Module) -> BlockStack:
             rows = row_source(tower)
     if rows is not None and stack.proof.windows:
         # Blocks with windows get their rows in the order of these.
-        rows = rows._replace(order=window_order) if _orders_windows(tower) else None
+        code = inspect.unwrap(host_class(tower).forward).__code__
+        # Known where the tower's code asks transformers' function for it.
+        rows = rows._replace(order=window_order) if get_vision_window_index.__name__ in code.co_names else None
     reads = functools.partial(read_blocks, frozenset(read))
     return dataclasses.replace(stack.below(path), read_blocks=reads, rows=rows)
-
-
-def _orders_windows(tower: nn.Module) -> bool:
-    """Return whether a tower's code puts rows in the order of windows as transformers' towers do."""
-    code = inspect.unwrap(host_class(tower).forward).__code__
-    return get_vision_window_index.__name__ in code.co_names
 
 
 def window_order(tower: Any, grid: Grid) -> Tensor:
