@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -93,57 +92,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] == ["--complete"]:
         print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
         return
-    _refuse_misspelt(words)
-    known, rest = make_parser().parse_known_args(words)
-    sys.argv[0] = " ".join(["mmod", *_words(known.command)])
-    run(known.command, rest)
+    command, rest = read_command(words)
+    sys.argv[0] = " ".join(["mmod", *_words(command)])
+    run(command, rest)
 
 
-class CommandParser(argparse.ArgumentParser):
-    """Finds the command of a command line; what follows the command's words is for the command's own parser."""
+def read_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the command that a command line begins with, and the words behind it, which the command reads itself.
 
-    def __init__(self, prog: str = "mmod", commands: Iterable[str] = (), **options: Any) -> None:
-        listing = argparse.RawDescriptionHelpFormatter
-        super().__init__(prog, _USAGE, _listing(commands), formatter_class=listing, allow_abbrev=False, **options)
+    It ends the program after help or the version, and where no command is named.
 
-    def error(self, message: str) -> NoReturn:
-        """List the commands and name the fault, which stands last to be seen."""
-        self.exit(2, f"{self.format_help()}\nerror: {message}\n")
-
-
-def _refuse_misspelt(words: Sequence[str]) -> None:
-    """End the program with one line if a word looks like a command and is none; the parser lists all for others."""
-    for depth, word in enumerate(words[:2]):
-        group = list(words[:depth])
-        valid = sorted({name[depth] for name in map(_words, COMMANDS) if name[:depth] == group and len(name) > depth})
-        near = "" if word in valid else near_names(word, valid)
-        if near:
-            listing = " ".join(["mmod", *group, "--help"])
-            _end(f"no command {' '.join(['mmod', *group, word])!r}; {near}; `{listing}` lists all")
-
-
-def make_parser() -> CommandParser:
-    """Return the parser of command lines; the rest of a line is unknown to it."""
-    parser = CommandParser(commands=COMMANDS)
-    parser.add_argument("--version", action="version", version=f"mmod {version('mmod')}")
-    choices = _choices_of(parser)
-    groups: dict[str, Any] = {}
-    for command in COMMANDS:
-        first, *others = _words(command)
-        level = choices
-        if others:
-            if first not in groups:
-                members = [name for name in COMMANDS if _words(name)[0] == first]
-                groups[first] = _choices_of(choices.add_parser(first, prog=f"mmod {first}", commands=members))
-            level = groups[first]
-        # A command shows its own help.
-        level.add_parser([first, *others][-1], add_help=False).set_defaults(command=command)
-    return parser
+    Example:
+        >>> read_command(["train", "image", "digits/dense", "--help"])
+        ('train image CONFIG', ['digits/dense', '--help'])
+    """
+    group: list[str] = []
+    # A command is one word, or one of a group of commands.
+    while True:
+        members = [name for name in COMMANDS if _words(name)[: len(group)] == group]
+        if len(members) == 1 and _words(members[0]) == group:
+            return members[0], list(words[len(group) :])
+        valid = sorted({_words(name)[len(group)] for name in members})
+        word = words[len(group)] if len(words) > len(group) else ""
+        if word not in valid:
+            _end_without_command(group, members, valid, word)
+        group.append(word)
 
 
-def _choices_of(parser: CommandParser) -> Any:
-    # The description lists the commands, those of groups too.
-    return parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
+def _end_without_command(group: Sequence[str], members: Sequence[str], valid: Sequence[str], word: str) -> NoReturn:
+    """End the program where a word is no command of a group: with help, the version or what is wrong."""
+    title = " ".join(["mmod", *group])
+    listing = f"usage: {_USAGE}\n\n{_listing(members)}\n"
+    if word in ("-h", "--help"):
+        print(listing)
+        sys.exit()
+    if word == "--version" and not group:
+        print(f"mmod {version('mmod')}")
+        sys.exit()
+    problem = f"no command {f'{title} {word}'!r}" if word else f"name a command behind {title!r}"
+    near = near_names(word, valid) if word else ""
+    if near:
+        _end(f"{problem}; {near}; `{title} --help` lists all")
+    # The fault stands last to be seen.
+    sys.stderr.write(f"{listing}\n")
+    _end(problem)
 
 
 def completions(line: str) -> list[str]:
