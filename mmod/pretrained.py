@@ -17,7 +17,7 @@ from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
-from mmod.io.tensors import WEIGHTS, read_tensors, write_tensors
+from mmod.io.tensors import WEIGHTS, check_fits, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.values import brief, check_module
 
@@ -140,8 +140,9 @@ def load_pretrained(
             _build_own(config["model"])
         _check_dense(model, state, config, folder)
         apply_again(model, config)
+        refusal = f"the weights in {str(folder)!r} do not fit"
         try:
-            _check_fits(state, model.state_dict(), folder)
+            check_fits(state, model.state_dict(), refusal)
         except ValueError:
             restore_(model)
             raise
@@ -194,7 +195,7 @@ def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: P
             shapes = _build(config).state_dict()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
-    _check_fits(state, shapes, folder)
+    check_fits(state, shapes, f"the weights in {str(folder)!r} do not fit")
     return _build(config)
 
 
@@ -417,20 +418,6 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(libraries)}, got {sorted(config)}"
         )
     return dict(config)
-
-
-def _check_fits(state: dict[str, Tensor], model_state: dict[str, Tensor], folder: Path) -> None:
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    expected = {name: tuple(value.shape) for name, value in model_state.items()}
-    missing = sorted(set(expected) - set(shapes))
-    unknown = sorted(set(shapes) - set(expected))
-    if missing or unknown:
-        raise ValueError(f"the weights in {str(folder)!r} do not fit: missing {missing}, not known {unknown}")
-    for name, shape in shapes.items():
-        if shape != expected[name]:
-            raise ValueError(
-                f"the weights in {str(folder)!r} do not fit: {name} has shape {shape}, the model's is {expected[name]}"
-            )
 
 
 def _version(package: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,3 +72,38 @@ def check_complete(folder: str | Path) -> None:
         # torch writes ZIP files, whose directory is at the end, so a truncated file has none.
         elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
             raise DamagedFileError(f"{str(path)!r} is truncated or was not written by torch")
+
+
+def check_fits(
+    state: Mapping[str, Tensor], expected: Mapping[str, Tensor], refusal: str, classes: int | None = None
+) -> None:
+    """Raise a ValueError unless weights have the names and shapes that a model has.
+
+    Torch's own message lists every key of a model.
+
+    Args:
+        expected: The state dict of the model.
+        refusal: How the message begins.
+        classes: Number of the model's classes, if it has any.
+    """
+    missing = set(expected) - set(state)
+    unknown = set(state) - set(expected)
+    if missing or unknown:
+        raise ValueError(f"{refusal}: it lacks {some(missing)} and has {some(unknown)} that the model does not know")
+    for name, value in state.items():
+        shape = expected[name].shape
+        if value.shape != shape:
+            # Another number of classes is the usual mistake, and gets words of its own.
+            head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
+            what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
+            raise ValueError(f"{refusal}: {what}{name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the number of keys of a state dict and the first few of them."""
+    keys = sorted(names)
+    if not keys:
+        return "no key"
+    others = ", ..." if len(keys) > 3 else ""
+    noun = "key" if len(keys) == 1 else "keys"
+    return f"{len(keys)} {noun} ({', '.join(keys[:3])}{others})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 # timm's order: the moving average comes first. timm and open_clip save "state_dict", DeiT and torchvision "model", DINO
 # a teacher, which is the average, and a student; DeepSpeed saves "module".
@@ -26,22 +26,15 @@ _PARALLEL = "module."
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
-class ForeignWeights(NamedTuple):
-    """A state dict by the names of the model itself, and which of several it is, or "" if there was no choice."""
-
-    state: dict[Any, Any]
-    choice: str
-
-
-def select_weights(content: Mapping[Any, Any]) -> ForeignWeights:
-    """Return the weights in a checkpoint; if it has several sets, the moving average.
+def select_weights(content: Mapping[Any, Any]) -> tuple[dict[Any, Any], str]:
+    """Return the weights in a checkpoint; if it has several sets, the moving average, and which of them it is.
 
     Prefixes of wrappers are removed from the names, also those of Lightning and DINO.
 
     Example:
         >>> content = {"model": {"module.a": 1}, "model_ema": {"_orig_mod.a": 2}, "epoch": 3}
         >>> select_weights(content)
-        ForeignWeights(state={'a': 2}, choice='the EMA weights, model_ema, not model')
+        ({'a': 2}, 'the EMA weights, model_ema, not model')
     """
     choice = ""
     is_lightning = _LIGHTNING in content
@@ -62,7 +55,7 @@ def select_weights(content: Mapping[Any, Any]) -> ForeignWeights:
     elif has_backbone and (inner := _inside(state, _BACKBONE)):
         # The rest is the projection head of the self-supervised loss.
         state = inner
-    return ForeignWeights(state, choice)
+    return state, choice
 
 
 def clean_names(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -107,6 +107,7 @@ def _named(name: str, options: Options) -> Opened:
         from mmod.opening.language import open_language
 
         return open_language(name.removeprefix(TRANSFORMERS), options)
+    # Before its folder is taken for a model: a run also knows classes and preprocessing.
     run = find_run(name)
     if run is not None:
         options.refuse(repr(name), "checkpoint", "image_size")

@@ -15,11 +15,12 @@ import open_clip
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import image_facts
 from mmod.io.configs import find_config
 from mmod.io.files import read_json_object, write_atomically
 from mmod.io.tensors import write_tensors
 from mmod.opening.opened import Opened, Options, Preprocessing
-from mmod.opening.weights import classifier_names, converted, find_weights, load_weights, read_weights
+from mmod.opening.weights import converted, find_weights, load_weights, read_weights
 from mmod.values import near_names
 
 # Names with these bring their weights.
@@ -140,7 +141,7 @@ def load_image_tower(visual: nn.Module, checkpoint: str) -> None:
         load_weights(visual, of_tower or state, checkpoint)
         return
     names = set(trunk.state_dict())
-    head = classifier_names(trunk)
+    head = image_facts(trunk).head
     # timm's filter: published weights of the trunk may have older names.
     state = converted(state, trunk)
     # Weights of a classifier, which the trunk in a tower does not have, are left out; other unknown names are refused.

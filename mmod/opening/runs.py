@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from mmod.data.labels import CLASSES, read_classes
@@ -47,8 +48,7 @@ def model_folder(path: str | Path) -> Path | None:
     folders = [path if path.is_dir() else path.parent]
     if find_run(path) == path:
         # Trainers of transformers number their checkpoints, and an unfinished run opens by the last.
-        trainers = sorted((path / CHECKPOINTS).glob("checkpoint-*"), key=_step)
-        folders = [path / FINAL_MODEL, *reversed(trainers)]
+        folders = [path / FINAL_MODEL, *newest_first((path / CHECKPOINTS).glob("checkpoint-*"))]
     return next((folder for folder in folders if is_described(folder)), None) if path.exists() else None
 
 
@@ -57,8 +57,9 @@ def is_described(folder: str | Path) -> bool:
     return any((Path(folder) / name).is_file() for name in _DESCRIPTIONS)
 
 
-def _step(path: Path) -> int:
-    return int(re.sub(r"\D", "", path.name) or 0)
+def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
+    """Return paths by the numbers in their names, the largest first."""
+    return sorted(checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
 
 
 def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:

@@ -17,7 +17,7 @@ from torch import nn
 from mmod.adapters import image_facts
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import run_classes
-from mmod.opening.weights import classifier_names, converted, load_weights, read_weights
+from mmod.opening.weights import converted, load_weights, read_weights
 from mmod.values import brief, near_names
 
 # What stands before a name that is not one of timm's own.
@@ -104,7 +104,7 @@ def check_published(name: str, args: Mapping[str, object], advice: str) -> None:
 def _load_with_classifier(model: Any, checkpoint: str | Path) -> None:
     """Load a checkpoint with a classifier of as many classes as it has, perhaps none."""
     state = read_weights(checkpoint)
-    heads = classifier_names(model)
+    heads = image_facts(model).head
     weight = next((state[key] for key in state if key.startswith(heads) and state[key].ndim > 1), None)
     # Resized to the checkpoint before loading, which is strict.
     model.reset_classifier(0 if weight is None else len(weight))

@@ -168,15 +168,13 @@ def _class_of(config: Any, fresh: bool) -> Any:
     if saved is None:
         raise ValueError(f"config.json names the architecture {name!r}, which is no model of transformers")
     if fresh and _CLASSIFIER not in name:
-        return _mapped(transformers.AutoModelForImageClassification, config)
+        classifiers: Any = transformers.AutoModelForImageClassification._model_mapping
+        if type(config) not in classifiers:
+            raise ValueError(f"transformers has no image classifier for a {type(config).__name__}")
+        mapped = classifiers[type(config)]
+        # DeiT has a second class, with a distilled head.
+        return mapped[0] if isinstance(mapped, tuple) else mapped
     return saved
-
-
-def _mapped(auto: Any, config: Any) -> Any:
-    if type(config) not in auto._model_mapping:
-        raise ValueError(f"transformers has no image classifier for a {type(config).__name__}")
-    mapped = auto._model_mapping[type(config)]
-    return mapped[0] if isinstance(mapped, tuple) else mapped
 
 
 def processor_fields(folder: str | Path) -> dict[str, object]:

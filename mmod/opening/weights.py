@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, product
 from pathlib import Path
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mmod.adapters import image_facts
 from mmod.io.files import DamagedFileError, read_json_object, sha256
 from mmod.io.processes import gathered, process_count, process_rank
-from mmod.io.tensors import WEIGHTS, read_tensors
+from mmod.io.tensors import WEIGHTS, check_fits, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
-from mmod.opening.runs import CHECKPOINTS
+from mmod.opening.runs import CHECKPOINTS, newest_first
 from mmod.values import one_of
 
 SUMS = "sha256.json"
@@ -61,11 +61,6 @@ def sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a folder, newest first; other files are ignored."""
     return newest_first(path for path in checkpoint_folders(folder) if path.name.startswith("step-"))
-
-
-def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
-    """Return paths by the numbers in their names, the largest first."""
-    return sorted(checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -184,26 +179,8 @@ def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     """Load a state dict strictly."""
-    expected = model.state_dict()
-    # Compared here, because torch's message lists every key of a model.
-    missing = set(expected) - set(state)
-    unknown = set(state) - set(expected)
-    if missing or unknown:
-        raise ValueError(
-            f"checkpoint {str(source)!r} does not fit the model: "
-            f"it lacks {some(missing)} and has {some(unknown)} that the model does not know"
-        )
-    for name, value in state.items():
-        shape = expected[name].shape
-        if value.shape != shape:
-            classes = image_facts(model).classes
-            # Another number of classes is the usual mistake, and gets words of its own.
-            head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
-            what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
-            raise ValueError(
-                f"checkpoint {str(source)!r} does not fit the model: {what}{name} has shape "
-                f"{tuple(value.shape)}, the model's is {tuple(shape)}"
-            )
+    refusal = f"checkpoint {str(source)!r} does not fit the model"
+    check_fits(state, model.state_dict(), refusal, image_facts(model).classes)
     model.load_state_dict(state)
 
 
@@ -215,23 +192,3 @@ def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
     if convert is None or shapes == {name: value.shape for name, value in state.items()}:
         return dict(state)
     return convert(dict(state), model)
-
-
-def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the weights of an image model's classifier.
-
-    Example:
-        >>> import timm
-        >>> classifier_names(timm.create_model("test_vit"))
-        ('head.',)
-    """
-    return image_facts(model).head
-
-
-def some(names: Iterable[str]) -> str:
-    """Return the number of keys of a state dict and the first few of them."""
-    keys = sorted(names)
-    if not keys:
-        return "no key"
-    others = ", ..." if len(keys) > 3 else ""
-    return f"{len(keys)} keys ({', '.join(keys[:3])}{others})"

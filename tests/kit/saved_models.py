@@ -28,8 +28,8 @@ CHANGES = [
     (lambda config, weights: config.pop("methods"), "must hold"),
     (lambda config, weights: config["methods"][0]["parts"]["image"].update(routr="linear"), "routr"),
     (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
-    (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
-    (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),
+    (lambda config, weights: weights.pop(ROUTER), f"it lacks 1 key .{ROUTER}"),
+    (lambda config, weights: weights.update(other=torch.zeros(1)), "has 1 key .other. that the model does not know"),
     (lambda config, weights: weights.update({ROUTER: torch.zeros(1, 3)}), rf"{ROUTER} has shape \(1, 3\)"),
 ]
 """Change of a saved model, and what the message says."""

@@ -28,9 +28,9 @@ from mmod.io.progress import progress_bar
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
-from mmod.opening.runs import CHECKPOINTS
+from mmod.opening.runs import CHECKPOINTS, newest_first
 from mmod.opening.transformers import hidden_bars
-from mmod.opening.weights import SUMS, check_sums, newest_first
+from mmod.opening.weights import SUMS, check_sums
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
 from mmod.training.chat.model import check_routers_learn

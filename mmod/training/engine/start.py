@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mmod.io.tensors import some
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import apply_
-from mmod.opening.weights import load_weights, some
+from mmod.opening.weights import load_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import LoopKind, Streams, device_of

@@ -27,7 +27,7 @@ from mmod.model import freeze_dense_, set_capacity_
 from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
 from mmod.opening.transformers import read_state
-from mmod.opening.weights import classifier_names, converted, load_weights
+from mmod.opening.weights import converted, load_weights
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -82,7 +82,7 @@ class ImageKind:
     def _adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return weights as timm converts them, with a new classifier if a fresh one is requested."""
         current = model.state_dict()
-        head = classifier_names(model)
+        head = image_facts(model).head
         state = converted(state, model)
         if self.config.model.head == "fresh":
             state = {name: value for name, value in state.items() if not name.startswith(head)}
