@@ -21,6 +21,7 @@ from mmod.adapters.masks import (
     narrow_pairs,
     narrow_queries,
     narrow_rope,
+    pack_batch,
     pack_rope,
     show_all_keys,
     weigh_groups,
@@ -86,6 +87,8 @@ class BlockStack:
         sequence: Length of the token ids that the part reads, or None for images.
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
+        read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments:
+            whether cached tokens come before, whether rows pack several samples, and which tokens are no padding.
         class_token: The first token is a class token.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
@@ -107,6 +110,7 @@ class BlockStack:
     sequence: int | None = None
     language: bool = False
     reads_images: bool = False
+    read_text: Callable[..., tuple[bool, bool, Tensor]] | None = None
     class_token: bool = False
     router: type[Router] = Router
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
@@ -152,6 +156,7 @@ class BlockStack:
         """
         if self.grid is not None and not getattr(self.proof, "boundaries", ""):
             name, block = next(iter(blocks.items()))
+            # Models of other libraries are found without what a user says of them.
             accepts_tokens = self.library in ("", "timm")
             attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix, accepts_tokens))
 
@@ -347,7 +352,7 @@ class NamedArguments(CallForm, BlockCall):
 
     def _pack_rows(self, rows: Tensor, name: str, row_T: Tensor, tokens: int) -> Tensor:
         if self._begins_with_images(name, rows):
-            return rows.flatten(0, 1)[row_T if rows.shape[0] > 1 else row_T % tokens].unsqueeze(0)
+            return pack_batch(rows, row_T, tokens)
         packed = pack_rope(rows, row_T, tokens, self.rope_prefix)
         if self.layout == "heads":
             return packed
@@ -364,6 +369,7 @@ class NamedArguments(CallForm, BlockCall):
         if mask is not None:
             mask = narrow_pairs(mask, routing.kept.index_BK, x_BND.shape[1])
         mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
+        # Hosts take a mask or causal attention, not both.
         if routing.kept.valid_BK is not None and narrowed.pop("is_causal", False):
             mask = add_causal(mask, x_BND.dtype)
         # Last, because a bias turns a mask of truth values into numbers.

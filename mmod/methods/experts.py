@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -160,9 +160,7 @@ class Experts(Mixture):
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
         if stack.language:
-            text = owner_of(model, stack)
-            names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-            attach(text, _CompleteTexts(names))
+            attach(owner_of(model, stack), _CompleteTexts(stack.read_text))
 
     def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:
         """Return the MLP of a block; None if no module computes it alone."""
@@ -180,10 +178,10 @@ class _CompleteTexts(ModelHook):
     """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
 
     Args:
-        names: Parameters of the model's forward.
+        read_text: See `BlockStack`.
     """
 
-    names: tuple[str, ...]
+    read_text: Callable[..., tuple[bool, bool, Tensor]]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse such texts."""
@@ -191,18 +189,12 @@ class _CompleteTexts(ModelHook):
         mixture = next((child for child in module.modules() if isinstance(child, ExpertMlp)), None)
         if mixture is None or not mixture.chooses_together(module.training):
             return
-        # Only a model of transformers gets here.
-        from mmod.adapters.transformers.cache_base import cache_of
-        from mmod.adapters.transformers.structure import read_structure, source_of
-
-        arguments = {**dict(zip(self.names, args)), **kwargs}
-        cache = cache_of(arguments)
-        if cache is not None and int(cache.get_seq_length()):
+        continues, is_packed, valid_BN = self.read_text(module, args, kwargs)
+        if continues:
             refuse_generation("experts")
-        structure = read_structure(arguments, source_of(arguments), 0, module.config)
-        if structure.segment_BN is not None:
+        if is_packed:
             refuse_packed("experts")
-        if not bool(structure.valid_BN.all()):
+        if not bool(valid_BN.all()):
             raise ValueError(
                 "experts choose among the tokens of a text, and padding in this batch would take their slots: pass "
                 "texts of one length, or apply the method with choice='tokens'"

@@ -42,11 +42,10 @@ from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
-from mmod.routing import Kept, Routing
+from mmod.routing import Kept, LinearScore, Routing
 from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
-from mmod.routing.score.linear import LinearScore
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1

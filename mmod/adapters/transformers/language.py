@@ -26,6 +26,7 @@ from mmod.adapters.transformers.families import (
 from mmod.adapters.transformers.groups import GroupHook, LabelHook, MaskHook
 from mmod.adapters.transformers.images import ImageTokens
 from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
+from mmod.adapters.transformers.structure import read_text
 from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
 from mmod.routing import DecoderRouter
@@ -45,9 +46,22 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
     if config is None:
         raise ValueError(f"cannot route the layers of a {type(text).__name__}: it has no config")
     plain = has_plain_positions(text) and not any(map(reads_positions, layers))
-    # Compact positions need plain ones.
+    # Compact positions need plain ones: one number for each token, which only the rotary embedding reads.
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
     attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
+
+    def hooks(routing: RoutingConfig) -> list[tuple[nn.Module, ModelHook]]:
+        groups = GroupHook(entry, text, name.rpartition(".")[2], routing, plain)
+        needed: list[tuple[nn.Module, ModelHook]] = []
+        if groups.tokens == "image" and routing.reads_attention(training=True):
+            # Labels say where the answer begins, whose attention generation could not know.
+            labelled = labelled_modules(model, owner)
+            needed += [(module, LabelHook(module, groups.running, module is labelled[0])) for module in labelled]
+        needed.append((entry, groups))
+        if entry is not text:
+            needed.append((text, MaskHook(text)))
+        return needed if groups.tower is None else [*needed, *groups.tower.hooks]
+
     return BlockStack(
         library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
@@ -56,26 +70,11 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         dim=int(config.hidden_size),
         call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
         language=True,
+        read_text=read_text,
         reads_images=entry is not text or bool(ImageTokens(config).ids),
         router=DecoderRouter,
-        hooks=lambda routing: _hooks(
-            GroupHook(entry, text, name.rpartition(".")[2], routing, plain), entry, text, labelled_modules(model, owner)
-        ),
+        hooks=hooks,
     )
-
-
-def _hooks(
-    groups: GroupHook, entry: nn.Module, text: nn.Module, labelled: Sequence[nn.Module]
-) -> list[tuple[nn.Module, ModelHook]]:
-    hooks: list[tuple[nn.Module, ModelHook]] = []
-    if groups.tokens == "image" and groups.config.reads_attention(training=True):
-        hooks += [(module, LabelHook(module, groups.running, module is labelled[0])) for module in labelled]
-    hooks.append((entry, groups))
-    if entry is not text:
-        hooks.append((text, MaskHook(text)))
-    if groups.tower is not None:
-        hooks += groups.tower.hooks
-    return hooks
 
 
 def _call_of(

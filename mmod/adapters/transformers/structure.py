@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
-from mmod.blocks import Arguments
+from mmod.blocks import Arguments, parameters_of
 from mmod.ops.views import is_visible
 from mmod.values import IGNORED
 
@@ -84,7 +84,19 @@ def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, con
         _check_zero_or_one(mask)
         segment_BN = _segments_of_positions(arguments, mask, config)
     _check_boundaries(arguments, segment_BN, source, config)
-    return Structure(valid_BN, segment_BN, segment_BN is None and _is_causal(mask, tokens, config))
+    # A window hides earlier tokens only where there are more than it holds.
+    window = getattr(config, "sliding_window", None)
+    is_causal = pads_only(mask) and not sees_both_ways(config) and (window is None or tokens <= window)
+    return Structure(valid_BN, segment_BN, segment_BN is None and is_causal)
+
+
+def read_text(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[bool, bool, Tensor]:
+    """Read a call of a language model, see `BlockStack.read_text`."""
+    arguments = {**dict(zip(parameters_of(module), args)), **kwargs}
+    cache = cache_of(arguments)
+    past = 0 if cache is None else int(cache.get_seq_length())
+    structure = read_structure(arguments, source_of(arguments), past, module.config)
+    return past > 0, structure.segment_BN is not None, structure.valid_BN
 
 
 def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) -> Tensor:
@@ -110,12 +122,6 @@ def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) 
     answer_BN = position_BN.masked_fill(~answers_BN, tokens)
     first_BS = position_BN.new_full((samples, count), tokens).scatter_reduce(1, sample_BN, answer_BN, "amin")
     return position_BN < first_BS.gather(1, sample_BN)
-
-
-def _is_causal(mask: Any, tokens: int, config: Any) -> bool:
-    """Return whether attention over this many tokens masks only padding and future tokens."""
-    window = getattr(config, "sliding_window", None)
-    return pads_only(mask) and not sees_both_ways(config) and (window is None or tokens <= window)
 
 
 def pads_only(mask: Any) -> bool:
