@@ -108,6 +108,7 @@ def find_branches(
                 silenced = search.attempt(search.zeros(attention, mlp, *beside))
                 if silenced is None or not close(silenced, search.x_BND):
                     continue
+                # Silent together, they add nothing. That the block is one behind the other is another question.
                 branches = search.describe(attention, mlp, beside, rows)
                 if branches.halves:
                     return branches

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmod.ops import gather_rows
 from mmod.ops.views import mask_bias
 
 
@@ -62,11 +63,22 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
     return rope.gather(2, position.expand(-1, rope.shape[1], -1, rope.shape[3]))
 
 
-def narrow_batch(rows: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
+def narrow_batch(rows: Tensor, index_BK: Tensor, prefix: int = 0) -> Tensor:
     """Return the rows of kept tokens (B, K, ...) of rows (B or 1, N - prefix, ...)."""
-    position_BK = index_BK[:, prefix:] - prefix
+    position_BK = index_BK[:, prefix:] - prefix if prefix else index_BK
+    if len(rows) == 1:
+        # One look-up for all images: their rows are the same.
+        return rows[0].index_select(0, position_BK.flatten()).unflatten(0, position_BK.shape)
+    if rows.ndim == 3:
+        return gather_rows(rows, position_BK)
     position = position_BK.view(*position_BK.shape, *(1,) * (rows.ndim - 2))
-    return rows.expand(index_BK.shape[0], *rows.shape[1:]).gather(1, position.expand(-1, -1, *rows.shape[2:]))
+    return rows.gather(1, position.expand(-1, -1, *rows.shape[2:]))
+
+
+def pack_batch(rows: Tensor, row_T: Tensor, tokens: int) -> Tensor:
+    """Return the rows (1, T, ...) of packed tokens, of rows (B or 1, N, ...) that images may share."""
+    position_T = row_T if len(rows) > 1 else row_T % tokens
+    return rows.flatten(0, 1).index_select(0, position_T).unsqueeze(0)
 
 
 def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:

@@ -74,6 +74,7 @@ def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = No
     form = proof.form
     if sequence is not None:
         form["rows"] = (*proof.rows, WINDOWS)
+    # Modules of transformers share a config, which a user may change after routing: it is read in each pass.
     configs = [getattr(module, "config", None) for module in block.modules()]
     return NamedArguments(
         **form,

@@ -64,6 +64,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
     owner = model.get_submodule(known[0].rpartition(".")[0]) if known else model
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
+    # Code around timm's blocks may have several lists of them, or none of timm's attributes: a trial tells.
     if tokens.is_declared(model) or len(known) != 1 or prefix is None or dim is None:
         return tokens.find_blocks(model, "timm")
     block_list: Any = model.get_submodule(known[0])

@@ -103,6 +103,7 @@ def find_blocks(model: nn.Module, library: str = "") -> BlockStack:
     if known:
         return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, library)
     tokens: Tokens = vars(model).get(_TOKENS, Tokens())
+    # Attention and MLP have a matrix each; a list of single layers is a stack only where there is no other.
     names = [tokens.blocks] if tokens.blocks else _lists(model, 2) or _lists(model, 1)
     title = host_class(model).__name__
     if not names:

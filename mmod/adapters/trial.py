@@ -363,6 +363,7 @@ class _Trial:
         if self.proof.index_argument:
             self._check_index()
         prefix = self.proof.prefix
+        # The order of tokens shows whatever attention reads of their positions: windows, biases, convolutions.
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
         if not close(self.run(index_BK[:, order]), y_BKD[:, order]):
@@ -376,6 +377,7 @@ class _Trial:
                 "out: tokens reach each other by another way than attention",
                 3,
             )
+        # A batch norm, or attention over a batch, shows in an image that is not beside the other.
         images = [self._alone(image, index_BK[image : image + 1]) for image in range(2)]
         if not close(torch.cat(images), y_BKD):
             raise _Refused("gives an image another result in another batch", 4)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.opening.open import open_model
 from mmod.pretrained import load_pretrained
 
 NAME = "mmod"
@@ -32,7 +31,7 @@ def load_routed(
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
     # Of the hub too, where only this function finds a routed model.
-    model: Any = open_model(load_pretrained(pretrained, device)).model
+    model: Any = load_pretrained(pretrained, device)
     picture = PreprocessCfg(**open_clip.get_model_preprocess_cfg(model))
     transform = image_transform_v2(picture, is_train=False)
     return model, transform, open_clip.get_tokenizer(model_name, context_length=model.context_length)

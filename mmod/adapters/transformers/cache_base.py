@@ -50,11 +50,9 @@ class RoutedCacheLayer:
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Announce the tokens of the next `update`; without slots, no such call follows."""
-        raise NotImplementedError
 
     def begin_update_all(self, x_BND: Tensor) -> None:
         """Announce that the next `update` receives all tokens of this step."""
-        raise NotImplementedError
 
     def joined(self, position_BK: Tensor) -> Tensor:
         """Return the positions (B, L) of the keys that `update` will return, -1 in empty slots."""

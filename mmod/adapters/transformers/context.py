@@ -98,6 +98,7 @@ def attend_to_captured(
     captured: tuple[Tensor, Tensor],
 ) -> Any:
     """Return the host forward's output for tokens that attend to captured keys only."""
+    # Hosts take no empty sequence.
     if not z_BKD.shape[1]:
         return z_BKD
     with PartialProjections(projections, queries=True):

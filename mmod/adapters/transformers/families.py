@@ -6,7 +6,6 @@ Axes: D channels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -53,28 +52,25 @@ def number_of(layer: nn.Module) -> int:
 
 def reason_against(layer: nn.Module) -> str | None:
     """Return why a decoder layer cannot run on some of its tokens, or None if it can."""
-    return next(_reasons(layer), None)
-
-
-def _reasons(layer: nn.Module) -> Iterator[str]:
     attention = layer._modules.get("self_attn")
     known = _NARROWED if shares_keys(attention) else {*_NARROWED, "shared_kv_states"}
     named = list(parameters_of(layer).items())[1:]
     others = [name for name, p in named if p.kind is p.POSITIONAL_OR_KEYWORD and name not in known]
     if others:
-        yield f"it takes {', '.join(others)}, whose part for kept tokens is unknown"
+        return f"it takes {', '.join(others)}, whose part for kept tokens is unknown"
     for name, module in layer.named_children():
         if name not in _BRANCHES and not _treats_tokens_alone(module):
-            yield f"it has the module {name}, which may mix tokens"
+            return f"it has the module {name}, which may mix tokens"
     if attention is None:
-        return
+        return None
     if not hasattr(attention, "config"):
-        yield "its attention has no config, which says how it is computed"
+        return "its attention has no config, which says how it is computed"
     if not _COUNTING.isdisjoint(inspect.unwrap(host_class(attention).forward).__code__.co_names):
-        yield "its attention counts positions itself, and would count among kept tokens"
+        return "its attention counts positions itself, and would count among kept tokens"
     for name, module in attention.named_children():
         if not _treats_tokens_alone(module):
-            yield f"its attention has the module {name}, which may mix tokens"
+            return f"its attention has the module {name}, which may mix tokens"
+    return None
 
 
 def shares_keys(attention: nn.Module | None) -> bool:
@@ -115,12 +111,6 @@ def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
     return next((ends for ends in _ENDS if all(name in layer._modules for name in ends)), None)
 
 
-def inserts_images(module: nn.Module) -> bool:
-    """Return whether a model takes ids and pixels, which it inserts as features into the embedded tokens."""
-    names = parameters_of(module)
-    return "input_ids" in names and any("pixel_values" in name or "image_patches" in name for name in names)
-
-
 def entry_of(model: nn.Module, name: str) -> nn.Module:
     """Return the innermost module around a language model that inserts images, or the language model itself.
 
@@ -131,7 +121,8 @@ def entry_of(model: nn.Module, name: str) -> nn.Module:
     outer = name
     while outer:
         outer = outer.rpartition(".")[0]
-        if inserts_images(model.get_submodule(outer)):
+        names = parameters_of(model.get_submodule(outer))
+        if "input_ids" in names and any("pixel_values" in name or "image_patches" in name for name in names):
             return model.get_submodule(outer)
     return model.get_submodule(name)
 
@@ -151,9 +142,7 @@ def passes_keywords(module: nn.Module) -> bool:
 def has_plain_positions(text: nn.Module) -> bool:
     """Return whether positions are one number per token, with one rotary embedding for all layers."""
     rotary: Any = text._modules.get("rotary_emb")
-    return rotary is not None and list(parameters_of(rotary)) == ["x", "position_ids"] and not _sections(rotary)
-
-
-def _sections(rotary: Any) -> Any:
-    """Return how a rotary embedding divides its channels among time, height and width."""
-    return getattr(rotary, "mrope_section", None)
+    if rotary is None or list(parameters_of(rotary)) != ["x", "position_ids"]:
+        return False
+    # Sections divide the channels among time, height and width.
+    return not getattr(rotary, "mrope_section", None)

@@ -194,6 +194,7 @@ class ImageTokens:
         rest = iter(clips)
         repeated: list[Clip] = []
         for count in counts:
+            # The clips of one sample come again for each of its copies.
             own: list[Clip] = []
             while sum(clip.total for clip in own) < count:
                 own.append(next(rest))

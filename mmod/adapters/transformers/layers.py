@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from mmod.adapters.base import by_name
+from mmod.adapters.masks import narrow_batch, pack_batch
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
@@ -25,7 +26,7 @@ from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, vali
 from mmod.adapters.transformers.structure import read_structure, sees_both_ways
 from mmod.blocks import map_rows
 from mmod.blocks.call import Arguments, DecoderCall
-from mmod.ops import Packing, gather_rows
+from mmod.ops import Packing
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
@@ -116,11 +117,11 @@ class DecoderLayerCall(DecoderCall):
         packed = {**arguments, "attention_mask": None, "position_ids": self._positions(arguments)}
         for name in self._rows:
             if packed.get(name) is not None:
-                packed[name] = map_rows(_packed, packed[name], packing.row_T, x_BND.shape[1])
+                packed[name] = map_rows(pack_batch, packed[name], packing.row_T, x_BND.shape[1])
         if self.compact is not None:
             # Compact positions count kept tokens, so all samples share one table.
             embeddings = self._compact_positions(x_BND[:1], packing.max_seqlen, None)["position_embeddings"]
-            packed["position_embeddings"] = map_rows(_packed, embeddings, packing.slot_T, packing.max_seqlen)
+            packed["position_embeddings"] = map_rows(pack_batch, embeddings, packing.slot_T, packing.max_seqlen)
         return packed
 
     def attend_to_all(
@@ -152,6 +153,7 @@ class DecoderLayerCall(DecoderCall):
             cached.append(kept)
             return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
+        # All tokens have keys, though only the kept ones have queries.
         self.begin_update(arguments, x_BND, routing, all_tokens=True)
         kept = keys_of_all(block, projections, forward, arguments, narrowed["attention_mask"], x_BND)
         return attend_to_captured(projections, forward, narrowed, z_BKD, kept)
@@ -189,9 +191,9 @@ class DecoderLayerCall(DecoderCall):
 
     def whole(self, arguments: Arguments, x_BND: Tensor) -> Arguments:
         """Return the arguments of a dense layer whose importance is read."""
-        if not self.has_static_cache(arguments):
+        # A static cache holds keys of future tokens too: it also returns unused slots, and one of kept tokens does not.
+        if not getattr(cache_of(arguments), "is_compileable", False):
             return arguments
-        # A static cache also returns unused slots; a cache of kept tokens, here all, returns no others.
         self.open_cache(arguments)
         selected = self.select_tokens(arguments, x_BND, None)
         self.begin_update(arguments, x_BND, None)
@@ -211,10 +213,6 @@ class DecoderLayerCall(DecoderCall):
             return True
         cache = self._cache(arguments)
         return type(cache) is RoutedLayer and not cache.ragged
-
-    def has_static_cache(self, arguments: Arguments) -> bool:
-        """Return whether the cache is static, so that keys of future tokens are in it."""
-        return bool(getattr(cache_of(arguments), "is_compileable", False))
 
     def open_cache(self, arguments: Arguments) -> None:
         """Replace the dense cache layer by one of kept tokens, if there is a cache."""
@@ -333,7 +331,7 @@ class DecoderLayerCall(DecoderCall):
             return narrowed
         for name in self._rows:
             if narrowed.get(name) is not None:
-                narrowed[name] = map_rows(_narrow_rows, narrowed[name], routing.kept.index_BK)
+                narrowed[name] = map_rows(narrow_batch, narrowed[name], routing.kept.index_BK)
         return narrowed
 
     @property
@@ -394,19 +392,6 @@ class RecurrentLayerCall(DecoderLayerCall):
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
         """Return the arguments, which are those of all tokens."""
         return arguments
-
-
-def _packed(rows: Tensor, position_T: Tensor, slots: int) -> Tensor:
-    """Return the rows (1, T, ...) at some of a batch's slots; samples may share rows."""
-    position_T = position_T if len(rows) > 1 else position_T % slots
-    return rows.flatten(0, 1).index_select(0, position_T).unsqueeze(0)
-
-
-def _narrow_rows(rows: Tensor, index_BK: Tensor) -> Tensor:
-    """Return the rows (B, K, ...) of kept tokens, of rows (1 or B, N) or (1 or B, N, E)."""
-    if len(rows) == 1:
-        return rows[0].index_select(0, index_BK.flatten()).unflatten(0, index_BK.shape)
-    return gather_rows(rows, index_BK) if rows.ndim > 2 else rows.gather(1, index_BK)
 
 
 # Frequencies of other rope types change with the length of the sequence.

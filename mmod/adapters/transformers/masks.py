@@ -118,8 +118,6 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
 
 def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int) -> Tensor:
     """Return the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys."""
-    if mask.ndim != 4:
-        raise ValueError(f"expected an attention mask of 4 dimensions in a layer, got shape {tuple(mask.shape)}")
     column_BL = key_BL - first_column(mask.shape[3], length)
     pairs = key_columns(query_rows(mask, index_BK), column_BL.clamp(min=0))
     return _hide(pairs, (column_BL < 0)[:, None, None, :])

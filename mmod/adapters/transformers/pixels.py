@@ -30,9 +30,6 @@ class PixelsHook(ModelHook):
     def __init__(self, noted: PerThread[Noted]) -> None:
         self.noted = noted
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing before the call."""
-
     def after(self, module: Any, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Note the pixels; there is no output of a call that failed."""
         if output is None or recomputing():

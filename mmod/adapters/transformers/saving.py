@@ -215,6 +215,7 @@ def _described_config(config: Any, described: dict[str, Any]) -> Any:
         path.with_name(f"{CODE}.py").write_text(_SOURCE)
 
     host = type(config)
+    # transformers writes the file by this method of the config, in the middle of saving, and uploads the folder then.
     twin = copy.copy(config)
     twin.__class__ = type(host.__name__, (host,), {"__module__": host.__module__, "to_json_file": to_json_file})
     return twin
@@ -304,6 +305,7 @@ def load(
             return read
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        # The host's code must not see the class that only opens the folder: models ask for their own.
         self.__class__ = dense
         dense.__init__(self, config, *args, **kwargs)
         before = set(self.state_dict())

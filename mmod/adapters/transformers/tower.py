@@ -158,7 +158,9 @@ class TowerReader(ModelHook):
             raise ValueError(f"{self.option} reads {self.stack.names[0]}, which did not process the {names[0]}s")
         if len(names) > 1:
             raise ValueError(f"{self.option} reads images or videos: this call has both")
-        token_Q, tokens = self._tokens(entry, names[0], _arguments_of(entry, names[0], arguments), calls)
+        taken = inspect.signature(getattr(entry, f"get_{names[0]}_features")).parameters
+        described = {key: arguments[key] for key in taken if arguments.get(key) is not None}
+        token_Q, tokens = self._tokens(entry, names[0], described, calls)
         used_Q = token_Q >= 0
         side = isqrt(int(token_Q[used_Q].bincount().amax()) - 1) + 1
         # The tower may have run before, for another reason.
@@ -329,12 +331,6 @@ def _last_used(config: Any, layers: int) -> int:
     # Hidden states begin with the embeddings, before the first layer.
     last = max(state % (layers + 1) for state in ([chosen] if isinstance(chosen, int) else chosen))
     return max(last - 1, 0)
-
-
-def _arguments_of(entry: Any, name: str, arguments: Arguments) -> dict[str, Any]:
-    """Return the arguments of a model that its function of features takes."""
-    parameters = inspect.signature(getattr(entry, f"get_{name}_features")).parameters
-    return {key: arguments[key] for key in parameters if arguments.get(key) is not None}
 
 
 def _layout(value: Any) -> Any:
