@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.converted import EXPORT, ConvertedBlock
 from mmod.blocks.execution import AmongAll, CachedTokens, Execution, KeptTokens, MlpOfKept, OneBranch
+from mmod.blocks.passes import SpanPass
 from mmod.blocks.record import Deciding
+from mmod.blocks.rows import Rows
 from mmod.blocks.span import BlockState
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import LOSSES, RoutingConfig, Threshold
@@ -112,22 +114,38 @@ class RoutedBlock(Deciding, ConvertedBlock):
                 return super().forward(x, **whole)
         # Most hosts pass tokens alone, and binding takes time.
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
+        # Calls cost as much as small operations, so a block alone makes none for what it does not share.
+        shared = None if state.span is None else self.enter(x, arguments)
         if execution.between_halves:
-            x = self.attend(x, arguments)
-        routing = self.decide(x, arguments)
-        rows = execution.make_rows(self, x, arguments, routing)
-        y = execution.run(self, super().forward, rows.z, arguments, rows)
-        return rows.write_back(y)
+            x = self.attend(x, arguments, shared)
+        rows, z = self.gather(x, arguments, shared)
+        y = execution.run(self, super().forward, z, arguments, rows)
+        return rows.write_back(y) if shared is None else self.leave(y, rows, shared)
 
-    def decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
-        """Return the router's decision about tokens (B, N, D)."""
+    def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
+        """Return what the block shares with others in this pass; None for nothing."""
+        return None
+
+    def attend(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> Tensor:
+        """Return tokens after the attention that runs before the decision."""
+        halves = self.mod_state.call.halves
+        assert halves is not None
+        return halves.attend(self, x, arguments)
+
+    def gather(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> tuple[Rows, Tensor]:
+        """Decide about tokens (B, N, D), and return the rows that run, with their state before the block."""
         state = self.mod_state
         tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
         scored = self.normed(x) if state.execution.scores_norm else x
         routing: Routing = self.router(scored, None, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
-        return routing
+        rows = state.execution.make_rows(self, x, arguments, routing)
+        return rows, rows.z
+
+    def leave(self, y: Tensor, rows: Rows, shared: SpanPass) -> Tensor:
+        """Return what the next block gets, from the rows after the block."""
+        return rows.write_back(y)
 
     def normed(self, x: Tensor) -> Tensor:
         """Return the output of the block's first norm, which the router scores instead of the tokens."""
@@ -143,12 +161,6 @@ class RoutedBlock(Deciding, ConvertedBlock):
             losses = self.losses(routing)
             if losses:
                 self.keep_loss(losses, x, routing.score_BN)
-
-    def attend(self, x: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """Return tokens after the attention that runs before the decision."""
-        halves = self.mod_state.call.halves
-        assert halves is not None
-        return halves.attend(self, x, arguments)
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse torch.jit.trace, under which torch calls this in place of `forward`."""

@@ -108,10 +108,18 @@ class Span:
             # Outside calls of the model, where batches may be in flight in stages, positions tell them apart. A graph
             # that reads a position serves one block: one that reads only `begins` and `ends` serves all blocks between.
             in_order = torch.compiler.is_dynamo_compiling() and calls.running.outer is not None
-            found = self.find(x, None if in_order else state.position)
-            if found is None:
-                return None
-            shared = found
+            latest = calls.running.latest
+            # Where nothing reads the tokens between modules, their order tells the pass, and no tensor is remembered.
+            comes_next = latest is not None and latest.owner is self and not latest.busy
+            if latest is not None and comes_next and (in_order or latest.position < state.position):
+                shared = latest
+                if not in_order:
+                    shared.position = state.position
+            else:
+                found = self.find(x, None if in_order else state.position)
+                if found is None:
+                    return None
+                shared = found
         # An uninterrupted pass may hand on rows instead of all tokens.
         if not shared.uninterrupted and not torch.compiler.is_compiling() and shared.shape != x.shape[:2]:
             raise ValueError(
@@ -176,7 +184,7 @@ class Span:
         return started
 
     def find(self, x: Tensor, position: int | None) -> SpanPass | None:
-        """Return the pass that the input of a later module belongs to; None if no pass reached it.
+        """Return the pass of a later module's input, where order does not tell it; None if no pass reached it.
 
         Args:
             position: The module's position; None in a compiled call of the model, whose modules run in order: a graph
@@ -186,15 +194,7 @@ class Span:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
         call = self.calls.value.running
-        latest = call.latest
-        if latest is not None and latest.owner is self and not latest.busy:
-            # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
-            if position is None:
-                return latest
-            if latest.position < position:
-                latest.position = position
-                return latest
-        # From here on, something may have read the tokens or run the blocks in another order: the tensor tells.
+        # Something may have read the tokens or run the blocks in another order: the tensor tells.
         found = None
         if not torch.compiler.is_compiling():
             found = self._pass_of(x)

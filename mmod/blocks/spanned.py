@@ -34,28 +34,28 @@ class SpannedBlock(RoutedBlock):
 
     title = "Routed"
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Route tokens (B, N, D), or rows that the block before passed on (B, K, D), see `RoutedBlock.forward`."""
-        if not isinstance(x, Tensor):
-            return trace_as_node(self, x, args, kwargs)
+    def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
+        """Return the pass of tokens (B, N, D), or of rows that the block before passed on (B, K, D)."""
         state = self.mod_state
-        call = state.call
         span = state.span
         assert span is not None
         # In a call in which a decoder may skip no token, its layers share nothing.
-        if call.decodes and not cast(DecoderCall, call).shares(kwargs):
-            return super().forward(x, *args, **kwargs)
-        shared = span.enter(x, state) if self.training or not span.for_loss else None
+        if state.call.decodes and not cast(DecoderCall, state.call).shares(arguments):
+            return None
+        if span.for_loss and not self.training:
+            return None
+        shared = span.enter(x, state)
         if shared is None:
-            # Nothing is shared in this mode, or no pass reached the block, as where it is called by itself.
+            # No pass reached the block, as where it is called by itself.
             self._check_alone(span)
-            return super().forward(x, *args, **kwargs)
-        arguments = call.bind(args, kwargs) if args or kwargs else {}
-        if call.decodes:
-            cast(DecoderCall, call).open_cache(arguments)
-        execution = state.execution
+        return shared
+
+    def gather(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> tuple[Rows, Tensor]:
+        """Decide as the span does, and return its rows, or new ones where none were passed on."""
+        if shared is None:
+            return super().gather(x, arguments, None)
+        state = self.mod_state
         rule = self.router.rule
-        # Where the block before passed on its rows, x has those alone.
         rows = shared.rows
         routing = None
         if rows is not None:
@@ -66,35 +66,33 @@ class SpannedBlock(RoutedBlock):
                 # Another rule chooses among all tokens. Where tokens join others, it narrows the rows further.
                 x = rows.write_back(x)
                 rows = shared.rows = None
-        if execution.between_halves:
-            x = self.attend_in_span(x, arguments, shared, rows)
         if routing is None:
-            tokens = call.masks(arguments, x) if arguments or call.masks_always else NO_MASKS
-            routing = self.decide_in_span(x, shared, rule, tokens)
+            tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
+            routing = self._decide(x, shared, rule, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
         if rows is None:
-            rows = execution.make_rows(self, x, arguments, routing)
+            rows = state.execution.make_rows(self, x, arguments, routing)
             z = rows.z
         else:
             z = rows.follow(x, routing)
-        # The host's forward: that of `RoutedBlock` would decide again.
-        y = execution.run(self, super(RoutedBlock, self).forward, z, arguments, rows)
-        if state.passes_rows and shared.uninterrupted and self._next_takes(rows, shared):
-            rows.rule = rule
-            shared.rows = rows
-            # All that `span.leave` does where the next block finds the pass by the order of the blocks.
-            shared.busy = False
-            return y
-        shared.rows = None
-        return span.leave(rows.write_back(y), shared, state)
+        rows.rule = rule
+        return rows, z
 
-    def _next_takes(self, rows: Rows, shared: SpanPass) -> bool:
-        """Return whether the next block takes the rows, where a pass may hand them on."""
-        # Compilers guard on the block's number, so it is read only where there are some to compare.
-        if shared.read_blocks and self.mod_state.number in shared.read_blocks:
-            return False
-        return rows is shared.rows or (rows.shrinks and self.router.shares_decisions)
+    def leave(self, y: Tensor, rows: Rows, shared: SpanPass) -> Tensor:
+        """Return all tokens after the block, or the rows alone if the next block takes them."""
+        state = self.mod_state
+        assert state.span is not None
+        if state.passes_rows and shared.uninterrupted:
+            # Compilers guard on the block's number, so it is read only where there are some to compare.
+            is_read = shared.read_blocks and state.number in shared.read_blocks
+            if not is_read and (rows is shared.rows or (rows.shrinks and self.router.shares_decisions)):
+                shared.rows = rows
+                # All that `span.leave` does where the next block finds the pass by the order of the blocks.
+                shared.busy = False
+                return y
+        shared.rows = None
+        return state.span.leave(rows.write_back(y), shared, state)
 
     def _check_alone(self, span: Span) -> None:
         """Raise a ValueError if a block that no pass has reached cannot decide alone."""
@@ -105,13 +103,13 @@ class SpannedBlock(RoutedBlock):
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
 
-    def attend_in_span(
-        self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass, passed_on: Rows | None
-    ) -> Tensor:
+    def attend(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
+        if shared is None:
+            return super().attend(x, arguments, None)
         state = self.mod_state
         call = state.call
-        rows = passed_on
+        rows = shared.rows
         z = x
         if rows is None:
             earlier = self._joined_before(shared, x.device)
@@ -122,16 +120,16 @@ class SpannedBlock(RoutedBlock):
             arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
         if state.observes:
             queries_BN = call.masks(arguments, z).queries_BN
-            attend = partial(self.attend, z, arguments)
+            attend = partial(super().attend, z, arguments, shared)
             y, shared.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
         else:
-            y = self.attend(z, arguments)
+            y = super().attend(z, arguments, shared)
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
-        if rows is passed_on or rows is None:
+        if rows is shared.rows or rows is None:
             return y
         return rows.write_back(y)
 
-    def decide_in_span(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
+    def _decide(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
         """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
 
         Args:
