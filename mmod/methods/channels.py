@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_library
 from mmod.blocks import Deciding, Records, convert
 from mmod.methods.base import Method, register_method
-from mmod.ops import gather_rows, scatter_rows, select_topk
+from mmod.ops import gather_rows, merge_rows, select_topk
 from mmod.routing import Kept, RandomScore, Routing
 
 
@@ -148,7 +148,7 @@ class ChannelBlock(Deciding):
         # The narrow block added its shortcut already.
         added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]
         if config.into == "own":
-            return scatter_rows(flat, index_BK, (z + added).flatten(2)).view_as(x_BCHW)
+            return merge_rows(flat, index_BK, z.flatten(2), (z + added).flatten(2)).view_as(x_BCHW)
         count = index_BK.shape[1]
         return torch.cat([x_BCHW[:, :count] + added, x_BCHW[:, count:]], dim=1)
 

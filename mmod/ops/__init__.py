@@ -28,7 +28,7 @@ from mmod.ops.packed import (
     pack_rows,
     packed_attention,
 )
-from mmod.ops.rows import gather_norm, gather_rows, inverse_rows, lerp_rows, merge_rows, scatter_rows
+from mmod.ops.rows import gather_norm, gather_rows, inverse_rows, lerp_rows, merge_rows
 from mmod.ops.select import Kept, select_topk
 
 # Every module that defines an op registers it, so that `use` and `choices` know all of them.

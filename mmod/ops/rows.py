@@ -244,26 +244,6 @@ def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = Non
     return take_rows(x_BND, index_BK)
 
 
-def _scatter_by_kernel(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-    return _merge_rows(x_BND, index_BK, None, y_BKD, None, None, None)
-
-
-@op(_kernel(_scatter_by_kernel, why=_UNMEASURED), how="copies of rows, in graphs of elements")
-def scatter_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-    """Return the tokens with the rows at `index_BK` replaced.
-
-    The result is a new tensor: hosts return a block's input in `forward_intermediates`, so it must not change.
-
-    Args:
-        y_BKD: The new rows (B, K, D), of x's dtype; the other arguments are those of `gather_rows`.
-
-    Example:
-        >>> scatter_rows(torch.zeros(1, 3, 1), torch.tensor([[1]]), torch.ones(1, 1, 1)).flatten().tolist()
-        [0.0, 1.0, 0.0]
-    """
-    return put_rows(x_BND, index_BK, y_BKD)
-
-
 def gather_norm(
     x_BND: Tensor,
     index_BK: Tensor,
@@ -330,7 +310,7 @@ def _merge_by_kernel(
 
 @op(
     _kernel(_merge_by_kernel, why="not yet measured; reason: one pass over the rows instead of three"),
-    how="torch's lerp and scatter_rows",
+    how="torch's lerp, and copies of rows, in graphs of elements",
 )
 def merge_rows(
     x_BND: Tensor,
@@ -342,6 +322,8 @@ def merge_rows(
     inverse_BN: Tensor | None = None,
 ) -> Tensor:
     """Return all rows after the block: `lerp(z, y, gate)` where a row is kept, else x.
+
+    The result is a new tensor: hosts return a block's input in `forward_intermediates`, so it must not change.
 
     Args:
         x_BND: Tokens after the block if none were kept (B, N, D).

@@ -124,12 +124,12 @@ def test_wrong_gradients_are_found() -> None:
 
 @pytest.mark.usefixtures("small_probes")
 def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = config(tmp_path, ops=["gather_rows", "scatter_rows"], step=["forward"])
+    options = config(tmp_path, ops=["gather_rows", "merge_rows"], step=["forward"])
     run, measured = op_benchmark._run, []
 
     def killed_at_the_second(config: Any, op: str, *args: Any) -> Any:
         measured.append(op)
-        if measured == ["gather_rows", "scatter_rows"]:
+        if measured == ["gather_rows", "merge_rows"]:
             raise KeyboardInterrupt
         return run(config, op, *args)
 
@@ -141,10 +141,10 @@ def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     measured.clear()
     with pytest.raises(KeyboardInterrupt):
         benchmark(replace(options, rounds=3), progress=False)
-    assert measured == ["gather_rows", "scatter_rows"], "rows of other options are not its own"
+    assert measured == ["gather_rows", "merge_rows"], "rows of other options are not its own"
     report = benchmark(options, progress=False)
-    assert measured == ["gather_rows", "scatter_rows", "scatter_rows"], "the first run is not repeated"
-    assert {row["op"] for row in report.rows} == {"gather_rows", "scatter_rows"}
+    assert measured == ["gather_rows", "merge_rows", "merge_rows"], "the first run is not repeated"
+    assert {row["op"] for row in report.rows} == {"gather_rows", "merge_rows"}
     assert not unfinished.exists()
     assert benchmark(options, progress=False).rows == report.rows
     assert len(measured) == 3, "a finished benchmark is read"
@@ -186,7 +186,7 @@ def test_bounds_count_what_must_be_moved_and_computed() -> None:
     row, index = 16 * 2, 2 * 5 * 8
     works = {op: make_case(op, size, torch.bfloat16, CPU) for op in CASES}
     assert works["gather_rows"].forward == Work(2 * 2 * 5 * row + index)
-    assert works["scatter_rows"].forward == Work(2 * 2 * 10 * row + index)
+    assert works["merge_rows"].forward == Work(2 * (2 * 10 + 5) * row + index + 2 * 5 * 4)
     assert works["attention_with_importance"].forward.flops == 4 * 2 * 2 * 10 * 10 * 8
     for op, case in works.items():
         tensors = [value for value in case.inputs.values() if isinstance(value, torch.Tensor)]

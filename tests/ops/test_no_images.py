@@ -29,7 +29,6 @@ from mmod.ops import (
     packed_attention,
     random_scores,
     redundancy_scores,
-    scatter_rows,
     select_topk,
     signed_sums,
     size_groups,
@@ -58,7 +57,6 @@ def heads(images: int) -> Tensor:
 
 CALLS: dict[str, Callable[[int], Any]] = {
     "gather_rows": lambda images: gather_rows(tokens(images), index(images)),
-    "scatter_rows": lambda images: scatter_rows(tokens(images), index(images), tokens(images, K)),
     "merge_rows": lambda images: merge_rows(
         tokens(images), index(images), tokens(images, K), tokens(images, K), torch.rand(images, K)
     ),

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmod import ops
-from mmod.ops import gather_norm, gather_rows, inverse_rows, merge_rows, scatter_rows, use
+from mmod.ops import gather_norm, gather_rows, inverse_rows, merge_rows, use
 from tests.kit.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 # B, N, K, D: single tokens, everything kept, nothing kept, odd and wide rows, the lengths of common models.
@@ -34,6 +33,11 @@ def rows_of(shape: tuple[int, int, int, int], device: str, dtype: torch.dtype) -
     index = torch.rand(images, tokens).argsort(dim=1)[:, :slots].sort(dim=1).values
     gate = torch.randn(images, slots)
     return x.to(device, dtype), index.to(device), y.to(device, dtype), gate.to(device)
+
+
+def put(x: Tensor, index: Tensor, y: Tensor) -> Tensor:
+    """Write rows back as they are: without a gate, the rows before the block are not read."""
+    return merge_rows(x, index, torch.full_like(y, torch.nan), y)
 
 
 def merged_by_loops(
@@ -77,7 +81,7 @@ def test_scattering_moves_the_bits_of_torch(device: str, dtype: torch.dtype, sha
     for backend in ("torch", "triton"):
         inputs = leaves(x, y)
         with use(backend), poisoned():
-            out = scatter_rows(inputs[0], index, inputs[1])
+            out = put(inputs[0], index, inputs[1])
             results.append([out, *gradients(out, inputs)])
     for plain, kernel in zip(*results):
         assert torch.equal(kernel, plain)
@@ -92,8 +96,8 @@ def test_rows_copied_whole_are_those_of_torch(images: int, channels: int, grad: 
     at = index.unsqueeze(-1).expand(-1, -1, channels)
     for ours, theirs in [
         (gather_rows(x, index.int()), torch.gather(x, 1, at)),
-        (scatter_rows(x, index.int(), y), torch.scatter(x, 1, at, y)),
-        (scatter_rows(x, index, y[:, :, 1:2].expand_as(y)), torch.scatter(x, 1, at, y[:, :, 1:2].expand_as(y))),
+        (put(x, index.int(), y), torch.scatter(x, 1, at, y)),
+        (put(x, index, y[:, :, 1:2].expand_as(y)), torch.scatter(x, 1, at, y[:, :, 1:2].expand_as(y))),
     ]:
         assert torch.equal(ours, theirs)
         if grad:
@@ -101,14 +105,14 @@ def test_rows_copied_whole_are_those_of_torch(images: int, channels: int, grad: 
                 assert torch.equal(one, other)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has no fast rule for index_copy_ under vmap
-        batched = torch.func.vmap(scatter_rows)(x[None], index[None], y[None])
-    assert torch.equal(batched[0], scatter_rows(x, index, y))
+        batched = torch.func.vmap(put)(x[None], index[None], y[None])
+    assert torch.equal(batched[0], put(x, index, y))
 
 
 def test_moved_rows_pass_the_numerical_check_of_gradients_twice() -> None:
     x, index, _, _ = rows_of((2, 5, 2, 4), "cpu", torch.float64)
     x, y = x.contiguous().requires_grad_(), torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
-    for function, inputs in ((gather_rows, (x, index)), (scatter_rows, (x, index, y))):
+    for function, inputs in ((gather_rows, (x, index)), (put, (x, index, y))):
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
 
@@ -260,7 +264,7 @@ def test_moving_rows_counts_no_flops(device: str) -> None:
     assert counter.get_total_flops() == 0
 
 
-@pytest.mark.parametrize("move", [ops.gather_rows, ops.scatter_rows], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("move", [gather_rows, put], ids=lambda f: f.__name__)
 def test_rows_of_a_packed_batch_are_those_of_one_long_image(move: Callable[..., Tensor]) -> None:
     x, index, y, _ = rows_of((3, 6, 2, 4), "cpu", torch.float32)
     row_1T = (index + 6 * torch.arange(3).unsqueeze(1)).reshape(1, -1)
@@ -281,5 +285,5 @@ def test_rows_are_found_beyond_two_to_the_31() -> None:
     index = torch.tensor([[4095]] * 3, device="cuda")
     with use("triton"):
         assert gather_rows(x, index)[2].eq(1).all()
-        out = scatter_rows(x, index, torch.full((3, 1, 262144), 2.0, dtype=torch.bfloat16, device="cuda"))
+        out = put(x, index, torch.full((3, 1, 262144), 2.0, dtype=torch.bfloat16, device="cuda"))
         assert gather_rows(out, index).eq(2).all()

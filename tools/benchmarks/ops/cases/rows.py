@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.config import rational
-from mmod.ops import gather_norm, gather_rows, merge_rows, scatter_rows
+from mmod.ops import gather_norm, gather_rows, merge_rows
 from mmod.ops.select import select_topk
 from tools.benchmarks.ops.case import Maker, OpCase, Work, register_case
 
@@ -45,28 +45,6 @@ def gather_rows_case(make: Maker) -> OpCase:
         baselines={"index_select": _select_rows},
         forward=Work(2 * kept_rows + make.index_bytes),
         backward=Work(kept_rows + all_rows + make.index_bytes),
-        moves=True,
-    )
-
-
-@register_case("scatter_rows")
-def scatter_rows_case(make: Maker) -> OpCase:
-    """Return the case of rows written back as they are."""
-
-    def exact(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-        return torch.stack([x.index_copy(0, i, y) for x, i, y in zip(x_BND, index_BK, y_BKD)])
-
-    all_rows = make.row_bytes(make.size.tokens)
-    kept_rows = make.row_bytes(make.size.kept)
-    inputs = {"x_BND": make.rows(make.size.tokens), "index_BK": make.index(), "y_BKD": make.rows(make.size.kept)}
-    return OpCase(
-        op=scatter_rows,
-        inputs=inputs,
-        learns=("x_BND", "y_BKD"),
-        exact=exact,
-        baselines={"index_copy": _copy_rows},
-        forward=Work(2 * all_rows + make.index_bytes),
-        backward=Work(2 * all_rows + kept_rows + make.index_bytes),
         moves=True,
     )
 
