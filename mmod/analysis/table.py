@@ -198,8 +198,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
         return _resampling(count, _DRAWS).of(
             lambda weight_SN: weigh(one_columns, weight_SN) - weigh(other_columns, weight_SN)
         )
-    change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
-    change = _changed(change_N)
+    change = _change(one_outcomes[figure][:count], other_outcomes[figure][:count])
     # Outcomes are shares, and figures of their names in percent.
     is_in_percent = figure in _rows(table, name).figures
     return dataclasses.replace(100 * change, seeds=1) if is_in_percent else change
@@ -216,7 +215,7 @@ def gain(table: Table, figure: str, before: str, name: str) -> Estimate | None:
     outcomes = _outcomes(table, name)
     if len(earlier) > 1 or figure not in outcomes or before not in outcomes:
         return difference(by_seed(table, figure, name), earlier)
-    change = _changed(outcomes[figure] - outcomes[before])
+    change = _change(outcomes[figure], outcomes[before])
     return dataclasses.replace(100 * change, seeds=1)
 
 
@@ -288,8 +287,17 @@ def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
     return _rows(table, name).outcomes
 
 
-def _changed(change_N: np.ndarray) -> Estimate:
-    return change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N)
+def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
+    """Return the mean change from other outcomes, with an interval that ends where all or none are right."""
+    change_N = outcome_N - other_N
+    if not {-1, 0, 1}.issuperset(change_N):
+        return _bootstrapped(change_N)
+    change = change_of(change_N)
+    if not {0, 1}.issuperset(other_N):
+        return change
+    right = float(other_N.mean())
+    # The interval is symmetric, and would promise more than all to a model that is right on all.
+    return dataclasses.replace(change, low=max(change.low, -right), high=min(change.high, 1 - right))
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:

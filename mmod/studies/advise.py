@@ -139,7 +139,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--threads", type=int, help="threads of the CPU; those of torch unless given")
     parser.add_argument("--on_corrupt", choices=("raise", "skip"), default="raise", help="what to do on a broken image")
     parser.add_argument(
-        "--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL, with --faster MODEL-faster-TIMES)"
+        "--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL, or MODEL-faster-TIMES)"
     )
     return parser
 
