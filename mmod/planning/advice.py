@@ -132,10 +132,11 @@ class Advice:
     def best(self) -> AdviceRow | None:
         """The fastest candidate within the tolerance, or one as fast that clearly is or loses less.
 
-        None if the dense model is. Where a speed-up is wanted, the candidate that reaches it and loses least.
+        None if the dense model is. Where a speed-up is wanted, the candidate that reaches it, within the noise, and
+        loses least.
         """
         if self.faster is not None:
-            reaching = [row for row in self.rows if row.speedup.median >= self.faster]
+            reaching = [row for row in self.rows if LEAST_SPEEDUP * row.speedup.median >= self.faster]
             return min(reaching, key=lambda row: row.loss.value, default=None)
         fitting = [row for row in self._faster if row.loss.value <= self.tolerance]
         as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
@@ -193,7 +194,9 @@ class Advice:
         """Return what to do for the speed-up that is wanted."""
         if row is None:
             fastest = max(self.rows, key=lambda row: row.speedup.median, default=None)
-            nearest = "" if fastest is None else f"; the fastest is {fastest.name}, {fastest.speedup.median:.2f} times"
+            nearest = ""
+            if fastest is not None:
+                nearest = f"; the fastest is {fastest.name}: {self._times(fastest)} at {self._measured(fastest)}"
             return (
                 f"None of these few is {self.faster:g} times as fast{nearest}. Time larger batches, or leave out "
                 "`faster`: then smaller sizes are tried too."

@@ -595,7 +595,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     tried = {row.name.rpartition("-")[0] for row in advice.rows}
     assert tried <= {"gradual", "merge late", "a-mod", "smaller-image"}
     assert len(tried) >= 3 or faster > 2
-    reaching = [row for row in advice.rows if row.speedup.median >= faster]
+    reaching = [row for row in advice.rows if 1.03 * row.speedup.median >= faster]
     if not reaching:
         assert advice.best is None
         assert f"None of these few is {faster:g} times as fast" in advice.sentence

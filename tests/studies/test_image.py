@@ -237,7 +237,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
     told = tell(config, table, runs, [], {"images": [], "depth": 4})
     for size in (1, 16):
-        assert f"What to use, in batches of {size}:\n\n- 1.25 times the dense speed: same, +0.0 [" in told.text
+        assert f"What loses least, in batches of {size}:\n\n- 1.25 times the dense speed: same, +0.0 [" in told.text
     assert "points; no clear difference from lucky" in told.text
     (points,) = re.findall("differences below ([0-9.]+) points may be chance", told.text)
     difference = gap(table, "top1", "lucky", "dense")
@@ -245,7 +245,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     for rows in table.runs.values():
         rows[0] = rows[0]._replace(samples=8, outcomes={"top1": rows[0].outcomes["top1"][:8]})
     few = tell(config, table, runs, [], {"images": [], "depth": 4})
-    assert few.text.startswith("Best on these images, which are too few to choose by, in batches of 1")
+    assert few.text.startswith("What loses least on these images, which are too few to choose by, in batches of 1")
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
@@ -261,7 +261,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
     told = tell(config, timed, runs, [], facts)
     assert told.text.splitlines() == [
-        "What to use, in batches of 16:",
+        "What loses least, in batches of 16:",
         "",
         "- 1.25 times the dense speed: b, -1.0 points; no clear difference from a",
         "- 1.5 times the dense speed: a, -2.0 points",
