@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,26 @@ def plain_answer(text: str) -> str:
         'a red fox'
     """
     return " ".join(text.lower().split())
+
+
+def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
+    """Return the accuracy, by question type, of a question's, or else its type's, most frequent training answer.
+
+    Answers are equal but for case and spacing, as in `mmod.training.chat.evaluate`.
+    """
+    by_question: dict[str, Counter[str]] = defaultdict(Counter)
+    by_type: dict[str, Counter[str]] = defaultdict(Counter)
+    for question_type, question, answer in train:
+        by_question[question][plain_answer(answer)] += 1
+        by_type[question_type][plain_answer(answer)] += 1
+    right = Counter[str]()
+    asked = Counter[str]()
+    for question_type, question, answer in test:
+        # A question that training has not asked is guessed by its type.
+        known = by_question.get(question) or by_type[question_type]
+        right[question_type] += bool(known) and known.most_common(1)[0][0] == plain_answer(answer)
+        asked[question_type] += 1
+    return {question_type: right[question_type] / count for question_type, count in asked.items()}
 
 
 def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:

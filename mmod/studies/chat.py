@@ -23,8 +23,7 @@ from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
-from mmod.data.records import IMAGE
-from mmod.data.synthetic.questions import prior_of
+from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Run

@@ -12,7 +12,7 @@ from PIL import Image
 
 import mmod
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-from mmod.data.synthetic.questions import prior_of
+from mmod.data.records import prior_of
 from scripts.pages_and_screens.duplicates import differences
 from scripts.real_halves.compare import DENSE, ends, fewer, together
 from scripts.real_halves.evaluate import by_picture, costs, gap, loaded

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from mmod.data.records import IMAGE, plain_answer
+from mmod.data.records import IMAGE, prior_of
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.handwriting import SPLITS, Drawn, DrawnConfig, Painter, encode_png, paste
 from mmod.io.files import replacing
@@ -239,26 +237,6 @@ def export_questions(
             (partial / f"{split}.json").write_text(text)
             files[f"{split}.json"] = {"samples": len(records), "sha256": hashlib.sha256(text.encode()).hexdigest()}
     return files
-
-
-def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
-    """Return the accuracy, by question type, of a question's, or else its type's, most frequent training answer.
-
-    Answers are equal but for case and spacing, as in `mmod.training.chat.evaluate`.
-    """
-    by_question: dict[str, Counter[str]] = defaultdict(Counter)
-    by_type: dict[str, Counter[str]] = defaultdict(Counter)
-    for question_type, question, answer in train:
-        by_question[question][plain_answer(answer)] += 1
-        by_type[question_type][plain_answer(answer)] += 1
-    right = Counter[str]()
-    asked = Counter[str]()
-    for question_type, question, answer in test:
-        # A question that training has not asked is guessed by its type.
-        known = by_question.get(question) or by_type[question_type]
-        right[question_type] += bool(known) and known.most_common(1)[0][0] == plain_answer(answer)
-        asked[question_type] += 1
-    return {question_type: right[question_type] / count for question_type, count in asked.items()}
 
 
 def measure_prior(config: QuestionsConfig) -> dict[str, float]:

@@ -26,7 +26,7 @@ from mmod.audits.evaluations import evaluate_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, check_conversations
 from mmod.data.readers.lengths import open_checked
-from mmod.data.synthetic.questions import prior_of
+from mmod.data.records import prior_of
 from mmod.io.files import replacing, write_atomically
 from mmod.io.processes import gathered
 from mmod.opening.runs import FINAL_MODEL

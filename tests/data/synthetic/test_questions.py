@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmod.data.records import prior_of
 from mmod.data.synthetic.questions import (
     DIFFICULTIES,
     KINDS,
@@ -18,7 +19,6 @@ from mmod.data.synthetic.questions import (
     compose_chats,
     export_questions,
     measure_prior,
-    prior_of,
 )
 
 TINY = DIFFICULTIES["tiny"]
