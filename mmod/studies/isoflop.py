@@ -201,10 +201,11 @@ def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
     folder = Path(config.output)
     facts = runner.facts
-    text = f"{table(points)}\n\n{verdict(points)}"
+    minima = optima(points)
+    text = f"{table(points, minima)}\n\n{verdict(minima, points[0]['series'])}"
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
-        for row in optima(points)
+        for row in minima
     ]
     record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
     record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
@@ -231,26 +232,27 @@ class Curve:
         return float(np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(self.flops))))
 
     @property
-    def optimum(self) -> float | None:
-        """The number of parameters with the least loss; None where the parabola has no minimum among the sizes."""
+    def minimum(self) -> dict[str, float]:
+        """Parameters, FLOPs of a forward pass and loss where it is least; empty without a minimum among the sizes."""
         square, slope, _ = self.coefficients
+        # A parabola that opens downwards is lowest at its ends, beyond which other sizes may be better.
         if square <= 0:
-            return None
+            return {}
         best = float(np.exp(-slope / (2 * square)))
-        return best if self.sizes[0] <= best <= self.sizes[-1] else None
+        if not self.sizes[0] <= best <= self.sizes[-1]:
+            return {}
+        return {"parameters": best, "forward": self.forward(best), "loss": self.loss(best)}
 
 
-def fit_curve(sizes: Sequence[float], flops: Sequence[float], losses: Sequence[float]) -> Curve | None:
-    """Fit a curve to models by least squares; None for fewer than three sizes.
+def fit_curve(sizes: Sequence[float], flops: Sequence[float], losses: Sequence[float]) -> Curve:
+    """Fit a curve to three models or more by least squares.
 
     Example:
         >>> sizes = [1e4, 1e5, 1e6, 1e7]
-        >>> curve = fit_curve(sizes, sizes, [3.0, 2.0, 2.0, 3.0])
-        >>> round(curve.optimum), round(curve.loss(curve.optimum), 3)
+        >>> least = fit_curve(sizes, sizes, [3.0, 2.0, 2.0, 3.0]).minimum
+        >>> round(least["parameters"]), round(least["loss"], 3)
         (316228, 1.875)
     """
-    if len(set(sizes)) < 3:
-        return None
     order = np.argsort(sizes)
     size, flop, loss = (np.asarray(values, dtype=float)[order] for values in (sizes, flops, losses))
     square, slope, level = np.polyfit(np.log(size), loss, 2).tolist()
@@ -264,59 +266,58 @@ def curves_of(points: Points, seed: int | None = None) -> dict[Group, Curve]:
         groups.setdefault((point["budget"], point["series"]), []).append(point)
     curves = {}
     for group, rows in groups.items():
-        losses = [row["loss"] if seed is None else row["seeds"][seed]["loss"] for row in rows]
-        curve = fit_curve([row["parameters"] for row in rows], [row["forward"] for row in rows], losses)
-        if curve is not None:
-            curves[group] = curve
+        sizes = [row["parameters"] for row in rows]
+        if len(set(sizes)) >= 3:
+            losses = [row["loss"] if seed is None else row["seeds"][seed]["loss"] for row in rows]
+            curves[group] = fit_curve(sizes, [row["forward"] for row in rows], losses)
     return curves
 
 
 def optima(points: Points) -> list[dict[str, Any]]:
     """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
-    by_seed = {seed: curves_of(points, seed) for seed in seeds}
+    # By group and seed, where there is a minimum.
+    least: dict[Group, dict[int, float]] = {}
+    for seed in seeds:
+        for group, curve in curves_of(points, seed).items():
+            if curve.minimum:
+                least.setdefault(group, {})[seed] = curve.minimum["loss"]
     first = points[0]["series"]
     rows = []
     for (budget, series), curve in curves_of(points).items():
-        best = curve.optimum
-        row: dict[str, object] = {"budget": budget, "series": series, "difference": None}
-        if best is not None:
-            row |= {"parameters": best, "forward": curve.forward(best), "loss": curve.loss(best)}
-        least = {name: _least(by_seed, (budget, name)) for name in (series, first)}
-        if series != first and least[series].keys() & least[first].keys():
-            row["difference"] = difference(least[series], least[first])
-        rows.append(row)
+        one = least.get((budget, series), {})
+        other = least.get((budget, first), {})
+        gap = difference(one, other) if series != first and one.keys() & other.keys() else None
+        rows.append({"budget": budget, "series": series, "difference": gap, **curve.minimum})
     return rows
 
 
-def table(points: Points) -> str:
+def table(points: Points, minima: Points) -> str:
     """Return points and minima as Markdown; models are compared with those of the first series, paired by seed."""
-    firsts = {
-        (point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == points[0]["series"]
-    }
+    first = points[0]["series"]
+    firsts = {(point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == first}
     rows = []
     for point in points:
-        first = firsts[point["budget"], point["size"]]
         gap = None
-        if point["seeds"] is not first:
+        if point["series"] != first:
             one = {seed: row["loss"] for seed, row in point["seeds"].items()}
-            other = {seed: row["loss"] for seed, row in first.items()}
+            other = {seed: row["loss"] for seed, row in firsts[point["budget"], point["size"]].items()}
             gap = difference(one, other)
-        rows.append({**point, "difference": _in_nats(gap)})
-    minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points)]
-    return "\n\n".join(str(table_of(_COLUMNS, lines)) for lines in (rows, minima) if lines)
+        rows.append({**point, "difference": gap})
+    shown = [[{**row, "difference": _in_nats(row["difference"])} for row in part] for part in (rows, minima) if part]
+    return "\n\n".join(str(table_of(_COLUMNS, part)) for part in shown)
 
 
-def verdict(points: Points) -> str:
+def verdict(minima: Points, first: str) -> str:
     """Say at which size every curve is lowest, and how far below the first series' minimum."""
     sentences = []
-    for row in optima(points):
+    for row in minima:
         at = f"At {row['budget']:.3g} training FLOPs"
         if "loss" not in row:
             sentences.append(f"{at} the loss of {row['series']} has no minimum among the sizes.")
             continue
         best = f"{at} {row['series']} is best with {row['parameters']:,.0f} parameters: {row['loss']:.4f} nats a byte"
-        gap = "" if row["difference"] is None else f", {_in_nats(row['difference'])} to {points[0]['series']}"
+        gap = "" if row["difference"] is None else f", {_in_nats(row['difference'])} to {first}"
         sentences.append(f"{best}{gap}.")
     return " ".join(sentences) or "No curve was fitted: a budget needs three sizes or more."
 
@@ -365,19 +366,9 @@ def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) ->
 
     line = style["linestyle"] or "-"
     axis.plot([place(size) for size in sizes], [curve.loss(size) for size in sizes], line, color=colour, linewidth=1.2)
-    best = curve.optimum
-    if best is not None:
-        axis.plot([place(best)], [curve.loss(best)], "*", color=colour, markersize=13, markeredgecolor=INK)
-
-
-def _least(curves: Mapping[int, Mapping[Group, Curve]], group: Group) -> dict[int, float]:
-    """Return the minimum of a group's curve for every seed that has one."""
-    minima = {}
-    for seed, by_group in curves.items():
-        best = by_group[group].optimum if group in by_group else None
-        if best is not None:
-            minima[seed] = by_group[group].loss(best)
-    return minima
+    least = curve.minimum
+    if least:
+        axis.plot([least[key]], [least["loss"]], "*", color=colour, markersize=13, markeredgecolor=INK)
 
 
 def _in_nats(gap: Estimate | None) -> str | None:
