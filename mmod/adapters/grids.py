@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import find_stacks
 from mmod.adapters.images import image_facts
 from mmod.config import Grid
-from mmod.ops.grids import resized
 
 
 class SeenGrid:
@@ -87,6 +87,25 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
         yield seen
     finally:
         handle.remove()
+
+
+def resized(x_BNC: Tensor, grid: tuple[int, int], asked: tuple[int, int]) -> Tensor:
+    """Interpolate a grid of logits or features (B, N, C), row by row, to other rows and columns.
+
+    Raises:
+        ValueError: The grid has another number of patches.
+
+    Example:
+        >>> import torch
+        >>> resized(torch.arange(8.0).view(1, 8, 1), (2, 4), (4, 8)).shape
+        torch.Size([1, 32, 1])
+    """
+    if grid == asked:
+        return x_BNC
+    if math.prod(grid) != x_BNC.shape[1]:
+        raise ValueError(f"{x_BNC.shape[1]} outputs are no grid of {grid[0]} x {grid[1]} patches")
+    x_BCHW = x_BNC.transpose(1, 2).unflatten(2, grid)
+    return F.interpolate(x_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
 
 
 def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, image_output, patch_grid, watch_grid
+from mmod.adapters.grids import resized
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
@@ -21,7 +22,6 @@ from mmod.analysis.table import Measured
 from mmod.analysis.timing import Reading
 from mmod.analysis.tracing import trace
 from mmod.io.store import fingerprint
-from mmod.ops.grids import resized
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
@@ -111,6 +111,11 @@ class Images:
         """Run a model on one image; raises a ValueError where it cannot be run."""
         outputs(model, self.pixels[:1].to(self.device), self.part)
 
+    def read_by(self, model: nn.Module, side: object) -> Images:
+        """Return the images as a changed model reads them; methods that resize do so in the model."""
+        self.check(model)
+        return self
+
     def readings(self, model: nn.Module) -> dict[str, Reading]:
         """Return the passes over a batch and over one image."""
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
@@ -165,11 +170,12 @@ def _patch_of(size: tuple[int, int], grid: tuple[int, int] | None) -> tuple[int,
 class Prompts:
     """Batches of prompts, evaluated by generated answers where there are labels, else by the next tokens of all text.
 
-    Attributes are those of `Images`.
+    Attributes are those of `Images`, and what makes a model read images of another side and returns all batches so.
     """
 
     redundancy = None
     note = ""
+    batches_at: Callable[[nn.Module, int], list[Mapping[str, Any]]] | None = None
 
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]], is_right: IsRight) -> None:
         self.measure = AGREEMENT
@@ -203,16 +209,26 @@ class Prompts:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    def resized(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Prompts:
-        """Return the prompts with images of another size; answers are compared with the same dense ones.
-
-        Args:
-            model: The candidate, which reads images of that size.
-            batches: The same prompts in the same order.
+    def read_by(self, model: nn.Module, side: object) -> Prompts:
+        """Return the prompts as a changed model reads them, with images of a side in pixels; None is their own.
 
         Raises:
-            ValueError: Other prompts, or ones whose time cannot be compared with the dense model's.
+            ValueError: The model cannot be run on them, or in a time that cannot be compared with the dense model's.
         """
+        if self.batches_at is None or not isinstance(side, int):
+            self.check(model)
+            return self
+        try:
+            # The first ones are for plans.
+            resized = self._resized(model, self.batches_at(model, side)[-len(self.batches) :])
+            resized.check(model)
+        except (RuntimeError, LookupError, TypeError) as error:
+            # Hosts and processors that split images, or fix their tokens, fail in many ways at another size.
+            raise ValueError(f"images of {side} px: {error}") from error
+        return resized
+
+    def _resized(self, model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Prompts:
+        """Return the prompts of other batches, in which only images differ; answers are compared with the same ones."""
         texts = [self._text(batch) for batch in batches]
         if not all(map(torch.equal, texts, map(self._text, self.batches))) or len(texts) != len(self.batches):
             raise ValueError("images of another size change more of the prompts than the number of image tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +35,6 @@ from mmod.values import check_value
 ROUNDS = 5
 # Under which a store keeps what the advice beside it is on.
 _QUESTION = {"work": "question of advice"}
-Resize = Callable[[Candidate, nn.Module], Prompts]
-"""Lets a candidate, as a changed model, read images of its size, and returns the prompts with them."""
 # Why a study may say otherwise.
 _STUDY = (
     "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, fine-tuned with `--tune true`; its "
@@ -130,11 +128,10 @@ def advise(
             "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
         )
     with in_mode(False, model), torch.no_grad():
-        resize: Resize | None = None
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
             if at_size is not None:
-                resize = partial(_resize, samples, at_size, images)
+                samples.batches_at = partial(_batches_at, at_size, images)
                 chosen = [*chosen, *smaller_images(model)]
         else:
             samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
@@ -153,7 +150,7 @@ def advise(
         }
         if folder is not None:
             _check_question(Path(folder), results, question)
-        entrants, refused = changed_models(model, samples, depth, chosen, resize)
+        entrants, refused = changed_models(model, samples, depth, chosen)
         refused |= unfitted
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         figure = CORRECT if samples.has_labels else AGREEMENT
@@ -290,24 +287,15 @@ def changed_models(
     samples: Images | Prompts,
     depth: int,
     candidates: Sequence[Candidate],
-    resize: Resize | None = None,
 ) -> tuple[dict[str, Entrant], dict[str, str]]:
-    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused.
-
-    Args:
-        resize: For candidates that say an `image_size`.
-    """
+    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused."""
     entrants = {DENSE: Entrant(Candidate(DENSE), model, samples)}
     refused: dict[str, str] = {}
     for candidate in candidates:
         changed = copy_of(model)
-        as_read = samples
         try:
             candidate.apply_(changed, samples.part, depth)
-            if resize is None or candidate.image_size is None:
-                samples.check(changed)
-            else:
-                as_read = resize(candidate, changed)
+            as_read = samples.read_by(changed, candidate.image_size)
         except ValueError as refusal:
             refused[candidate.name] = str(refusal)
             continue
@@ -315,18 +303,8 @@ def changed_models(
     return entrants, refused
 
 
-def _resize(samples: Prompts, at_size: AtSize, count: int, candidate: Candidate, model: nn.Module) -> Prompts:
-    """Let a candidate read smaller images, and run it on them; raises a ValueError where it cannot be run."""
-    assert isinstance(candidate.image_size, int)
-    try:
-        batches = first_prompts(at_size(model, candidate.image_size), count, next(model.parameters()).device)
-        # The first ones are for plans.
-        resized = samples.resized(model, batches[-len(samples.batches) :])
-        resized.check(model)
-    except (RuntimeError, LookupError, TypeError) as error:
-        # Hosts and processors that split images, or fix their tokens, fail in many ways at another size.
-        raise ValueError(f"images of {candidate.image_size} px: {error}") from error
-    return resized
+def _batches_at(at_size: AtSize, count: int, model: nn.Module, side: int) -> list[Mapping[str, Any]]:
+    return first_prompts(at_size(model, side), count, next(model.parameters()).device)
 
 
 def evaluate_once(
