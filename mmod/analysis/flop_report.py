@@ -70,6 +70,7 @@ class FlopCounts:
         cheaper = [row for row in self.blocks if row.kept < row.tokens]
         if not cheaper:
             return [f"{len(self.blocks)} blocks, which compute all tokens"]
+        # Of tokens and not of blocks: those may differ in length.
         share = sum(row.kept for row in cheaper) / sum(row.tokens for row in cheaper)
         return [f"{len(cheaper)} of {len(self.blocks)} blocks compute {share:.3f} of their tokens"]
 
@@ -112,6 +113,7 @@ class FlopReport(FlopCounts):
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values, totals included."""
         totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "speedup")}
+        # Totals are properties, which `asdict` leaves out.
         return {**asdict(self), **totals, "inputs": {name: list(shape) for name, shape in self.inputs.items()}}
 
     def summary(self) -> list[str]:

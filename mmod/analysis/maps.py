@@ -35,6 +35,7 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
     if labels is not None and len(labels) != len(images):
         raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
+    # Blocks of one decision would repeat its picture.
     groups = runs_of_one_mask(names, list(maps))
     firsts = [group.start for group in groups]
     titles = ["image"]

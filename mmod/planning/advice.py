@@ -62,6 +62,7 @@ class AdviceRow:
     @property
     def loss(self) -> Estimate:
         """Accuracy lost, or disagreement where there are no labels."""
+        # A score turned round, and so are the ends of its interval.
         score, lossless = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
         return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
@@ -139,6 +140,7 @@ class Advice:
             reaching = [row for row in self.rows if LEAST_SPEEDUP * row.speedup.median >= self.faster]
             return min(reaching, key=lambda row: row.loss.value, default=None)
         fitting = [row for row in self._faster if row.loss.value <= self.tolerance]
+        # Times of a few rounds cannot tell these apart: the loss does.
         as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
         return min(as_fast, key=lambda row: (not self.is_decided(row), row.loss.value), default=None)
 
@@ -246,6 +248,7 @@ class Advice:
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
         in_percent = self.measure == AGREEMENT
+        # All candidates are timed in the same passes.
         further = self.rows[0].speedups if self.rows else {}
         columns = {
             "recipe": ("recipe", ""),
@@ -340,6 +343,7 @@ class Advice:
         marks = [Mark("dense", "dense", cost=1.0, score=baseline, low=baseline, high=baseline)]
         for row in self.rows:
             score = factor * (row.score if row.accuracy is None else row.accuracy)
+            # A schedule is named after its paper, as in "as FastV".
             series = row.series or row.name.removeprefix("as ").partition(" ")[0]
             marks.append(Mark(row.name, series, row.speedup.median, score.value, score.low, score.high, row.code))
         figure = new_figure(7, 4.8)

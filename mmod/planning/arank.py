@@ -63,6 +63,7 @@ class LayerRanks:
                 raise ValueError(f"no layer has a rank below {below}; the lowest is {min(self.ranks):.1f}")
         else:
             assert budget is not None
+            # Rounded before: an error of the last bit would route a layer more.
             number = math.ceil(round(depth * (1 - budget) / (1 - capacity), 9)) if capacity < 1 else depth + 1
             if not 0 < number <= depth:
                 raise ValueError(
@@ -131,6 +132,7 @@ def attention_ranks(
     for batch in progress_bar(batches, desc="attention ranks", leave=False):
         check_batch(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        # One pass serves all layers.
         modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
         with inside(list(zip(stack.blocks, modes))), torch.no_grad():
             model(**batch) if isinstance(batch, Mapping) else model(batch)
@@ -169,6 +171,7 @@ class _Ranks(AttentionIntercept):
             if call.is_causal:
                 score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
             if mask is not None:
+                # Hosts pass masks of booleans, or of numbers that are added.
                 pairs = mask.expand(len(query), query.shape[1], *score.shape)[sample, head]
                 score = score.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else score + pairs
             return torch.softmax(score, dim=-1)
@@ -187,6 +190,7 @@ class _Ranks(AttentionIntercept):
                 if self.mask_BN is not None and self.mask_BN.shape[-1] == attention.shape[-1]:
                     real = self.mask_BN[sample].to(attention.device).bool()
                     attention = attention[real][:, real]
+                # A causal map is triangular: with its diagonal, which is positive, its rank is full.
                 if not self.diagonal:
                     attention = attention - torch.diag_embed(attention.diagonal())
                 self.tokens.append(attention.shape[0])

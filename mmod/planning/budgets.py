@@ -42,6 +42,7 @@ def at_budgets(
     known: dict[str, float | None] = {}
 
     def counted(candidate: Candidate) -> float | None:
+        # The same model comes by several names and budgets, and a count takes a pass.
         model = repr(dataclasses.replace(candidate, name="", series="", budget=None, control=None))
         if model not in known:
             known[model] = flops_of(candidate)
@@ -88,6 +89,7 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patch
     if name in ("image_size", "size"):
         values = sides
     elif name == "r":
+        # Half of the tokens can join the others at most.
         values = range(patches // 2, 0, -1)
     else:
         values = [number / _STEPS for number in range(1, _STEPS + 1)]
@@ -115,6 +117,7 @@ def _nearest(values: Sequence[object], share: Callable[[object], float], budget:
             low = index
             index = (low + high) // 2
             continue
+        # Near enough: each further value takes another count.
         if abs(known[index] / budget - 1) < _TOLERANCE / 6:
             return index
         if known[index] < budget:

@@ -71,6 +71,7 @@ class Candidate:
         """
         if self.from_scratch:
             config = without_weights(dense)
+        # What is changed says its routing, even none; the dense model keeps that of its config.
         elif self.methods or not self.is_baseline:
             config = dataclasses.replace(tuned, routing=self.routing)
         else:

@@ -24,6 +24,7 @@ def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R)."""
     dense_RF = dense_RF.float().log_softmax(-1)
     changed_RF = changed_RF.float().log_softmax(-1)
+    # Rounding may leave equal rows below 0.
     return (dense_RF.exp() * (dense_RF - changed_RF)).sum(-1).clamp(min=0)
 
 
@@ -68,6 +69,7 @@ def outputs(model: nn.Module, batch: Any, part: str) -> Tensor:
     if isinstance(batch, Mapping):
         arguments = {name: value for name, value in batch.items() if name != "labels"}
         if hasattr(model, "generation_config"):
+            # Nothing is generated behind the batch.
             arguments["use_cache"] = False
         output = model(**arguments)
     else:
@@ -108,6 +110,7 @@ def compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
     if batch.get("labels") is not None:
         # Logits at a token predict the next token.
         return F.pad(batch["labels"][:, 1:] != IGNORED, (0, 1))
+    # What a model predicts at image tokens is not trained.
     text_BN = real_tokens(batch)
     return text_BN if image_token is None else text_BN & (ids_BN != image_token)
 

@@ -67,6 +67,7 @@ class Images:
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
         facts = image_facts(model)
+        # Of the dense model: outputs on other grids are brought to this one.
         with watch_grid(model) as seen:
             self.dense_NRF = self._outputs(model, 0, len(pixels))
         self.measure = _measure_of(model, self.dense_NRF, facts.classes, labels is not None)
@@ -79,6 +80,7 @@ class Images:
                 f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns "
                 f"{self.dense_NRF.shape[2]} numbers for an image: pass images without labels to compare its outputs"
             )
+        # The same images with other labels are other samples.
         told = [self.dense_NRF] if self.labels is None else [self.dense_NRF, self.labels]
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
         self.first = min(FIRST_LOOK, len(pixels))
@@ -118,6 +120,7 @@ class Images:
 
     def readings(self, model: nn.Module) -> dict[str, Reading]:
         """Return the passes over a batch and over one image."""
+        # Few images are repeated: a batch has its size.
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
         passes = {BATCH: Reading(partial(image_output, model, x), self.batch_size)}
         if self.batch_size > 1:
@@ -146,6 +149,7 @@ class Images:
         batches = []
         for chunk in self.pixels[start:stop].split(_AT_ONCE):
             rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
+            # Rows of patches are many, and only compared.
             batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
         return torch.cat(batches)
 
@@ -203,6 +207,7 @@ class Prompts:
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {
             **_identity(model, part, len(self), [told for _, told in tops]),
+            # Another judge finds other answers right.
             "is_right": getattr(is_right, "__qualname__", type(is_right).__name__),
         }
 

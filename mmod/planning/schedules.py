@@ -43,6 +43,7 @@ def ratio_decay(
     for block in range(depth):
         place = block / (depth - 1)
         ratio = (0.5 * math.cos(math.pi * place) if shape == "cosine" else 0.5 - place) + shift
+        # Above it, a block would pay for a decision that saves hardly a token.
         if ratio <= ceiling:
             blocks.append(block)
             capacities.append(round(min(1.0, max(floor, ratio)), 6))
@@ -71,6 +72,7 @@ def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> RoutingConf
     check_value("depth", depth, int, DEPTH)
     check_value("stages", stages, int, f"[2, {depth}]")
     check_value("keep", keep, float, "(0, 1)")
+    # As equal as whole blocks allow.
     stage_of = [block * stages // depth for block in range(depth)]
     blocks = tuple(block for block in range(depth) if stage_of[block])
     capacities = tuple(round(keep ** stage_of[block], 6) for block in blocks)
@@ -121,7 +123,9 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5, start: int = 1) ->
     check_value("depth", depth, int, DEPTH)
     _check_first("start", start, depth)
     check_value("steps", steps, int, f"[1, {depth - start}]")
+    # The last of equal steps must still keep a token.
     check_value("mean", mean, float, f"({(steps - 1) / (2 * steps):g}, 1]")
+    # Equal steps below 1, whose mean is the one that is asked for.
     fall = 2 * (1 - mean) / (steps + 1)
     blocks = tuple(range(start, depth))
     capacities = tuple(round(1 - fall * (1 + (block - start) * steps // len(blocks)), 6) for block in blocks)

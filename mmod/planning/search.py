@@ -293,6 +293,7 @@ def _refine(search: PlanSearch, measure: Measure, batches: Iterable[Any], rounds
         scores, table = _scores(measure, batches, choices_of(search.plan), search.options, search.router)
         tried.append(dataclasses.replace(search, divergence=_mean(table, _BASE)))
         plan = best_plan(scores, search.costs, search.options, search.budget, search.router)
+        # Scored again, it would give the same scores.
         if plan in [earlier.plan for earlier in tried]:
             break
         search = dataclasses.replace(search, scores=scores, plan=plan)

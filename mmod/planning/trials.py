@@ -155,6 +155,7 @@ def advise(
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         figure = CORRECT if samples.has_labels else AGREEMENT
         table = Table()
+        # On all samples, since every look is compared with it.
         table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
         fill(
             table,
@@ -237,6 +238,7 @@ def _prompts(
     prompts = first_prompts(batches, count, next(model.parameters()).device)
     if candidates is not None:
         return Prompts(model, part, prompts, is_right), candidates
+    # No plan is evaluated on prompts that chose it.
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
         number = sum(len(batch["input_ids"]) for batch in prompts)
@@ -292,6 +294,7 @@ def changed_models(
     entrants = {DENSE: Entrant(Candidate(DENSE), model, samples)}
     refused: dict[str, str] = {}
     for candidate in candidates:
+        # Weights are shared: dozens of candidates are held at once.
         changed = copy_of(model)
         try:
             candidate.apply_(changed, samples.part, depth)
@@ -313,6 +316,7 @@ def evaluate_once(
     """Evaluate a candidate on some of the samples, once."""
     candidate, model, samples = entrants[look.name]
     start, stop = look.config.start, look.config.stop
+    # No depth: the outputs of the dense model, which stand for it, tell that.
     named = {"candidate": look.name, "code": candidate.code(samples.part, 0), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
     return measured_once(store, identity, lambda: samples.evaluate(model, start, stop))
@@ -321,6 +325,7 @@ def evaluate_once(
 def _times(store: Store, entrants: Mapping[str, Entrant]) -> Times[str]:
     _, model, samples = entrants[DENSE]
     changed = {name: one.candidate for name, one in entrants.items() if name != DENSE}
+    # Whatever shares a round is part of it: other neighbours slow a pass down differently.
     codes = {name: [candidate.code(samples.part, 0), candidate.image_size] for name, candidate in changed.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
     readings = {name: one.samples.readings(one.model) for name, one in entrants.items()}

@@ -131,6 +131,7 @@ def language_candidates(
         batches: Prompts on which plans are searched.
         store: File that keeps the scores of the search, see `search_plan`.
     """
+    # One search: plans for other budgets follow from the same scores.
     search = search_plan(model, batches, _BUDGETS[0], part=part, cost="image_flops", router=_LAST, store=store)
     least = search.costs.least_share
     plans = {f"searched {budget:g}": search.plan_for(budget) for budget in _BUDGETS if budget >= least}
@@ -155,6 +156,7 @@ def smaller_images(model: Any) -> list[Candidate]:
     if not isinstance(size, int) or not isinstance(patch, int):
         return []
     whole = size // patch
+    # The share of patches is that of a side, squared.
     rows = dict.fromkeys(round(whole * math.sqrt(budget)) for budget in _BUDGETS)
     candidates = []
     for fewer in (number for number in rows if 0 < number < whole):

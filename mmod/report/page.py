@@ -138,6 +138,7 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
 
 def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
     audit = record.audit
+    # The picture of the verdict comes first, its tables next.
     first, *others = map(figure, audit_charts(record))
     routed = None if record.flops is None else float(record.flops["routed"])
     counted = {"this model": routed, **record.beside_flops}

@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         batches = [batch]
     else:
         model, batches, is_right, at_size, note = read_prompts(options)
+    # A path or a name on a hub becomes the name of one folder.
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     # Few trials for a wanted speed-up replace no table of all candidates.
     wanted = f"-faster-{options.faster:g}" if options.faster else ""
@@ -185,6 +186,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
         config = dataclasses.replace(config, data=data)
     kind = ChatKind(config)
     opened = open_model(kind.load(), dense=True)
+    # Batches are whole: the last may go beyond the number.
     number = -(-options.number // options.batch_size)
     prompts = kind.calibration(opened.model, number, options.batch_size)
     tokenizer = kind.collator.processor.tokenizer
@@ -223,6 +225,7 @@ def read_images(
     names = None if named is None else ModelClasses(named, "the model", required=False)
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
+    # Folders stand in order of their classes, so that the first images would be those of one.
     places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
     preprocessing = opened.preprocessing
     reader = ImageReader(source, preprocessing.mode, preprocessing.transform())

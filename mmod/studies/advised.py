@@ -56,6 +56,7 @@ def _flexible(model: nn.Module) -> nn.Module:
     arguments = {**described["arguments"], "dynamic_img_size": True}
     try:
         flexible: nn.Module = saving.build({**described, "arguments": arguments})
+    # Architectures without position embeddings have no such argument.
     except TypeError:
         return model
     flexible.load_state_dict(model.state_dict())
@@ -77,6 +78,7 @@ def _take_off_head(model: Any, name: str, measure: str | None) -> None:
     if measure == "top1" and not classes:
         raise ValueError(f"{name} has no classes: use --measure features or --measure patches")
     if library == "timm" and measure in ("features", "patches"):
+        # Without pooling, the model returns the features of each patch.
         model.reset_classifier(0, *([""] if measure == "patches" else []))
 
 

@@ -58,12 +58,14 @@ def _count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
 
 def _full_batches(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
     """Return the pass over one batch by type of sample; a set may have fewer samples than that."""
+    # A set may end within a batch, whose time is not that of a full one.
     readings = kind.readings(model, size)
     return {name: reading for name, reading in readings.items() if reading.samples == size}
 
 
 def described(table: Table) -> str:
     """Return the score and the costs of the model of an assessment, a line each."""
+    # One candidate and seed: the table is that of a comparison.
     ((name, rows_by_seed),) = table.runs.items()
     costs = dict(table.costs[name])
     lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]

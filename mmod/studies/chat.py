@@ -104,6 +104,7 @@ def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) 
     kept = needed_shares(model, rows.kept)
     routed = flops(model, Prompt(text, image), kept).routed
     dense = flops(model, Prompt(text, full_image), kept).dense
+    # What image tokens add is compared with what they add in the dense model.
     text_alone = flops(model, Prompt(text), kept).dense
     with torch.inference_mode():
         cache = fill_cache(model, prompts)

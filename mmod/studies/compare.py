@@ -114,6 +114,7 @@ class Measurer:
             self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
         plan = self.plans[run.plans][options.budget]
         part = options.part or kind_of(run.config).planned_part
+        # Configs of one part have its routing itself.
         routing = plan if part == run.config.part else {part: plan}
         return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), searches=())
 
@@ -274,6 +275,7 @@ def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
     """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
     written = {run.config.output for run in runs}
     for run in runs:
+        # What an earlier run will write cannot be there.
         if run.config.model.checkpoint not in written:
             run.config.check_weights()
     for run in runs:
@@ -324,6 +326,7 @@ def measure_run(
     rows = measured_of(fitted.best)
     if by_sample:
         evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
+        # Kept in the store: the record of a finished run has no outcomes of samples.
         final = evaluate_start(measurer.store, _final_config(run), evaluated=evaluated)
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
@@ -384,6 +387,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
     for name in ("checkpoint", "image_checkpoint"):
         path = getattr(config.model, name, None)
         if path is not None:
+            # A path may be written anew, with other weights.
             weights[name] = _checksum(path)
     return {"kind": config.kind, "config": fields, "weights": weights}
 
@@ -440,6 +444,7 @@ def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner,
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
+    # Trials start from the dense model too, which may not be trained yet.
     jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
     tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
     if len(rates.factors) == 1:

@@ -92,8 +92,10 @@ class StudyConfig(Checked):
         if self.tune_dense and not self.tune:
             raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
+        # Faults of a search are told now, and not after the training of the dense model.
         for name in self.routers:
             self._search_of(name, None)
+        # A name that promises the method of a paper must keep it.
         for model in self.routed_models():
             routing = model["routing"]
             if model["series"] in PRESETS and routing is not None:
@@ -108,6 +110,7 @@ class StudyConfig(Checked):
     @property
     def series(self) -> list[str]:
         """Names of all series apart from the dense model's; some kinds have baselines."""
+        # Configs of kinds without baselines have no such field.
         return [*self.routers, *getattr(self, "baselines", ())]
 
     @property
@@ -125,6 +128,7 @@ class StudyConfig(Checked):
     @property
     def dense_fields(self) -> dict[str, object]:
         """Fields of the dense model's training config."""
+        # Each run sets a folder of its own in place of the output.
         fields = read_yaml(self.dense) if isinstance(self.dense, str) else self.dense
         return {**merged(fields, self.changes), "output": self.output}
 
@@ -137,6 +141,7 @@ class StudyConfig(Checked):
     def size_suffixes(self) -> dict[int, str]:
         """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
         sizes = sorted({*self.latency_batches, self.latency_batch})
+        # The size that is drawn has the plain names, as where it is the only one.
         return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
     def run_configs(self) -> tuple[RunConfig, RunConfig]:
@@ -160,9 +165,11 @@ class StudyConfig(Checked):
 
         Blocks, capacities, gates, losses and options for language models may differ.
         """
+        # A plan says block by block what is decided.
         if "plan" in routing:
             return
         named = preset(series)
+        # What is still to be fitted is a number, and no option that is compared.
         known = read_routing({key: value for key, value in routing.items() if key != "depth" and value != FIT})
         for option in ("router", "select", "skipped", "operator", "context"):
             expected = spelled(getattr(named, option))
@@ -253,6 +260,7 @@ class StudyConfig(Checked):
         if "search" not in fields:
             return None
         refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *RUN_FIELDS))
+        # A series without a capacity says its budget among the options.
         budget = {} if capacity is None else {"budget": capacity}
         return from_plain(PlanOptions, {**fields["search"], **budget}, f"routers.{series}.search")
 
@@ -396,6 +404,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
     def dense_fields(self) -> dict[str, object]:
         """Fields of the dense model's training config, with the study's images and weights."""
         data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
+        # Published weights would be downloaded, and replaced at once.
         model = {} if self.checkpoint is None else {"checkpoint": self.checkpoint, "pretrained": False}
         changes = {"data": {name: value for name, value in data.items() if value is not None}, "model": model}
         return merged(super().dense_fields, changes)

@@ -151,6 +151,7 @@ def measure(
             further[BEFORE] = start.figures[config.score]
             outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
         further["top1"] = fit(started, callback).best.top1
+        # The features are those of the weights that training has left.
         started = started.started_from(started.output)
     rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, dense, run))
     return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
@@ -215,6 +216,7 @@ def _evaluate(
         else:
             features.append(read_features(store, identity))
     blocks = list(routed_blocks(model)) if is_routed(model) else []
+    # Of the tested split, which comes last.
     kept = dict(zip(blocks, features[-1].kept_NL.mean(0).tolist()))
     outcomes = (classify_patches if study.feature == "patches" else classify_images)(features, study)
     images = len(next(iter(outcomes.values())))
@@ -308,6 +310,7 @@ def _splits(config: DataConfig) -> dict[str, str]:
     """Return configs, in JSON, of the tested images, and where they are another split, of those to fit on first."""
     tested = dataclasses.replace(config, augment=None)
     fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
+    # As text, by which streams of equal images are cached.
     splits = {_FITTED: fitted, _TESTED: tested}
     if config.train_split == config.val_split:
         del splits[_FITTED]

@@ -89,6 +89,7 @@ def right_patches(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> 
 
 def right_objects(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
     """Return the share of patches of any class but 0 that are classified right in percent."""
+    # Class 0 is the background; without its row the diagonal begins a column later.
     count_SCC = _weighed_counts(outcomes, weight_SN)[:, 1:]
     return 100 * np.diagonal(count_SCC, offset=1, axis1=1, axis2=2).sum(1) / count_SCC.sum((1, 2))
 
@@ -102,6 +103,7 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
 def candidates(config: TimmStudyConfig, routed: Sequence[Candidate], dense: TrainConfig, tuned: TrainConfig) -> Chosen:
     """Return candidates with shallower dense models and baselines, fitted to the budgets that the study names."""
     chosen = [*routed]
+    # As long as a fine-tuned model has been trained in all.
     epochs = dense.epochs + (tuned.epochs if config.tune else 0)
     if config.isoflop == "scratch":
         chosen += _shallow(chosen, dense, epochs)
@@ -235,6 +237,7 @@ def tell(
     has_intervals = any(difference.has_interval for difference in to_dense)
     is_by_sample = paired_by_sample(table, score, names)
     is_repeated = config.train_dense or config.tune
+    # What is fastest is not known yet, so that nothing is recommended.
     if not times and (is_repeated or has_intervals):
         return told._replace(text="\n\n".join(filter(None, [note, verdict(table, score, names)])))
     dense = table.runs[DENSE][0]
@@ -287,6 +290,7 @@ def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts)
     blocks = []
     for candidate in candidates:
         lines = candidate.code(TrainConfig.part, facts["depth"])
+        # Its weights are no longer the dense ones, so that no line on these makes it.
         if lines and config.tune and candidate.is_trained:
             lines = f"model = mmod.load_pretrained({f'{config.output}/seed0/{candidate.name}/model'!r})"
         if lines:
@@ -302,6 +306,7 @@ def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts)
 def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict[str, Column]:
     """Return columns by name, those of times and of baselines that are as fast for every batch size."""
     columns: dict[str, Column] = {}
+    # Beside each difference to dense stand those to baselines, one for each batch size.
     gap_names = [name for name in names if name.endswith("to_dense")]
     for name in names:
         title, form = COLUMNS[name]
@@ -357,6 +362,7 @@ def _best_at_speeds(table: Table, score: str, ms: Mapping[str, float]) -> dict[f
     for speed in _SPEEDS:
         fast = _as_fast_as(ms, speed)
         found[speed] = max(fast, key=least, default=None)
+        # At a higher speed there are none either.
         if not fast:
             break
     return found

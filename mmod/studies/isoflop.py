@@ -102,6 +102,7 @@ def places_of(config: IsoflopConfig) -> list[Place]:
                 spent = float(step * steps)
                 places.append(Place(series.name, size, budget, parameters, forward, steps, spent, candidate, timed))
     _check_text(places)
+    # Small budgets first, whose runs are the shortest.
     return sorted(places, key=lambda place: place.budget)
 
 
@@ -169,6 +170,7 @@ def describe(config: IsoflopConfig) -> str:
 def _length(config: LoopConfig, budget: float, step: int, name: str) -> dict[str, int]:
     """Return the length of a run, as fields of its config, whose steps of some FLOPs come nearest to the budget."""
     paid = budget / step
+    # Epochs have whole steps: some numbers of them come nearer to the budget.
     numbers = range(config.epochs, 2 * config.epochs)
     if paid < config.epochs:
         raise ValueError(
@@ -180,6 +182,7 @@ def _length(config: LoopConfig, budget: float, step: int, name: str) -> dict[str
 
 
 def _check_text(places: list[Place]) -> None:
+    # Who reads most text tells for all.
     longest = max(places, key=lambda place: place.steps)
     stream = text_stream(longest.config.data, seed=0)
     available = dataclasses.replace(longest.config, epoch_steps=None).steps_of_epoch(stream.steps_per_epoch)
@@ -275,6 +278,7 @@ def curves_of(points: Points, seed: int | None = None) -> dict[Group, Curve]:
 
 def optima(points: Points) -> list[dict[str, Any]]:
     """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
+    # Curves are paired by seed: one that a model lacks says nothing.
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
     # By group and seed, where there is a minimum.
     least: dict[Group, dict[int, float]] = {}

@@ -41,6 +41,7 @@ def _tell(config: PairsStudyConfig, table: Table, runs: Runs, rows: Lines, facts
 
 def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of one image, of one caption, and of both."""
+    # By tower: what both save together hides which of them does.
     cost = PairsKind(run.config).cost(model, rows.kept)
     by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
     return {**by_tower, "gflops": sum(by_tower.values())}
@@ -49,6 +50,7 @@ def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured)
 def _derive(times: Mapping[str, dict[str, float]]) -> None:
     """Add the latency of a pair."""
     for columns in times.values():
+        # The towers run one after the other, and no timed pass has both.
         columns["latency_ms"] = columns["image_ms"] + columns["text_ms"]
 
 

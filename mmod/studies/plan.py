@@ -53,6 +53,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
     found = []
     for options in searches:
         name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
+        # Processes of one study may search the plans of one series.
         with locked(folder, wait=True):
             make_folder(folder)
             search = search_plan(

@@ -228,6 +228,7 @@ def write_study(
         "title": f"{told.measure[:1].upper()}{told.measure[1:]} against {', '.join(told.axes.values())}",
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
     }
+    # Settings are shown where a browser points, and are no columns.
     noted = [{**row, "note": hint(runs[row["name"]].candidate, row)} for row in told.rows]
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
@@ -276,6 +277,7 @@ def _columns_of_time(
     by_name: dict[str, dict[str, float]] = {}
     for (inputs, size), ms in table.times.items():
         columns = [f"{column}{suffixes[size]}" for column in kind.times[inputs]]
+        # By round, as the load of the machine changes between rounds.
         for name, figures in relative_times(ms, DENSE).items():
             by_name.setdefault(name, {}).update(zip(columns, figures))
     if kind.derive is not None:
@@ -295,6 +297,7 @@ def epochs_of(run: Run, before: int | None) -> str:
     base = "" if before is None else f"{before} "
     if not run.is_trained:
         return base.strip()
+    # Of conversations, which parts of the model train.
     trained = getattr(run.config, "trained", None)
     return f"{base}+ {epochs}" + ("" if trained is None else f" ({trained})")
 
@@ -316,6 +319,7 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
         >>> print(verdict(table, "top1", list(table.runs)))
         Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
     """
+    # A study that goes on may have some models with fewer seeds.
     seeds = max((len(table.runs[name]) for name in names), default=0)
     is_by_sample = paired_by_sample(table, score, names)
     if seeds < 2 and not is_by_sample:
@@ -333,6 +337,7 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
     worse = [name for name, value in tuned.items() if value.high < 0]
+    # Some of many models fall by chance; where the dense one does, or most do, training is at fault.
     if DENSE not in worse and 2 * len(worse) <= len(tuned):
         return []
     dense = f", and by {tuned[DENSE]} points the dense model" if DENSE in tuned else ""
@@ -384,6 +389,7 @@ def flat(row: Mapping[str, object]) -> dict[str, object]:
     columns: dict[str, object] = {}
     for name, value in row.items():
         fields = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
+        # The field of a plain value has no name, which leaves a slash.
         columns |= {f"{name}/{field}".rstrip("/"): number for field, number in fields.items()}
     return columns
 

@@ -62,6 +62,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         runs = {name: done[name] for name in names if name in table.costs}
         points = points_of(study, table, runs, config.score, suffixes)
         rows = [point.row() for point in points]
+        # Where a trainer counts steps, there are no epochs to show.
         if dense.epochs is not None:
             before = dense.epochs if config.train_dense else None
             rows = [{**row, "epochs": epochs_of(runs[row["name"]], before)} for row in rows]
@@ -71,6 +72,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def each(table: Table, run: Run) -> None:
         nonlocal is_announced
+        # It is no candidate: the others start from it.
         if run.name == BASE:
             return
         if run.seed == 0:
