@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,11 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patch
 
 
 def _nearest(values: Sequence[object], share: Callable[[object], float], budget: float) -> int:
-    """Return the index of the value, of ascending shares, whose share is nearest to a budget."""
+    """Return the index of the value, of ascending shares, whose share is nearest to a budget.
+
+    By false position, since each share takes a count and FLOPs are nearly a line: what is known to be too cheap, and
+    too expensive, closes in on the budget.
+    """
     # Behind the largest number stands the dense model.
     high = len(values)
     known = {high: 1.0}
@@ -112,7 +116,7 @@ def _nearest(values: Sequence[object], share: Callable[[object], float], budget:
         try:
             known[index] = share(values[index])
         except ValueError as error:
-            # Too few tokens for the model.
+            # Too few tokens for the model: what it takes lies above.
             refusal = error
             low = index
             index = (low + high) // 2
@@ -124,16 +128,20 @@ def _nearest(values: Sequence[object], share: Callable[[object], float], budget:
             low = index
         else:
             high = index
-        # FLOPs are nearly a line, here through the two values that are nearest to the budget.
-        near, other = sorted(known, key=lambda index: abs(known[index] - budget))[:2]
-        rise = (known[other] - known[near]) / (other - near)
-        guess = near + round((budget - known[near]) / rise) if rise > 0 else (low + high) // 2
-        # By half at most: few tokens are a staircase.
-        index = min(max(guess, low + 1, high // 2 if low < 0 else 0), high - 1)
+        # At most by half, until something is too cheap: few tokens are a staircase.
+        least = low + 1 if low >= 0 else max(0, high // 2)
+        index = min(max(_guess(known, budget, (low + high) // 2), least), high - 1)
     del known[len(values)]
     if not known and refusal is not None:
         raise refusal
     return min(known, key=lambda index: abs(known[index] - budget))
+
+
+def _guess(known: Mapping[int, float], budget: float, middle: int) -> int:
+    """Return where a line meets the budget through the two known shares nearest to it; `middle` where it falls."""
+    near, other = sorted(known, key=lambda index: abs(known[index] - budget))[:2]
+    rise = (known[other] - known[near]) / (other - near)
+    return near + round((budget - known[near]) / rise) if rise > 0 else middle
 
 
 def _share(candidate: Candidate, share_of: Share, value: object) -> float:
