@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,8 @@ def fit_capacity(
     def learn(model: nn.Module, example: Tensor) -> LearnedCapacity:
         return learn_capacity_(model, budget, example, cost=cost, rate=rate)
 
-    return ImageKind(config).fit(after_step=_Learning(config, steps, learn), **options)
+    result = ImageKind(config).fit(after_step=_Learning(config, steps, learn), **options)
+    return cast(FitResult[EvalResult], result)
 
 
 class _Learning:

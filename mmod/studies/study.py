@@ -65,7 +65,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         # Where a trainer counts steps, there are no epochs to show.
         if dense.epochs is not None:
             before = dense.epochs if config.train_dense else None
-            rows = [{**row, "epochs": epochs_of(runs[row["name"]], before)} for row in rows]
+            rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
         told = study.tell(config, table, runs, rows, facts)
         text = "\n\n".join(filter(None, [told.text, *left_out]))
         return write_study(config, table, runs, points, told._replace(text=text), facts, runner.facts)
