@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mmod.methods.route import Route, all_kept, routing_configs
 from mmod.model import apply_, unroute_
+from mmod.planning.candidate import copy_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -48,10 +49,8 @@ def full_pass(model: Model) -> Model:
         torch.Size([1, 11])
     """
     configs = {part: all_kept(config) for part, config in routing_configs(model).items()}
-    # A deep copy takes from this mapping what it shall not copy.
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     # The copy shares all weights, since its keys are those of the routed model.
-    full = apply_(unroute_(copy.deepcopy(model, shared)), Route(configs))
+    full = apply_(unroute_(copy_of(model)), Route(configs))
     # It has no predictor of the kept mask, so loading is not strict.
     full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
     return full.train(model.training)

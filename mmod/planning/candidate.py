@@ -13,6 +13,7 @@ from torch import nn
 
 from mmod.io.yaml import merged
 from mmod.methods import METHODS
+from mmod.methods.base import Model
 from mmod.methods.resolve import resolve_methods
 from mmod.model import apply_
 from mmod.planning.options import PlanOptions
@@ -135,7 +136,7 @@ def without_weights(config: Any) -> Any:
     return dataclasses.replace(config, model=model)
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_of(model: Model) -> Model:
     """Return a copy of a model that shares its weights."""
     # With the weights in its memo, deepcopy copies the modules alone.
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}

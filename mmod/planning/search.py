@@ -192,7 +192,7 @@ Measure = Callable[[Iterable[Any], Mapping[str, RoutingConfig]], Table]
 def divergences(
     model: nn.Module,
     part: str,
-    compare: Callable[[Tensor, Tensor], Tensor],
+    diverge: Callable[[Tensor, Tensor], Tensor],
     store: Store,
     batches: Iterable[Any],
     plans: Mapping[str, RoutingConfig],
@@ -204,7 +204,7 @@ def divergences(
     Memory holds the dense output of one batch. The table's samples are rows of outputs.
 
     Args:
-        compare: From the outputs of the dense and of the routed model to a divergence of each row.
+        diverge: From the outputs of the dense and of the routed model to a divergence of each row.
         shown: Show a bar over the plans for each batch.
     """
     reading = enumerate(batches, 1)
@@ -228,7 +228,7 @@ def divergences(
     def added(plan: RoutingConfig) -> Measured:
         with routed(model, part, plan):
             changed_RF = outputs(model, batch, part)
-        total = float(compare(dense_RF, changed_RF).double().sum())
+        total = float(diverge(dense_RF, changed_RF).double().sum())
         return Measured({}, samples=len(dense_RF), outcomes={_SUM: np.array([total])})
 
     def measure(job: Job[None], callback: Callback) -> Measured:
@@ -237,7 +237,7 @@ def divergences(
             "work": "divergence of a plan",
             "plan": plan.to_dict(),
             "part": part,
-            "divergence": compare.__name__,
+            "divergence": diverge.__name__,
             "outputs": outputs_known,
         }
         return measured_once(store, identity, lambda: added(plan))
@@ -327,9 +327,9 @@ def plan_divergence(
     """
     check_batches(batches)
     part, _ = dense_part(model, part)
-    compare = divergence_of(divergence, model)
+    diverge = divergence_of(divergence, model)
     with in_mode(False, model), torch.no_grad():
-        return _mean(divergences(model, part, compare, Store(), batches, {_BASE: config}, shown=False), _BASE)
+        return _mean(divergences(model, part, diverge, Store(), batches, {_BASE: config}, shown=False), _BASE)
 
 
 def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:
