@@ -19,7 +19,7 @@ import torch
 import mmod
 from mmod.cli import COMMANDS, main, read_command
 from mmod.io.configs import config_names, existing_config, find_config
-from mmod.io.timing_threads import on_timing_threads, timing_threads
+from mmod.io.environment import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS, name_missing_extra
 from tests.kit.scripts import ROOT, run_script
 

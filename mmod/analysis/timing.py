@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from mmod.io.environment import on_timing_threads
 from mmod.io.progress import progress_bar
 from mmod.io.store import Store
-from mmod.io.timing_threads import on_timing_threads
 
 Name = TypeVar("Name", bound=Hashable)
 Input = TypeVar("Input")

@@ -1,9 +1,11 @@
-"""What times depend on: the machine and the versions."""
+"""What times depend on: the machine, the versions, and the threads that models are timed on."""
 
 from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -31,3 +33,19 @@ def _processor() -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def timing_threads() -> int:
+    """Return the threads that models are timed on: one, whose time other work hardly changes, or the user's number."""
+    return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else 1
+
+
+@contextmanager
+def on_timing_threads() -> Iterator[None]:
+    """Run on the threads of `timing_threads` within the context, for all code of this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(timing_threads())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

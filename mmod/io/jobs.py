@@ -18,9 +18,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
+from mmod.io.environment import timing_threads
 from mmod.io.progress import Bar, progress_bar, say
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
-from mmod.io.timing_threads import timing_threads
 
 Config = TypeVar("Config", covariant=True)
 AnyJob = TypeVar("AnyJob", bound="Job[object]")
