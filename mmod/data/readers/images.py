@@ -46,18 +46,25 @@ def identify_image(data: bytes) -> Image.Image:
     return Image.open(io.BytesIO(data), formats=[name for name in EXTENSIONS if name in Image.OPEN])
 
 
+@contextmanager
+def _decoding(data: bytes) -> Iterator[None]:
+    """Turn errors of an image's bytes into a ValueError."""
+    try:
+        yield
+    # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
+    except Exception as error:
+        reason = str(error)
+        if isinstance(error, UnidentifiedImageError):
+            # Pillow's message contains a memory address, which would make equal faults count as different.
+            reason = f"it is damaged or of none of the formats {', '.join(EXTENSIONS)}"
+        raise ValueError(f"image of {len(data)} bytes cannot be decoded: {reason}") from error
+
+
 def open_image(data: bytes) -> Image.Image:
     """Decode an image completely, upright, in its stored mode; of a file with several the first."""
-    try:
+    with _decoding(data):
         image = identify_image(data)
         image.load()
-    except UnidentifiedImageError as error:
-        # Pillow's message contains a memory address, which would make equal faults count as different.
-        reason = f"it is damaged or of none of the formats {', '.join(EXTENSIONS)}"
-        raise ValueError(f"image of {len(data)} bytes cannot be decoded: {reason}") from error
-    except Exception as error:
-        # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
-        raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error
     return turn_upright(image)
 
 
@@ -87,10 +94,8 @@ def convert_image(image: Image.Image, mode: str) -> Image.Image:
 def decode_image(data: bytes, mode: str) -> Image.Image:
     """Decode an image completely, to 8 bits per channel, mode "L" or "RGB"."""
     image = open_image(data)
-    try:
+    with _decoding(data):
         return convert_image(image, mode)
-    except ValueError as error:
-        raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error
 
 
 def is_deep(image: Image.Image) -> bool:
