@@ -74,11 +74,6 @@ class ScheduleConfig(Checked, group="schedule"):
     min_lr: Annotated[float, "[0, inf)"] = 0.0
     args: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.sched == "plateau":
-            raise ValueError("schedule.sched='plateau' depends on metrics; choose a function of the step")
-        super().__post_init__()
-
     def check_rate(self, optim: OptimConfig, step_samples: int) -> None:
         """Raise a ValueError if the learning rate for so many samples per step is below that of warm-up or end."""
         rate = optim.rate(step_samples)

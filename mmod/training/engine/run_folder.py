@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,26 +127,33 @@ def _refuse_length(config: RunConfig, there: Mapping[str, Any], here: Mapping[st
     changed = [key for key in sorted(config.length_keys) if there.get(key) != here.get(key)]
     length = ", ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in changed)
     start = f"{folder!r} holds a run of another length ({length}), on which its schedule depends."
-    if not (Path(folder) / _RESULT).exists():
-        raise FolderTakenError(
-            f"{start} It is not finished: the command with its own length goes on; or choose another folder"
-        )
+    advice = "It is not finished: the command with its own length goes on; or choose another folder"
+    if (Path(folder) / _RESULT).exists():
+        advice = _advice_on_more(config, there, here, changed)
+    raise FolderTakenError(f"{start} {advice}")
+
+
+def _advice_on_more(
+    config: RunConfig, there: Mapping[str, Any], here: Mapping[str, Any], changed: Sequence[str]
+) -> str:
+    """Return what to do where a finished run has another length, by some keys: train its model on if that is more."""
+    folder = config.output
     pairs = [(there.get(key), here.get(key)) for key in changed]
     if not all(isinstance(old, int) and isinstance(new, int) and 0 < old < new for old, new in pairs):
-        raise FolderTakenError(f"{start} It is finished: choose another folder")
+        return "It is finished: choose another folder"
     more = {key: here[key] - there[key] for key in changed}
     # The config is made and checked here, so that the command in the message works.
     try:
         continued = flatten(config.continued(folder, more).to_dict())
     except ValueError as error:
-        raise FolderTakenError(f"{start} It is finished: choose another folder. Not continued: {error}") from error
+        return f"It is finished: choose another folder. Not continued: {error}"
     # A group that becomes null has keys of its own there.
     nested = [key for key in there if "." in key]
     groups = {key.rpartition(".")[0] for key in nested} | {key.partition(".")[0] for key in nested}
     options = {key: value for key, value in continued.items() if value != there.get(key) or key in groups}
     words = " ".join(f"--{key} {shlex.quote(_word(value))}" for key, value in options.items())
-    raise FolderTakenError(
-        f"{start} It is finished. A new run trains its model on, with a schedule of its own: "
+    return (
+        "It is finished. A new run trains its model on, with a schedule of its own: "
         f"mmod train {config.kind} {shlex.quote(str(Path(folder) / RUN_CONFIG))} {words}"
     )
 
