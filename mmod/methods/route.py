@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -398,6 +398,11 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
 def all_kept(config: RoutingConfig) -> RoutingConfig:
     """Return a config by which the same router keeps all tokens: normalised scores reach 0, and no loss counts."""
     return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
+
+
+def every_token(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which all tokens of a routed model run in all blocks, weighted by their gates."""
+    return deciding_by(model, all_kept)
 
 
 def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:

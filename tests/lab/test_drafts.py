@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.lab import evaluate_drafts, full_pass
-from mmod.training.text.model import every_token
+from mmod.methods.route import every_token
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import make_language
 

@@ -17,8 +17,7 @@ from mmod.studies import isoflop as study
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop import describe, places_of, run_study
 from mmod.training.engine.distributed import Process
-from mmod.training.text.kind import TextKind
-from mmod.training.text.model import window_flops
+from mmod.training.text.kind import TextKind, window_flops
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config

@@ -39,9 +39,9 @@ from mmod.training.engine.arguments import finished_run, kind_named
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of
-from mmod.training.image.classes import check_same_classes
 from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.kind import sample_images
+from mmod.training.image.preflight import check_same_classes
 from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:

@@ -19,13 +19,14 @@ from mmod.analysis import FlopReport
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.timing import Reading
-from mmod.data.labels import ModelClasses
+from mmod.data.labels import ModelClasses, read_classes
 from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
 from mmod.model import freeze_dense_, set_capacity_
 from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
+from mmod.opening.timm import published_classes
 from mmod.opening.transformers import read_state
 from mmod.opening.weights import converted, load_weights
 from mmod.pretrained import save_pretrained
@@ -36,11 +37,10 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of, load
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
-from mmod.training.image.classes import check_same_classes, model_classes
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
 from mmod.training.image.folder import save_model
-from mmod.training.image.preflight import check_input, check_outputs
+from mmod.training.image.preflight import check_input, check_outputs, check_same_classes
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
 
@@ -253,3 +253,17 @@ def timed_images(config: TrainConfig, count: int) -> Tensor:
     images = sample_images(config, count)
     # Repeated in turn, so that all classes stay in every batch.
     return images[torch.arange(count) % len(images)]
+
+
+def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
+    """Return the classes of the model that a run starts from; None where they are not known, as of a new classifier."""
+    checkpoint = config.model.checkpoint
+    named = config.data.classes
+    # The run that wrote the weights knows best; a list of the user's comes before what a library publishes.
+    numbers = run_classes(checkpoint) if config.has_classes else None
+    if numbers is not None:
+        return ModelClasses(numbers, f"the run of {checkpoint!r}")
+    if named is not None:
+        return ModelClasses(read_classes(named), named)
+    published = published_classes(model) if config.has_classes else None
+    return None if published is None else ModelClasses(published, "timm", required=False)

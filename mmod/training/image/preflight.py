@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -12,6 +13,7 @@ from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
 from mmod.data.labels import Classes
 from mmod.io.files import is_of_transformers
+from mmod.opening.runs import run_classes
 from mmod.opening.transformers import processor_fields
 
 
@@ -74,6 +76,18 @@ def check_outputs(classes: Classes | None, outputs: int | None, *, from_checkpoi
     raise ValueError(
         f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: set "
         f"model.args.num_classes to {count}{head}{names}"
+    )
+
+
+def check_same_classes(numbers: Mapping[str, int] | None, checkpoint: str | Path, what: str) -> None:
+    """Raise a ValueError if a run numbers its classes in another way than this model does."""
+    others = run_classes(checkpoint)
+    if numbers is None or others is None or others == numbers:
+        return
+    name = next(name for name in sorted({*numbers, *others}) if numbers.get(name) != others.get(name))
+    raise ValueError(
+        f"{what} {str(checkpoint)!r} answers with other classes: {name!r} is {others.get(name, 'none')} there and "
+        f"{numbers.get(name, 'none')} here"
     )
 
 

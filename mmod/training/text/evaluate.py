@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from mmod.data.stream import BatchStream
 from mmod.methods.base import decided_alone, deciding_together, methods_of
+from mmod.methods.route import every_token
 from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
-from mmod.training.text.model import every_token, logits_of
+from mmod.training.text.task import logits_of
 from mmod.values import check_value
 
 _PARTS = 8

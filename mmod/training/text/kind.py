@@ -11,9 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmod.analysis import Prompt, flops
+from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
 from mmod.data.loader import BatchStream, check_text, text_stream
 from mmod.methods import Method
+from mmod.methods.base import deciding_together
+from mmod.opening.open import open_start
 from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -22,10 +26,9 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import device_of, load
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
-from mmod.training.text.config import TrainConfig
+from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
-from mmod.training.text.model import create_dense, logits_of, window_flops
-from mmod.training.text.task import TextTask
+from mmod.training.text.task import TextTask, logits_of
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,26 @@ class TextKind:
     def export(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` if the model is routed."""
         model.save_pretrained(folder, save_original_format=False)
+
+
+def create_dense(config: ModelConfig) -> Any:
+    """Create the dense model without the weights of its checkpoint, in training mode; its end token ends a file."""
+    # The run's config says how the checkpoint was routed.
+    model: Any = open_start("text", vars(config)).model
+    if model.config.vocab_size != BYTES:
+        raise ValueError(
+            f"{config.checkpoint!r} holds a model of {model.config.vocab_size} tokens, not of {BYTES} bytes"
+        )
+    return model.train()
+
+
+def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = None) -> int:
+    """Count the forward pass of a window in training: top-k in routed layers, and the logits of every byte.
+
+    The cost of threshold routing depends on the text: `kept` is the kept share by routed layer.
+    """
+    with deciding_together(model):
+        # In training a layer may take the top-k, whatever its threshold in evaluation.
+        counts = flops(model, Prompt(length), needed_shares(model, kept))
+    # A prefill computes the logits of its last token alone.
+    return counts.routed + (length - 1) * counts.rest.routed

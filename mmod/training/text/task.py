@@ -8,8 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.methods.route import every_token
 from mmod.training.engine.task import Task, autocast, mean_kl, total
-from mmod.training.text.model import every_token, logits_of
 
 
 class TextTask(Task):
@@ -35,3 +35,8 @@ class TextTask(Task):
             parts["task"] = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
             parts |= self.distillation_term(logits, partial(logits_of, tokens=tokens))
         return total(parts)
+
+
+def logits_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return the logits (B, L, 256) of the byte after each of some bytes (B, L)."""
+    return model(input_ids=tokens, use_cache=False).logits

@@ -16,7 +16,7 @@ from mmod.studies.audit.config import AUDITS
 from mmod.studies.audit.run import audit_run
 from mmod.training import fit
 from mmod.training.text.evaluate import evaluate_batch
-from mmod.training.text.model import create_dense
+from mmod.training.text.kind import create_dense
 from tests.kit.text_configs import PREDICTOR, text_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]

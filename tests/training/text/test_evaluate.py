@@ -14,9 +14,8 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.data.config import TextConfig
 from mmod.data.loader import text_stream
 from mmod.methods.base import deciding_together
-from mmod.methods.route import deciding_by
+from mmod.methods.route import deciding_by, every_token
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.model import every_token
 from tests.kit.vlm_zoo import make_language
 
 LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
