@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,14 +35,28 @@ def main(arguments: Sequence[str]) -> None:
     prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
         if name in CONVERSIONS:
-            importlib.import_module(f"mmod.data.convert.{name}").main(arguments[1:], prog)
+            _convert(importlib.import_module(f"mmod.data.convert.{name}"), arguments[1:], prog)
             return
         config = _build(SETS[name], arguments[1:], prog, export_questions if name == "questions" else None)
         if name == "questions" and config is not None:
             for question_type, share in measure_prior(config).items():
                 print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
+
+
+def _convert(module: Any, arguments: Sequence[str], prog: str) -> None:
+    """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report."""
+    settings, convert = module.CONVERSION
+    parser = _parser(module.__doc__, prog)
+    add_fields(parser, settings)
+    given = vars(parser.parse_args(arguments))
+    config = from_plain(settings, with_options({}, given.items(), settings))
+    print(json.dumps(convert(config), indent=2))
+
+
+def _parser(description: str | None, prog: str) -> OneLineParser:
+    return OneLineParser(description=description, prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def _build(
@@ -52,11 +67,7 @@ def _build(
 ) -> Config | None:
     """Build or draw a set, and return its parameters, None for a picture; `export` writes JSON instead of shards."""
     kind = type(dataset.config("default"))
-    parser = OneLineParser(
-        description=_BUILD.format(dataset),
-        prog=prog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _parser(_BUILD.format(dataset), prog)
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")
     names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mmod.data.convert import conversations as conversations_script
-from mmod.data.convert import pairs as pairs_script
+from mmod.data import commands
 from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
@@ -111,23 +109,23 @@ def test_sources_that_are_no_files(kind: str, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "source", "content"),
+    ("conversion", "source", "content"),
     [
-        (pairs_script, "t.csv", b"file,text\n"),
-        (pairs_script, "t.json", b"[" * 200_000),
-        (pairs_script, "t.parquet", b""),
-        (pairs_script, "t.csv", None),
-        (conversations_script, "t.json", b"{"),
-        (conversations_script, "t.jsonl", b"{\n"),
-        (conversations_script, "t.json", b'[{"image": "../0.png"}]'),
-        (conversations_script, "t.json", None),
+        ("pairs", "t.csv", b"file,text\n"),
+        ("pairs", "t.json", b"[" * 200_000),
+        ("pairs", "t.parquet", b""),
+        ("pairs", "t.csv", None),
+        ("conversations", "t.json", b"{"),
+        ("conversations", "t.jsonl", b"{\n"),
+        ("conversations", "t.json", b'[{"image": "../0.png"}]'),
+        ("conversations", "t.json", None),
     ],
 )
-def test_command_lines_end_with_one_message(script: Any, source: str, content: bytes | None) -> None:
+def test_command_lines_end_with_one_message(conversion: str, source: str, content: bytes | None) -> None:
     if content is not None:
         Path(source).write_bytes(content)
     with pytest.raises(SystemExit, match=rf"(?s)^error: .*(t\.{source[2:]}|dropped\.csv)"):
-        script.main([source, "out"])
+        commands.main([conversion, source, "out"])
 
 
 @pytest.mark.parametrize("name", ["out/00000_stats.json", "out/conversion.json", "digits/manifest.json"])

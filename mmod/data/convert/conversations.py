@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +22,6 @@ from mmod.data.convert.packing import (
     file_extension,
     pack_shards,
     publish,
-    run_conversion,
 )
 from mmod.data.corrupt import UnusableError
 from mmod.data.readers.images import ImageFiles, read_image
@@ -102,6 +101,5 @@ def _check(record: Any, files: ImageFiles) -> dict[str, bytes]:
     return members
 
 
-def main(arguments: Sequence[str], prog: str | None = None) -> None:
-    """Check as a command line says."""
-    run_conversion(ConversationsConversion, convert_conversations, __doc__, arguments, prog)
+CONVERSION = (ConversationsConversion, convert_conversations)
+"""The settings and the function of the command."""

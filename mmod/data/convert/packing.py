@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import io
-import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,11 +19,8 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, OnCorrupt, UnusableError
 from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
 from mmod.io.files import open_shard, read_json_object, write_atomically, write_json
-from mmod.io.options import add_fields, with_options
 from mmod.io.progress import progress_bar
 from mmod.io.records import record_config
-from mmod.io.refusals import OneLineParser
-from mmod.values import from_plain
 
 SETTINGS = "conversion.json"
 REPORT = "report.json"
@@ -39,7 +33,6 @@ _FREE = ("threads", "output", "on_corrupt")
 _ALIASES = {"MPO": "JPEG"}
 
 Item = TypeVar("Item")
-Config = TypeVar("Config")
 
 
 def file_extension(image: Image.Image) -> str:
@@ -172,21 +165,3 @@ def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[str]], 
     for path in folder.glob(".*.tar"):
         os.replace(path, folder / path.name.removeprefix("."))
     return report
-
-
-def run_conversion(
-    settings: type[Config],
-    convert: Callable[[Config], dict[str, object]],
-    description: str | None,
-    arguments: Sequence[str],
-    prog: str | None = None,
-) -> None:
-    """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report or a one-line error."""
-    parser = OneLineParser(description=description, prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_fields(parser, settings)
-    given = vars(parser.parse_args(arguments))
-    try:
-        config = from_plain(settings, with_options({}, given.items(), settings))
-        print(json.dumps(convert(config), indent=2))
-    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
-        sys.exit(f"error: {error}")

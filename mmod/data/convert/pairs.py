@@ -12,14 +12,14 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from PIL import Image
 
-from mmod.data.convert.packing import PackConfig, check_image, file_extension, pack_shards, publish, run_conversion
+from mmod.data.convert.packing import PackConfig, check_image, file_extension, pack_shards, publish
 from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
@@ -227,6 +227,5 @@ def _check_columns(config: PairsConversion, columns: list[str]) -> None:
             )
 
 
-def main(arguments: Sequence[str], prog: str | None = None) -> None:
-    """Convert as a command line says."""
-    run_conversion(PairsConversion, convert_pairs, __doc__, arguments, prog)
+CONVERSION = (PairsConversion, convert_pairs)
+"""The settings and the function of the command."""
