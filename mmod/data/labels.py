@@ -155,7 +155,9 @@ def read_classes(path: str | Path) -> dict[str, int]:
             twice = next(name for name in content if content.count(name) > 1)
             raise ValueError(f"{str(path)!r} names the class {twice!r} twice")
         content = {name: number for number, name in enumerate(content)}
-    if not content or not isinstance(content, dict) or not all(_is_number(number) for number in content.values()):
+    # A boolean is an integer to Python, and none to whoever numbers classes.
+    is_numbered = isinstance(content, dict) and all(type(number) is int and number >= 0 for number in content.values())
+    if not content or not is_numbered:
         raise ValueError(f"{str(path)!r} must name classes: a list of names, or their numbers from 0 by name")
     return content
 
@@ -176,10 +178,6 @@ def read_class_map(value: Mapping[str, int] | str | Path, folder: str) -> dict[s
     from timm.data.readers.class_map import load_class_map
 
     return load_class_map(str(path))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def class_number(value: object, names: Mapping[str, int] | None = None) -> int:

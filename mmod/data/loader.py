@@ -344,8 +344,10 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
 @functools.lru_cache(maxsize=4)
 def read_corpus(source: str, split: str) -> np.ndarray:
     """Return the bytes of a split of `TextConfig.source`: all its files, each followed by `END`."""
-    streamed = is_streamed(source)
-    files = list(documents(source, "text") if streamed else map(_read_document, _paths(source)))
+    if is_streamed(source):
+        files = list(documents(source, "text"))
+    else:
+        files = [text_bytes(path.read_bytes(), str(path)) for path in _paths(source)]
     # Of twenty files one is in "val" and one in "test", by a checksum.
     splits = ("val", "test", *["train"] * 18)
     # By content, not by name or order: a file stays in its split when others are added.
@@ -379,10 +381,6 @@ class TextReader:
         index_BL = self.starts[indices][:, None] + np.arange(self.length + 1)
         window = torch.from_numpy(self.text[index_BL].astype(np.int64))
         return ReadBatch(window[:, :-1], window[:, 1:], [])
-
-
-def _read_document(path: Path) -> bytes:
-    return text_bytes(path.read_bytes(), str(path))
 
 
 def _paths(source: str) -> list[Path]:

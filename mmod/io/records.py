@@ -40,14 +40,10 @@ def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
         # Raises: a file is in the folder's place.
         make_folder(folder)
     for path in folder.iterdir() if folder.exists() else ():
-        if not path.name.startswith(".") and _holds_file(path):
+        holds_file = not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))
+        if holds_file and not path.name.startswith("."):
             raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
     return None
-
-
-def _holds_file(path: Path) -> bool:
-    """Return whether a path is a file, or a folder with a file at any depth."""
-    return not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))
 
 
 def check_same(

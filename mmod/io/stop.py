@@ -63,10 +63,6 @@ def exit_after(number: int, line: str) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _notes(handler: object) -> bool:
-    return isinstance(getattr(handler, "__self__", None), Stop)
-
-
 AnyStop = TypeVar("AnyStop", bound=Stop)
 
 
@@ -82,7 +78,8 @@ def heeding(stop: AnyStop) -> Iterator[AnyStop]:
         return
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     # A process that was forked in such a context has the handler of its parent.
-    ours = [number for number, handler in before.items() if handler in _DEFAULT or _notes(handler)]
+    notes = [number for number, handler in before.items() if isinstance(getattr(handler, "__self__", None), Stop)]
+    ours = [*notes, *(number for number, handler in before.items() if handler in _DEFAULT)]
     for number in ours:
         signal.signal(number, stop.note)
     try:

@@ -214,7 +214,10 @@ class StreamedSource:
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
         image, target = self._raw(*self._position(index))
-        target = self._parse_target(target)
+        try:
+            target = self._parse(target)
+        except ValueError as error:
+            raise ValueError(f"the column {self._columns[1]!r}: {error}") from error
         if image is None:
             raise ValueError(f"the column {self._columns[0]!r} holds no image")
         data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
@@ -234,12 +237,6 @@ class StreamedSource:
             lane, position = divmod(position, self._count // self.lanes)
             lane %= self.lanes
         return epoch, lane, position
-
-    def _parse_target(self, target: object) -> Any:
-        try:
-            return self._parse(target)
-        except ValueError as error:
-            raise ValueError(f"the column {self._columns[1]!r}: {error}") from error
 
     # Open iterators hold files and threads, which no worker process can take over.
     def __getstate__(self) -> dict[str, object]:

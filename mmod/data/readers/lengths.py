@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -140,7 +140,11 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
     with progress_bar(desc="check lengths", unit="records", total=len(left), shown=progress, leave=False) as bar:
         for start in range(0, len(left), _BATCH):
             batch = left[start : start + _BATCH]
-            texts = collator.plain_tokens([_without_images(chats.record(index)) for index in batch])
+            rows = [chats.record(index) for index in batch]
+            # Without images, which take no part in the text.
+            texts = collator.plain_tokens(
+                [ChatSample(row["key"], tuple(Message(*message) for message in row["messages"]), ()) for row in rows]
+            )
             for index, text in zip(batch, texts):
                 reason = _reason(text, [tokens[size] for size in sizes.get(index, ())], collator.max_length)
                 if reason is not None:
@@ -195,10 +199,6 @@ def _ask(
         end = int(np.flatnonzero(ids == image)[-1]) + 1
         tokens[size] = ImageLength(len(ids) - len(plain) + 1, end - start)
     return tokens, refused
-
-
-def _without_images(row: Mapping[str, Any]) -> ChatSample:
-    return ChatSample(row["key"], tuple(Message(*message) for message in row["messages"]), ())
 
 
 def _reason(text: PlainTokens, images: Sequence[ImageLength], limit: int | None) -> str | None:

@@ -45,7 +45,9 @@ class TimmSource:
         self._reader = getattr(self._dataset, "reader", None)
         self._owner = self._reader or self._dataset
         self._name = f"{name}:{root}"
-        raw = _raw_numbers(self._owner)
+        named = getattr(self._owner, "class_to_idx", None)
+        # Some sets have another object by this name, and no names.
+        raw: dict[str, int] = dict(named) if isinstance(named, dict) else {}
         self.classes = match_classes(Classes(raw, len(raw)), raw, model, self._name) if raw else None
         # Labels of the data set to those of `classes`; many names of one number are synonyms.
         numbers = {} if self.classes is None else self.classes.numbers
@@ -122,9 +124,3 @@ def _open(name: str, root: str | None, split: str, options: dict[str, Any]) -> A
 
 def _load(path: str) -> Image.Image:
     return open_image(read_image(path))
-
-
-def _raw_numbers(owner: Any) -> dict[str, int]:
-    """Return the numbers of classes by name as timm or torchvision have them; empty where they name none."""
-    numbers = getattr(owner, "class_to_idx", None)
-    return dict(numbers) if isinstance(numbers, dict) else {}

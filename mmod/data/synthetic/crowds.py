@@ -90,6 +90,7 @@ def compose_crowds(config: CrowdsConfig, split: str) -> Drawn[Crowd]:
     painter = Painter(config, split, config.grid)
 
     def draw(index: int) -> Crowd:
+        # The last number tells the draws of a set from those of others with the same seed.
         return _compose(config, painter, np.random.default_rng([*painter.seeds, index, 3]))
 
     return Drawn(config.scenes[split], draw)

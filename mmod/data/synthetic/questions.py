@@ -118,6 +118,7 @@ def compose_chats(config: QuestionsConfig, split: str) -> Drawn[SyntheticChat]:
     painter = Painter(config, split)
 
     def draw(index: int) -> SyntheticChat:
+        # The last number tells the draws of a set from those of others with the same seed.
         rng = np.random.default_rng([*painter.seeds, index, 2])
         if split != "train":
             # Evaluations ask each type equally often, training as often as `shares` say.

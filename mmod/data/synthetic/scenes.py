@@ -98,6 +98,7 @@ def compose_pairs(config: ScenesConfig, split: str) -> Drawn[Pair]:
     def draw(index: int) -> Pair:
         turn, position = divmod(index, len(contents))
         content = contents[order(turn)[position]]
+        # The last number tells the draws of a set from those of others with the same seed.
         return _compose(config, painter, content, np.random.default_rng([*painter.seeds, index, 1]))
 
     return Drawn(config.scenes[split], draw)

@@ -124,6 +124,7 @@ class ChatKind:
             processing_class=processor,
         )
         train_to_end(trainer, folder, write_config, after_step, progress)
+        # Saved before it is evaluated: answers take long, and an interruption among them costs no training.
         model = _save(trainer, folder / FINAL_MODEL, config)
         evaluation = self._answer(model, data, arguments.should_save, progress)
         return _write_result(trainer, folder, data, evaluation)
@@ -154,7 +155,10 @@ class ChatKind:
         evaluation = self._ask(model, data.collator, data.val, progress, answers)
         answers = list(chain.from_iterable(gathered(answers)))
         if saves:
-            _write_answers(Path(self.config.output) / ANSWERS, answers)
+            lines = [
+                json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers
+            ]
+            write_atomically(Path(self.config.output) / ANSWERS, "\n".join(lines) + "\n")
         prior = prior_of(data.train.turns(), data.val.turns(last=True))
         return dataclasses.replace(evaluation, prior={kind: 100 * share for kind, share in prior.items()})
 
@@ -261,11 +265,6 @@ def fill_cache(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     """Return the key-value cache of encoded prompts."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     return cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
-
-
-def _write_answers(path: Path, answers: Iterable[Answer]) -> None:
-    lines = [json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers]
-    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def _write_result(

@@ -51,8 +51,10 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
 
         refuse_unknown("option of LoRA", config.lora, [item.name for item in dataclasses.fields(LoraConfig)])
         options = LoraConfig(**config.lora)
-        # By full names, because hosts have routers of their own.
-        options.modules_to_save = [*(options.modules_to_save or ()), *_router_names(model)]
+        # By full names, because hosts have routers of their own; those without weights have nothing to save.
+        names = {id(module): name for name, module in model.named_modules()}
+        learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
+        options.modules_to_save = [*(options.modules_to_save or ()), *learning]
         model = get_peft_model(model, options)
     for parameter in router_parameters(model).values():
         parameter.requires_grad_(True)
@@ -98,12 +100,6 @@ def resize_images(model: Any, side: int) -> None:
     vision.image_size = side
     if hasattr(model.config, "image_seq_length"):
         model.config.image_seq_length = patches
-
-
-def _router_names(model: nn.Module) -> list[str]:
-    """Return the names of the modules of `routers_of` that have weights."""
-    names = {id(module): name for name, module in model.named_modules()}
-    return [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
 
 
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
-from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.readers.conversations import open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import WORDS
 from mmod.training.chat.config import BPE, BUILT, TrainConfig
@@ -38,14 +39,10 @@ def create_processor(config: TrainConfig) -> Any:
         )
     sides = model.image_size or vision["image_size"], vision["patch_size"]
     if model.processor == BPE:
-        return create_bpe_processor(_texts(config.data), *sides)
+        # All questions and answers of training, and none that it is evaluated on.
+        turns = open_conversations(config.data.train, config.data).turns()
+        return create_bpe_processor(chain.from_iterable((question, answer) for _, question, answer in turns), *sides)
     return create_word_processor(*sides)
-
-
-def _texts(data: ConversationsConfig) -> Iterator[str]:
-    """Yield all questions and answers of the training conversations."""
-    for _, question, answer in open_conversations(data.train, data).turns():
-        yield from (question, answer)
 
 
 def _at_size(processor: Any, side: int) -> Any:

@@ -100,8 +100,9 @@ class RouterHealth:
         """Warn of a collapsed router: once per block and reason, after three logged steps in a row that show it."""
         config = self._blocks[block].router.config
         reason = _reason(config, figures)
-        if reason == "gradient" and config.gate.weighs and self._is_last(block):
-            # Often nothing reads what its gate weighs, such as image tokens where the loss is that of the text.
+        blocks = list(self._model.get_submodule(block.rpartition(".")[0]).children())
+        if reason == "gradient" and config.gate.weighs and blocks[-1] is self._blocks[block]:
+            # Often nothing reads what the last gate weighs, such as image tokens where the loss is that of the text.
             reason = None
         # Another reason, or none, starts the count anew.
         for key in [key for key in self._since if key[0] == block and key[1] != reason]:
@@ -115,11 +116,6 @@ class RouterHealth:
         if len(steps) == _PATIENCE:
             says = f"the router of {block} has collapsed: since step {steps[0]} {_SAYS[reason]}"
             warnings.warn(f"{says}. {_advice(reason, config)}", stacklevel=3)
-
-    def _is_last(self, block: str) -> bool:
-        """Whether a block is the last one of the list that holds it."""
-        blocks = list(self._model.get_submodule(block.rpartition(".")[0]).children())
-        return blocks[-1] is self._blocks[block]
 
 
 def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gradient_BN: Tensor) -> None:

@@ -174,8 +174,10 @@ class _Trainer:
                 for data, evaluated_model in (("val", evaluation), ("ema", average)):
                     if evaluated_model is not None:
                         result = evaluated_model.result
-                        self._note_validation(data, result)
                         prefix = "" if data == "val" else "ema_"
+                        if self.progress:
+                            of_average = " of the moving average" if prefix else ""
+                            note(f"epoch {self.epoch + 1}/{self.epochs}: validation{of_average} {result}")
                         row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
                         self.routers += evaluated(self.step, data, result.kept)
             row |= self.usage.figures()
@@ -247,11 +249,6 @@ class _Trainer:
                     self._save()
                     self._leave()
 
-    def _note_validation(self, data: str, result: RoutedResult) -> None:
-        if self.progress:
-            weights = "validation" if data == "val" else "validation of the moving average"
-            note(f"epoch {self.epoch + 1}/{self.epochs}: {weights} {result}")
-
     def _leave(self) -> None:
         self.board.close()
         self.stop.leave(self.folder, self.step, loud=self.process.is_first)
@@ -272,6 +269,7 @@ class _Trainer:
                 # Before the backward pass, in which the gradients of scores are counted.
                 if logged and index + 1 == len(group):
                     self.health.read()
+                # Weighed, so that accumulated batches have the gradient of one large batch.
                 self.scaler.scale(parts["loss"] * one_pass.weight).backward()
             passes.append((parts, one_pass.samples))
 
@@ -299,6 +297,7 @@ class _Trainer:
 
         self.step += 1
         if self.ema is not None:
+            # By the step of the run, because the warm-up of the decay goes on where an interrupted run stopped.
             self.ema.update(self.model, step=self.step)
 
     def _refuse(self, group: list[Batch]) -> NoReturn:
@@ -390,6 +389,7 @@ class _Trainer:
                 f"{str(path)!r} is of a run with {training['steps_per_epoch']} steps per epoch, and these processes "
                 f"and batches make {self.steps_per_epoch}: choose others, or another output"
             )
+        # Weights, average and optimiser are loaded by now; what follows is small and the same in every process.
         self.scaler.load_state_dict(training["scaler"])
         for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
             stream.report.faults.update(dict.fromkeys(Fault(*fault) for fault in training["faults"][name]))

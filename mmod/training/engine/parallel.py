@@ -143,6 +143,7 @@ class Shards(Replicas):
                 weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
             yield self._full
         finally:
+            # Off the device between evaluations: whole weights are what shards are there to avoid.
             self._full.cpu()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:

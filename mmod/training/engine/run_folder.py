@@ -151,15 +151,12 @@ def _advice_on_more(
     nested = [key for key in there if "." in key]
     groups = {key.rpartition(".")[0] for key in nested} | {key.partition(".")[0] for key in nested}
     options = {key: value for key, value in continued.items() if value != there.get(key) or key in groups}
-    words = " ".join(f"--{key} {shlex.quote(_word(value))}" for key, value in options.items())
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
+    words = " ".join(f"--{key} {shlex.quote(text)}" for key, text in texts.items())
     return (
         "It is finished. A new run trains its model on, with a schedule of its own: "
         f"mmod train {config.kind} {shlex.quote(str(Path(folder) / RUN_CONFIG))} {words}"
     )
-
-
-def _word(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _step_samples(record: Mapping[str, Any]) -> int | None:

@@ -52,6 +52,7 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
     added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
     teacher = _create_teacher(kind, model, copied)
+    # What methods add is what the model does not have yet.
     names = set(model.state_dict())
     # Loading has applied those that replace dense weights already.
     for method in config.applied[len(methods_of(model)) :]:
@@ -145,6 +146,7 @@ def _checkpoint_gradients(model: Any) -> None:
 
 def evaluate(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evaluated:
     """Evaluate a model on the full evaluation set, in this process; see `Kind.evaluate`."""
+    # Alone, also where several processes train: what evaluates is one command.
     process = Process(0, 1, device_of(kind))
     return kind.evaluate_set(model, kind.create_stream(process, model), process, progress)
 

@@ -183,6 +183,7 @@ class ImageKind:
             set_capacity_(model, capacity)
             results[capacity] = measure()
         chosen = next(capacity for capacity in results if capacity == routing.capacity)
+        # Last that of the config, which the model is saved and trained on with.
         set_capacity_(model, chosen)
         accuracies = {f"{capacity:g}": evaluated.result.accuracies() for capacity, evaluated in results.items()}
         result, outcomes = results[chosen]

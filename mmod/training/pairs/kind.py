@@ -89,6 +89,7 @@ class PairsKind:
             else:
                 state = read_weights(checkpoint)
             return start.load_dense(model, state, checkpoint, methods)
+        # Arrays of big_vision have names that open_clip alone knows; their file is not read twice.
         known = None if is_of_numpy(file) else read_weights(checkpoint)
         if known is not None and any(map(is_added, known)):
             return start.load_dense(model, known, checkpoint, methods)
