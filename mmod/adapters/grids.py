@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from mmod.adapters.images import image_facts
 from mmod.config import Grid
 
 
+@dataclass
 class SeenGrid:
     """The grid of a model's last forward pass.
 
@@ -23,8 +25,7 @@ class SeenGrid:
         grid: Rows and columns of an image's patches; None before a pass, or where the images had no common grid.
     """
 
-    def __init__(self) -> None:
-        self.grid: Grid | None = None
+    grid: Grid | None = None
 
 
 def image_stack(model: nn.Module) -> BlockStack | None:

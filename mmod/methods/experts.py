@@ -159,7 +159,7 @@ class Experts(Mixture):
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
-        if stack.language:
+        if stack.read_text is not None:
             attach(owner_of(model, stack), _CompleteTexts(stack.read_text))
 
     def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:

@@ -111,6 +111,13 @@ def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
     return next((ends for ends in _ENDS if all(name in layer._modules for name in ends)), None)
 
 
+def around(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+    """Return the modules around one of a model, with their names, from the innermost on."""
+    path = name.split(".") if name else []
+    names = [".".join(path[:depth]) for depth in reversed(range(len(path)))]
+    return [(outer, model.get_submodule(outer)) for outer in names]
+
+
 def entry_of(model: nn.Module, name: str) -> nn.Module:
     """Return the innermost module around a language model that inserts images, or the language model itself.
 
@@ -118,20 +125,17 @@ def entry_of(model: nn.Module, name: str) -> nn.Module:
         model: The full model.
         name: Name of the language model in it.
     """
-    outer = name
-    while outer:
-        outer = outer.rpartition(".")[0]
-        names = parameters_of(model.get_submodule(outer))
+    for _, outer in around(model, name):
+        names = parameters_of(outer)
         if "input_ids" in names and any("pixel_values" in name or "image_patches" in name for name in names):
-            return model.get_submodule(outer)
+            return outer
     return model.get_submodule(name)
 
 
 def labelled_modules(model: nn.Module, name: str) -> list[nn.Module]:
     """Return the modules around a language model, or itself, that take labels, from the outermost on."""
-    path = name.split(".") if name else []
-    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
-    return [module for module in around if "labels" in parameters_of(module)]
+    modules = [model.get_submodule(name), *[outer for _, outer in around(model, name)]]
+    return [module for module in reversed(modules) if "labels" in parameters_of(module)]
 
 
 def passes_keywords(module: nn.Module) -> bool:

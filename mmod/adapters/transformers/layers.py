@@ -6,7 +6,7 @@ channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -30,8 +30,7 @@ from mmod.ops import Packing
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
-# Names of the residual branches of a decoder layer, and of a vision tower's.
-OPERATORS: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
+# Operators whose branch returns a tuple.
 TUPLES: tuple[str, ...] = ("attention",)
 # The keyword that passes groups from a model's entry to its layers.
 GROUPS = "mmod_groups"
@@ -62,7 +61,7 @@ class DecoderLayerCall(DecoderCall):
     by_token: tuple[str, ...] = ()
     behind: int = 0
 
-    operators = OPERATORS
+    operators = MappingProxyType({"attention": "self_attn", "mlp": "mlp"})
     tuples = TUPLES
     caches = True
     decodes = True
@@ -377,7 +376,7 @@ class DecoderLayerCall(DecoderCall):
 class RecurrentLayerCall(DecoderLayerCall):
     """How transformers calls a layer with linear attention: its state needs every token, so only its MLP is routed."""
 
-    operators = MappingProxyType({"mlp": OPERATORS["mlp"]})
+    operators = MappingProxyType({"mlp": "mlp"})
     tuples = ()
     caches = False
     contexts = ("kept",)

@@ -30,6 +30,7 @@ from mmod.threads import PerThread
 _LAYOUTS = 32
 
 
+@dataclass
 class Noted:
     """What one thread notes of a tower while a model runs.
 
@@ -38,9 +39,8 @@ class Noted:
         runs: A call of the model runs, or was interrupted.
     """
 
-    def __init__(self) -> None:
-        self.calls: list[Tensor] = []
-        self.runs = False
+    calls: list[Tensor] = field(default_factory=list)
+    runs: bool = False
 
     def take(self) -> list[Tensor]:
         """Return what the calls computed, and drop it."""

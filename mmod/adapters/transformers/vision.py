@@ -15,26 +15,23 @@ from transformers.utils.output_capturing import _active_collector
 from transformers.vision_utils import get_vision_window_index
 
 from mmod.adapters.base import BlockStack, Part
+from mmod.adapters.probe import PIXELS
 from mmod.adapters.tokens import find_blocks
-from mmod.adapters.transformers.families import is_decoder_layer
+from mmod.adapters.transformers.families import around, is_decoder_layer
 from mmod.blocks import GRIDS, RowSource, host_class, parameters_of
 from mmod.config import Grid
 
-# Arguments of models that read images or videos, and of those that read text too.
-_PIXELS = ("pixel_values", "pixel_values_videos", GRIDS)
-_TEXT = ("input_ids",)
+# The argument of models that read text, beside images or alone.
+_TEXT = "input_ids"
 
 
 def find_tower(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """Return the innermost model around a list of layers that takes images, by its name; None if it reads text too."""
-    path = name
-    while path:
-        path = path.rpartition(".")[0]
-        module = model.get_submodule(path)
+    for path, module in around(model, name):
         arguments = parameters_of(module)
-        if any(argument in arguments for argument in _TEXT):
+        if _TEXT in arguments:
             return None
-        if any(argument in arguments for argument in _PIXELS):
+        if any(argument in arguments for argument in (*PIXELS, GRIDS)):
             return path, module
     return None
 
@@ -55,7 +52,7 @@ def vision_part(model: nn.Module) -> Part | None:
 def takes_rows(module: nn.Module) -> bool:
     """Return whether a module is a tower that gets each patch of its images as a row, with their grid beside them."""
     parameters = parameters_of(module)
-    return GRIDS in parameters and not any(name in parameters for name in _TEXT)
+    return GRIDS in parameters and _TEXT not in parameters
 
 
 def row_source(tower: nn.Module) -> RowSource:
