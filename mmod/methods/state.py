@@ -15,24 +15,21 @@ from mmod.blocks import is_converted
 from mmod.routing.added import Added
 
 
-class EnclosedModel:
-    """A hook before a changed model's `state_dict`, which refuses that a model around it saves itself without methods.
+def refuse_enclosed(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Raise a ValueError before a changed model's `state_dict`, if a model around it saves itself without methods.
 
     transformers builds a model of its own classes from config.json alone, so that a changed one inside opens dense. A
     user's class may change what it holds in its constructor, and is left alone.
     """
-
-    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        """Raise a ValueError if a model around the changed one is being saved."""
-        outer = _saved_around(module) if prefix else None
-        if outer is not None:
-            inner = type(module).__name__
-            host = type(module).__module__.partition(".")[0]
-            save = "its own save_pretrained" if host == "transformers" else "mmod.save_pretrained"
-            raise ValueError(
-                f"this {type(outer).__name__} would be saved without the methods of the {inner} inside it, and open as "
-                f"a dense model: save the {inner} alone with {save}, or call mmod.undo_ on it first"
-            )
+    outer = _saved_around(module) if prefix else None
+    if outer is not None:
+        inner = type(module).__name__
+        host = type(module).__module__.partition(".")[0]
+        save = "its own save_pretrained" if host == "transformers" else "mmod.save_pretrained"
+        raise ValueError(
+            f"this {type(outer).__name__} would be saved without the methods of the {inner} inside it, and open as "
+            f"a dense model: save the {inner} alone with {save}, or call mmod.undo_ on it first"
+        )
 
 
 def _saved_around(module: nn.Module) -> Any:
@@ -48,46 +45,46 @@ def _saved_around(module: nn.Module) -> Any:
     return None
 
 
-class FillAdded:
-    """A hook after a changed model's `load_state_dict`, which gives added weights without values their initial ones."""
+def fill_added(module: nn.Module, incompatible: Any) -> None:
+    """Give added weights without values their initial ones, after a changed model's `load_state_dict`.
 
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        """Fill weights on the meta device where the others have left it.
+    Those that are still on the meta device are filled where the others have left it.
 
-        Raises:
-            ValueError: A dense checkpoint was loaded, and weights that replace some of its own have no values.
-        """
-        device = next((weight.device for weight in module.parameters() if not weight.is_meta), None)
-        if device is None:
-            return
-        lacking: dict[str, Added] = {}
-        for name, inner in module.named_modules():
-            if not isinstance(inner, Added) or not inner.lacks_values():
-                continue
-            if any(f"{name}." in key for key in incompatible.missing_keys):
-                lacking[name] = inner
-            else:
-                inner.emptied = False
-        for inner in lacking.values():
-            inner.fill(device)
-        unfilled = [name for name, inner in lacking.items() if inner.lacks_values()]
-        # Without weights that have no place, another file may bring those that are missing.
-        if unfilled and incompatible.unexpected_keys:
-            raise ValueError(
-                f"these are weights of the dense {type(module).__name__}: {incompatible.unexpected_keys[0]} has no "
-                f"place in the changed model, and {unfilled[0]}, made on the meta device, gets no values from them. "
-                "Load dense weights before mmod.apply_, or those of the changed model after it"
-            )
+    Raises:
+        ValueError: A dense checkpoint was loaded, and weights that replace some of its own have no values.
+    """
+    device = next((weight.device for weight in module.parameters() if not weight.is_meta), None)
+    if device is None:
+        return
+    lacking: dict[str, Added] = {}
+    for name, inner in module.named_modules():
+        if not isinstance(inner, Added) or not inner.lacks_values():
+            continue
+        if any(f"{name}." in key for key in incompatible.missing_keys):
+            lacking[name] = inner
+        else:
+            inner.emptied = False
+    for inner in lacking.values():
+        inner.fill(device)
+    unfilled = [name for name, inner in lacking.items() if inner.lacks_values()]
+    # Without weights that have no place, another file may bring those that are missing.
+    if unfilled and incompatible.unexpected_keys:
+        raise ValueError(
+            f"these are weights of the dense {type(module).__name__}: {incompatible.unexpected_keys[0]} has no "
+            f"place in the changed model, and {unfilled[0]}, made on the meta device, gets no values from them. "
+            "Load dense weights before mmod.apply_, or those of the changed model after it"
+        )
 
 
 def watch_state(model: nn.Module, changed: bool) -> None:
     """Add the hooks to a changed model, or remove them from a dense one."""
-    _watch(model._state_dict_pre_hooks, model.register_state_dict_pre_hook, EnclosedModel(), changed)
-    _watch(model._load_state_dict_post_hooks, model.register_load_state_dict_post_hook, FillAdded(), changed)
+    _watch(model._state_dict_pre_hooks, model.register_state_dict_pre_hook, refuse_enclosed, changed)
+    _watch(model._load_state_dict_post_hooks, model.register_load_state_dict_post_hook, fill_added, changed)
 
 
 def _watch(hooks: MutableMapping[int, Any], register: Callable[[Any], Any], hook: object, changed: bool) -> None:
-    present = [key for key, other in hooks.items() if isinstance(other, type(hook))]
+    # A copy of a model has the same functions.
+    present = [key for key, other in hooks.items() if other is hook]
     if changed and not present:
         register(hook)
     for key in () if changed else present:
