@@ -121,6 +121,7 @@ class Method(Checked, ABC, group="method"):
         earlier = {module for module in model.modules() if isinstance(module, Mixin) and not _is_free(module)}
         with _unchanged_on_error(model):
             self.change(model, target)
+        # One warning for all modules of this application.
         told: set[str] = set()
         for module in model.modules():
             if isinstance(module, Mixin) and module not in earlier:
@@ -128,6 +129,7 @@ class Method(Checked, ABC, group="method"):
                 module.mod_told = told
                 if isinstance(module, Deciding):
                     module.remember_drawn()
+        # A method finds a stack, one for each of its parts, or what else it changes.
         for stack in target.values() if isinstance(target, Mapping) else (target,):
             if isinstance(stack, BlockStack):
                 remember(model, stack)
@@ -154,6 +156,7 @@ class Method(Checked, ABC, group="method"):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
+        # JSON and YAML have no tuples.
         fields = {
             name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }

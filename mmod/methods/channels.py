@@ -162,6 +162,7 @@ class ChannelBlock(Deciding):
         index_BK = kept.index_BK
         if config.chosen == "first":
             index_BK = torch.arange(index_BK.shape[1], device=flat.device).expand_as(index_BK)
+        # Of the selector, however the channels were chosen: only so does it learn.
         return index_BK, logit_BC.gather(1, index_BK).sigmoid()
 
 

@@ -259,6 +259,7 @@ class ExitBlock(Deciding, ConvertedBlock):
             return
         runs_B1 = torch.zeros(total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if index_B is None else index_B] = True
+        # A decision about images, each of which is one token here.
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
         self.record.keep("", Routing(kept, runs_B1.float()))
 
@@ -272,6 +273,7 @@ class ExitBlock(Deciding, ConvertedBlock):
             call.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
         index_B = call.index_B
         if self.training:
+            # By the place in the batch, whatever the confidence: every head sees images of all kinds.
             leaves_B = (index_B % state.turns).eq(state.turn)
             answer = call.head(self.exit, y_BND[leaves_B], index_B[leaves_B])
         else:

@@ -123,6 +123,7 @@ class Experts(Mixture):
     def _share(self) -> Fraction:
         """Slots of an expert per token."""
         share = Fraction(self.experts, self.experts + self.idle) if self.capacity is None else str(self.capacity)
+        # From its text, a capacity of 0.1 is a tenth exactly.
         return Fraction(share) / self.experts
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:

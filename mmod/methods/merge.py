@@ -83,6 +83,7 @@ def merge_tokens(
 ) -> Reduced | None:
     """Merge the most similar patches."""
     tokens = x_BND.shape[1]
+    # Tokens of the first set merge into those of the second, so at most half of the patches can.
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
         return None
@@ -98,7 +99,6 @@ def merge_tokens(
         weighed_BND = x_BND * size_BN.unsqueeze(-1)
     merged_BRD = gather_rows(weighed_BND, gone_BR)
     y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
-
     return Reduced(y_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
 
 
@@ -132,9 +132,11 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         left_BA = order_BA[:, merged:]
         if prefix:
             left_BA = left_BA.sort(dim=-1).values[:, protected_A:]
+        # In what remains, the second set without its prefix stands behind the prefix and what is left of the first.
         into_BR = partner_BA.gather(1, gone_BR) + (prefix + left_BA.shape[1] - protected_C)
         place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(left_BA.shape[0], -1)
         stay_BK = torch.cat([place_N[:, :prefix], 2 * left_BA, place_N[:, 2 * protected_C + 1 :: 2]], dim=1)
+        # The first set are the tokens with even numbers.
         return stay_BK, 2 * gone_BR, into_BR
 
 

@@ -151,6 +151,7 @@ def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> Exper
     if normalize:
         gate_EBN = gate_EBN / gate_EBN.sum(dim=0, keepdim=True).clamp_min(1e-9)
     keep = keep_EBN.flatten(1)
+    # In the order of experts, so that each finds its rows side by side.
     expert_T, row_T = keep.nonzero(as_tuple=True)
     return ExpertRows(row_T, gate_EBN.flatten(1)[expert_T, row_T], keep.sum(dim=1).tolist())
 
@@ -195,6 +196,7 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
         0.75
     """
     count = prob_BNJ.shape[-1]
+    # Counts have no gradient: the mean probability of an expert falls as its share grows.
     share_J = F.one_hot(prob_BNJ.argmax(dim=-1), count).to(prob_BNJ.dtype).mean(dim=(0, 1))
     return count * (share_J * prob_BNJ.mean(dim=(0, 1))).sum()
 

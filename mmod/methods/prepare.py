@@ -105,6 +105,7 @@ def _make_span(
         )
     start = first - 1 if in_front else first
     names = stack.names[start : run[-1] + 1]
+    # A router with a score of its own, which a loss compares with importance.
     for_loss = reads_importance and not config.router.reads_importance
     span = Span(stack.calls, names, scored_by_first=not reads_importance, for_loss=for_loss)
     if not in_front:

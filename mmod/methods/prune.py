@@ -108,6 +108,7 @@ def prune_tokens(
     attention: capture_importance | capture_inputs,
 ) -> Reduced | None:
     """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
+    # A token that an earlier block fused is one of them.
     patches = x_BND.shape[1] - prefix
     kept = math.ceil(share * patches)
     if kept == patches:

@@ -136,6 +136,7 @@ class Recursions(Mixture):
         container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
         middle = list(container[self.first : len(container) - self.last])
         del container[self.first + 1 : len(container) - self.last]
+        # One module takes the place of the first of them, and the blocks after it move up.
         cycle = Cycle(self, stack, middle).train(container.training)
         shell = cycle.mod_state.call.shell
         if shell.outer is not None:
@@ -403,6 +404,7 @@ class Cycle(Added, Deciding):
         else:
             ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
             y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
+        # The gate is part of y already.
         return write_kept(x_BND, z, y, routing._replace(gate_BK=None))
 
 

@@ -112,6 +112,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         known = {*call.rows, *call.images, *call.shared, call.index_argument}
         unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
         if unknown or arguments.get("is_causal"):
+            # Padding of a batch comes by a name of mmod's; users know the argument that it was made from.
             names = [call.boundaries if name == KEY_BIAS else name for name in unknown]
             hint = ", which hides padding: pass images of one size" if call.mask in unknown else ""
             raise ValueError(
@@ -210,6 +211,7 @@ class Reducing(Method):
         rules = self.rules(model, stack)
         if not rules:
             return
+        # Blocks without a rule behind one with a rule get fewer tokens too.
         first = min(rules)
         span = Span(stack.calls, stack.names[first:])
         halved: dict[str, NamedArguments] = {}

@@ -181,6 +181,7 @@ def resized(images: Tensor, target: TargetSize) -> Tensor:
     height, width = images.shape[2:]
     if (height, width) == (target.height, target.width):
         return images
+    # At the target's height, the image would be a patch wider or narrower than the target.
     if abs(target.height * width - target.width * height) >= target.patch_width * height:
         patches = round(target.height * width / (height * target.patch_width))
         fitting = target.patch_width * max(1, patches)

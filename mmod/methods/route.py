@@ -194,6 +194,7 @@ class Route(Method):
 
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Convert the blocks of each part in place."""
+        # All parts are checked before the first one changes.
         conversions = {name: prepare(stack, self.parts[name]) for name, stack in stacks.items()}
         hooks: list[tuple[nn.Module, ModelHook]] = []
         for name, stack in stacks.items():
@@ -220,6 +221,7 @@ class Route(Method):
                 stack.watch_grid(stack.converted)
             if stack.dividing and _runs_inside(stack, self.parts[name]):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
+            # Blocks that share nothing never ask for the call that they run in.
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
                 stack.own_(owner)
         for module, hook in hooks:

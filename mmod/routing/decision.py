@@ -124,6 +124,7 @@ class TokenGroups(NamedTuple):
     @property
     def valid_BN(self) -> Tensor | None:
         """False at padding (B, N); None without padding."""
+        # From counts on the host, so that no layer waits for the device.
         padded = sum(map(sum, self.sizes)) + sum(self.always) < self.group_BN.numel()
         return self.group_BN > PADDING if padded else None
 

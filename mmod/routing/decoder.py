@@ -49,6 +49,7 @@ class Predictor(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return logits (B, N) for tokens (B, N, D)."""
         x_BND = x_BND.detach()
+        # Tokens grow with depth: only their directions are read.
         scale = x_BND.float().square().mean(dim=-1, keepdim=True).clamp_min(1e-12).rsqrt()
         x_BND = (x_BND * scale).to(self.hidden.weight.dtype)
         return self.out(nn.functional.silu(self.hidden(x_BND))).squeeze(-1).float()
@@ -102,6 +103,7 @@ class DecoderRouter(Router):
         skipped_BN = None
         weight_BN = apply_gate(score_BN, gate.name, gate.scale)
         if weight_BN is not None:
+            # Where image tokens alone may be skipped, text runs at weight 1.
             gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, kept.index_BK)
             if self.config.skipped == "scale":
                 skipped_BN = torch.where(groups.free_BN, weight_BN, 1.0)

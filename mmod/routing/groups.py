@@ -61,6 +61,7 @@ def assign_groups(
         group_BN = ((free_BN.cumsum(1) - 1) // size + 1) * free_BN
         count = -(-free_BN.shape[1] // size)
     group_BN = group_BN.masked_fill(~valid_BN, PADDING)
+    # Padding is counted in the first column, and what is always kept in the second.
     counts = torch.zeros(group_BN.shape[0], count + 2, dtype=torch.long, device=group_BN.device)
     rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
     sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
@@ -186,6 +187,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
     rank_BN = torch.empty_like(order_BN).scatter_(
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
+    # Groups are numbered from 1; what is in none is decided below.
     chosen_BN = rank_BN < end_BG.gather(1, groups.group_BN.clamp(min=1) - 1)
     return slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
 

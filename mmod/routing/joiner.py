@@ -210,6 +210,7 @@ def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.d
     if isinstance(skipped, Merged):
         size_BK, bias = size_groups(slot_BN, routing.kept.index_BK.shape[1], dtype, all_join=everyone)
         if skipped.size_power != 1:
+            # The bias is a logarithm: a power of the size is a factor of it.
             bias = bias * skipped.size_power if skipped.size_power else None
     # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
     joined = Joined(slot_BN, size_BK, everyone, bias)

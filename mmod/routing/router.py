@@ -124,6 +124,7 @@ class Router(nn.Module):
             TypeError: `tokens` of a class that this router does not support.
             ValueError: Importance is missing or of a wrong shape, or the capacity keeps no token, or more than before.
         """
+        # As `rule`, in a call less.
         rule = self._override.value or self._settings
         config = rule.config
         joiner = self.joiner
@@ -137,6 +138,7 @@ class Router(nn.Module):
             masks = tokens if type(tokens) is self.chooses_among else self._checked(tokens)
             score_BN = self._score(x_BND, config.router, importance_BN, masks, unit_BNE)
         if not self.prefix:
+            # Nothing is always kept, whatever the host marks.
             masks = TokenMasks(masks.valid_BN)
         if config.select == "topk":
             kept, gate_BK = select_topk(

@@ -87,6 +87,7 @@ class RandomScore(nn.Module):
 
 
 def _mix_number(value: int) -> int:
+    # The hash of 0 is 0.
     return int(mix(torch.tensor(value + 1, dtype=torch.int64, device="cpu")))
 
 
