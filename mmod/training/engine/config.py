@@ -77,9 +77,7 @@ class ScheduleConfig(Checked, group="schedule"):
     def check_rate(self, optim: OptimConfig, step_samples: int) -> None:
         """Raise a ValueError if the learning rate for so many samples per step is below that of warm-up or end."""
         rate = optim.rate(step_samples)
-        bounds = {}
-        if self.sched not in ("constant", "none"):
-            bounds["min_lr"] = self.min_lr
+        bounds = {} if self.sched in ("constant", "none") else {"min_lr": self.min_lr}
         if self.warmup_epochs:
             bounds["warmup_lr"] = self.warmup_lr
         scaled = ""
@@ -314,11 +312,7 @@ class RunConfig:
 
     @classmethod
     def parse(cls, arguments: Sequence[str], start: Mapping[str, object] | None = None) -> Self:
-        """Read the command line of a program, which a mistake or `--help` ends; see `mmod.config.parse.parse_config`.
-
-        Args:
-            start: Plain fields that the command line changes.
-        """
+        """Read a command line on top of plain fields; a mistake or `--help` ends the program. See `parse_config`."""
         from mmod.config.parse import parse_config
 
         return parse_config(arguments, cls, start)
