@@ -98,8 +98,8 @@ def _near(key: str, before: Mapping[str, object], now: Mapping[str, object]) -> 
     return f" (is {near[0]} meant?)" if near else ""
 
 
-def flatten(tree: Mapping[str, object], separator: str = ".") -> dict[str, Any]:
-    """Return the leaves of nested mappings by their joined keys.
+def flatten(tree: Mapping[str, object]) -> dict[str, Any]:
+    """Return the leaves of nested mappings by their dotted keys.
 
     Example:
         >>> flatten({"optim": {"lr": 0.1, "betas": [0.9, 0.99]}, "args": {}})
@@ -108,7 +108,7 @@ def flatten(tree: Mapping[str, object], separator: str = ".") -> dict[str, Any]:
     leaves: dict[str, object] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            leaves |= {f"{key}{separator}{subkey}": leaf for subkey, leaf in flatten(value, separator).items()}
+            leaves |= {f"{key}.{subkey}": leaf for subkey, leaf in flatten(value).items()}
         else:
             leaves[str(key)] = value
     return leaves

@@ -25,6 +25,7 @@ from mmod.data.readers.chat import LengthSampler
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
+from mmod.io.stop import heeding
 from mmod.io.tensors import tensor_names
 from mmod.losses import auxiliary_loss
 from mmod.methods import methods_of
@@ -36,7 +37,7 @@ from mmod.training.chat.evaluate import RIGHT
 from mmod.training.chat.model import check_routers_learn
 from mmod.training.engine.checkpoint import read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
-from mmod.training.engine.distributed import StopRequest, stop_signals, sum_over_processes, wait_for_all
+from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, Step
 from mmod.training.engine.logging import note, note_resumed
@@ -435,7 +436,7 @@ def train_to_end(
         write_config: Writes the config into the folder.
     """
     saves = trainer.args.should_save
-    with stop_signals() as stop, hidden_bars():
+    with heeding(StopRequest()) as stop, hidden_bars():
         shows = progress and bool(trainer.args.disable_tqdm)
         callback = RunCallback(write_config if saves else None, after_step, stop, shows, folder)
         trainer.add_callback(callback)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -19,7 +19,7 @@ from torch import Tensor
 from mmod.data.corrupt import CorruptReport
 from mmod.io.processes import gathered
 from mmod.io.refusals import LostProcessError
-from mmod.io.stop import Stop, exit_after, heeding, signal_name
+from mmod.io.stop import Stop, exit_after, signal_name
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,3 @@ class StopRequest(Stop):
         name = signal_name(self._agreed)
         line = f"{folder}: {name} after step {step}, which is saved; the same command goes on"
         exit_after(self._agreed, line if loud else "")
-
-
-def stop_signals() -> AbstractContextManager[StopRequest]:
-    """Return a context that notes stop signals of the processes that train together, see `mmod.io.stop.heeding`."""
-    return heeding(StopRequest())

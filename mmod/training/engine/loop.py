@@ -24,6 +24,7 @@ from mmod.data.labels import Classes
 from mmod.io.files import replacing
 from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
+from mmod.io.stop import heeding
 from mmod.io.tables import write_csv
 from mmod.methods.base import as_evaluated, undo_training_only_
 from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS
@@ -33,7 +34,6 @@ from mmod.training.engine.distributed import (
     Process,
     StopRequest,
     process_group,
-    stop_signals,
     sum_over_processes,
     together,
     wait_for_all,
@@ -72,7 +72,7 @@ def fit(
 
         def train(write_config: Callable[[], object]) -> FitResult[RoutedResult]:
             trainer = _Trainer(kind, process, streams, write_config, after_step, progress=progress and process.is_first)
-            with stop_signals() as trainer.stop:
+            with heeding(StopRequest()) as trainer.stop:
                 return trainer.run()
 
         return run_once(config, process.rank, process.world, partial(read_fit, result_class=kind.result), train)
