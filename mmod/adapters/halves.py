@@ -78,12 +78,12 @@ class _Output(NamedTuple):
     """What a module of a block got and returned.
 
     Args:
-        takes_tokens: Its first argument is of the tokens' shape.
+        got: Shape of the first tensor that it got.
         others: Number of further values in the tuple that it returned; None if it returned no tuple.
         channels: Channels of its output.
     """
 
-    takes_tokens: bool
+    got: tuple[int, ...]
     others: int | None
     channels: int
 
@@ -116,6 +116,12 @@ def find_branches(
     return without_halves or Branches()
 
 
+def shapes_inside(block: nn.Module, x: Tensor, arguments: Arguments, names: Sequence[str]) -> list[object]:
+    """Return the shapes of a block's attention, and of what some of its modules get: None for those that do not run."""
+    search = _Search(block, x, arguments, ())
+    return [*search.attended, *[search.outputs[name].got if name in search.outputs else None for name in names]]
+
+
 class _Search:
     """Runs a block with some of its modules replaced."""
 
@@ -127,6 +133,7 @@ class _Search:
         self.arguments = arguments
         self.outputs: dict[str, _Output] = {}
         self.order: list[str] = []
+        self.attended: list[tuple[int, ...]] = []
         self.around_attention: list[str] = []
         self.around_cross: list[str] = []
         self._record()
@@ -172,6 +179,7 @@ class _Search:
             self.block(self.x_BND, **self.arguments)
         for handle in handles:
             handle.remove()
+        self.attended = [attended.shape for attended in watch.seen]
         for number, attended in enumerate(watch.seen):
             around = self.around_cross if number in self.cross else self.around_attention
             around += attended.modules
@@ -183,7 +191,7 @@ class _Search:
             first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
             if isinstance(tokens, Tensor) and tokens.ndim == self.x_BND.ndim and first is not None:
                 others = len(output) - 1 if isinstance(output, tuple) else None
-                self.outputs[name] = _Output(first.shape == self.x_BND.shape, others, tokens.shape[-1])
+                self.outputs[name] = _Output(tuple(first.shape), others, tokens.shape[-1])
                 self.order.append(name)
 
         return keep
@@ -207,7 +215,7 @@ class _Search:
         updates = [name for name in self._updates() if name not in around]
         others = [name for name in updates if not _overlap(name, attention) and self._weights(name)]
         # A branch that takes the tokens can run on some of them.
-        yield from sorted(others, key=lambda name: (self.outputs[name].takes_tokens, self._weights(name)), reverse=True)
+        yield from sorted(others, key=lambda name: (self._takes_tokens(name), self._weights(name)), reverse=True)
 
     def cross_candidates(self, attention: str, mlp: str) -> Iterator[tuple[str, ...]]:
         """Return what may be a branch of attention over other keys: nothing, or a module around it."""
@@ -215,6 +223,10 @@ class _Search:
         for name in self._updates():
             if name in self.around_cross and not _overlap(name, attention) and not _overlap(name, mlp):
                 yield (name,)
+
+    def _takes_tokens(self, name: str) -> bool:
+        """Return whether a module gets the tokens of the block, and could get some of them."""
+        return self.outputs[name].got == tuple(self.x_BND.shape)
 
     def _weights(self, name: str) -> int:
         return sum(weight.numel() for weight in self.block.get_submodule(name).parameters())
@@ -239,12 +251,14 @@ class _Search:
                 left_out.append(name)
         fed = tuple(name for name in self.arguments if name not in left_out)
         output = self.outputs[attention]
-        attends = output.takes_tokens and attention in self.around_attention and attention not in self.around_cross
+        attends = (
+            self._takes_tokens(attention) and attention in self.around_attention and attention not in self.around_cross
+        )
         # Rows that are read elsewhere too cannot be those of kept tokens while the block runs on all.
         return Branches(
             attention=attention if attends and not {*rows} & {*fed} else "",
             attention_in_tuple=0 if output.others is None else output.others + 1,
-            mlp=mlp if self.outputs[mlp].takes_tokens else "",
+            mlp=mlp if self._takes_tokens(mlp) else "",
             silent_attention=_named(silent_attention, zero=True),
             idle_attention=_named(silent_attention, zero=False),
             silent_mlp=_named(silent_mlp, zero=True),

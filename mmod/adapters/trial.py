@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmod.adapters.base import MASKED
-from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches
+from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches, shapes_inside
 from mmod.adapters.probe import LAYOUTS, BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
@@ -251,13 +251,13 @@ def _divides(block: nn.Module, branches: Branches, x: Tensor, arguments: Argumen
     # Batch norms learn in training.
     trained = copy.deepcopy(block)
     names = [name for name in (branches.attention, branches.mlp) if name]
-    expected = _shapes(trained, names, x, arguments)
+    expected = shapes_inside(trained, x, arguments, names)
     trained.train()
     torch.default_generator.manual_seed(0)
     for _ in range(DRAWS):
         before = drawn_from()
         try:
-            shapes = _shapes(trained, names, x, arguments)
+            shapes = shapes_inside(trained, x, arguments, names)
         # What does not run in training will say so there.
         except Exception:
             return False
@@ -266,27 +266,6 @@ def _divides(block: nn.Module, branches: Branches, x: Tensor, arguments: Argumen
         if drawn_from() == before:
             break
     return False
-
-
-@torch.no_grad()
-def _shapes(
-    block: nn.Module, names: Sequence[str], x: Tensor, arguments: Arguments
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Return the shapes of a block's attention, and of the inputs of modules in it, by name."""
-    watch = AttentionWatch()
-    inputs: list[tuple[int, ...]] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(tuple(next(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))))
-
-    handles = [block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in names]
-    try:
-        with watch:
-            block(x, **arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [attended.shape for attended in watch.seen], inputs
 
 
 class _TrialBlock(ConvertedBlock):

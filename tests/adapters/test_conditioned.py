@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 import mmod
 from mmod.adapters import find, find_stack, trial
-from mmod.adapters.tokens import declared, proofs_of
+from mmod.adapters.tokens import declared, find_blocks, proofs_of
 from mmod.adapters.trial import ALONE, PATCHES, random_copy
 from mmod.blocks.rows import Rows
 from mmod.methods import Merge, Method, Prune
@@ -176,7 +177,7 @@ def test_blocks_that_pass_on_rows_get_the_arguments_of_these(name: str, monkeypa
         each = len(written)
         with monkeypatch.context() as patch:
             # Nothing is known of what code of one's own reads between blocks; here it is.
-            patch.setattr(find, "find_blocks", functools.partial(find.find_blocks, host="tests"))
+            patch.setattr(find, "find_blocks", lambda model: dataclasses.replace(find_blocks(model), host="tests"))
             actual = run(apply(dense, name, CONFIGS[title]), inputs)
         assert len(written) - each == 1 < each
         torch.testing.assert_close(actual, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)

@@ -84,4 +84,5 @@ def test_facts_of_image_towers_of_open_clip_are_what_a_trial_finds(name: str) ->
     by_head = name != "custom-blocks"
     assert differing(known, tried) == ({"mask"} if by_head else set())
     for block in known.blocks:
-        assert known.call_of(block, None).halves == tried.call_of(block, None).halves
+        # Partial functions are equal to no others, and their texts are.
+        assert repr(known.call_of(block, None).halves) == repr(tried.call_of(block, None).halves)
