@@ -47,7 +47,7 @@ from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, mo
 from mmod.blocks.inner import Runner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import SpanPass
-from mmod.blocks.record import Deciding, Record, Records, deciding_modules, recomputing
+from mmod.blocks.record import Deciding, Record, deciding_modules, make_records, recomputing
 from mmod.blocks.remaining import Reduced, Remaining
 from mmod.blocks.routed import RoutedBlock, RoutedState
 from mmod.blocks.rows import Rows

@@ -124,11 +124,9 @@ def _watch(loss: PassLoss, x: Tensor) -> None:
     x.register_hook(note)
 
 
-class Records(PerThread[Record]):
-    """The `Record` of each thread."""
-
-    def __init__(self, make: Callable[[], Record] = Record) -> None:
-        super().__init__(make)
+def make_records(make: Callable[[], Record] = Record) -> PerThread[Record]:
+    """Return a record of each thread, of a kind."""
+    return PerThread(make)
 
 
 class Deciding(Mixin):

@@ -16,7 +16,8 @@ from mmod.blocks.inner import Inner
 from mmod.ops import (
     Packing,
     add_updates,
-    attend_weighed,
+    attend_by_length,
+    attend_within,
     backend,
     gather_norm,
     gather_rows,
@@ -129,7 +130,7 @@ class Rows:
     rule: Rule
     selected: tuple[type, Mapping[str, Any]] | None = None
     packing: Packing | None = None
-    filled: attend_weighed | None = None
+    filled: attend_within | None = None
     # The rows numbered over the batch, if they are single tokens and torch copies whole rows.
     _row_T: Tensor | None = None
     # Earlier narrowings, each with the rows before it, the rows that it kept, and its decision about those before.
@@ -190,7 +191,7 @@ class Rows:
             y_BKD = write_kept(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
-    def fill(self) -> attend_weighed:
+    def fill(self) -> attend_within:
         """Return what packs the filled slots of the decision and keeps attention within images.
 
         Their numbers are read on the host, once for all blocks on the same rows.
@@ -202,7 +203,8 @@ class Rows:
             packing = pack_rows(index_BK, valid_BK, total, self.x_BND.shape[1])
             lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
             bias = self.routing.joined.bias
-            self.filled = attend_weighed(packing, lengths, None if bias is None else bias.flatten()[packing.slot_T])
+            bias_T = None if bias is None else bias.flatten()[packing.slot_T]
+            self.filled = attend_within(packing, attend_by_length(lengths, bias_T))
         self.filled.calls = 0
         return self.filled
 

@@ -351,9 +351,10 @@ class SegmentsBlock(Mixin):
 
     def _follow(self, x: Tensor, y: Tensor) -> None:
         """Let a tensor belong to the pass of another one."""
-        passes = getattr(self.mod_state, "passes", None)
-        if passes is not None:
-            passes.follow(x, y)
+        # A cycle of recursions is in no span.
+        span = getattr(self.mod_state, "span", None)
+        if span is not None:
+            span.follow(x, y)
 
 
 def boundaries_of(arguments: Mapping[str, Any], x: Tensor) -> str:

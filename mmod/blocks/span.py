@@ -22,7 +22,7 @@ from mmod.blocks.call import BlockCall
 from mmod.blocks.calls import UNFINISHED, StackCall, StackCalls
 from mmod.blocks.inner import Inner
 from mmod.blocks.passes import SpanPass
-from mmod.blocks.record import Records
+from mmod.blocks.record import Record, make_records
 from mmod.threads import PerThread
 
 
@@ -314,18 +314,13 @@ class BlockState:
     position: int = 0
     number: int = 0
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
-    records: Records = field(default_factory=Records, init=False, repr=False)
+    records: PerThread[Record] = field(default_factory=make_records, init=False, repr=False)
     begins: bool = field(init=False)
     ends: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.begins = self.position == 0
         self.ends = self.span is None or self.position == self.span.last
-
-    @property
-    def passes(self) -> Span | None:
-        """What finds the pass of the block's input."""
-        return self.span
 
 
 def _can_reach(unfinished: SpanPass, position: int | None) -> bool:

@@ -15,10 +15,11 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
 from mmod.adapters import find_library
-from mmod.blocks import Deciding, Records, convert
+from mmod.blocks import Deciding, Record, convert, make_records
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, merge_rows, select_topk
 from mmod.routing import Kept, RandomScore, Routing
+from mmod.threads import PerThread
 
 
 @register_method("channels")
@@ -98,7 +99,7 @@ class Channels(Method):
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
-            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), Records()))
+            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), make_records()))
             block.selector = selector
 
     def restore(self, model: nn.Module) -> None:
@@ -117,7 +118,7 @@ class ChannelState(NamedTuple):
     config: Channels
     wide: dict[str, nn.Module]
     draw: RandomScore
-    records: Records
+    records: PerThread[Record]
 
 
 class ChannelBlock(Deciding):

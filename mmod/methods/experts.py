@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, ModelHook, Record, Records, attach, convert, host_class
+from mmod.blocks import Deciding, ModelHook, Record, attach, convert, host_class, make_records
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -41,6 +41,7 @@ from mmod.ops.views import is_visible
 from mmod.routing import Routing
 from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
+from mmod.threads import PerThread
 
 
 @register_method("experts")
@@ -151,7 +152,7 @@ class Experts(Mixture):
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             # Copies were made before the MLP is converted, so that they are plain modules of the host.
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
-            convert(mlp, ExpertMlp, ExpertState(self, Records(ExpertRecord)))
+            convert(mlp, ExpertMlp, ExpertState(self, make_records(ExpertRecord)))
             mlp.router = router
             mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
@@ -218,7 +219,7 @@ class ExpertRecord(Record):
 class _SeenTokens(ModelHook):
     """A forward pre-hook of an attention, after which an MLP of experts runs on the same tokens: reads its mask."""
 
-    records: Records
+    records: PerThread[Record]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the mask."""
@@ -242,7 +243,7 @@ class ExpertState(NamedTuple):
     """Plain state of an `ExpertMlp`."""
 
     config: Experts
-    records: Records
+    records: PerThread[Record]
 
 
 class ExpertMlp(Added, Deciding):

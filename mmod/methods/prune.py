@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +17,10 @@ from mmod.adapters import BlockStack
 from mmod.blocks import Reduced
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
-from mmod.methods.reduction import ReducedModel, Reducing, Reduction, head_reads, pooling
+from mmod.methods.reduction import Reducing, Reduction, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
-
-
-class PrunedModel(ReducedModel):
-    """Mixin of a timm model with pruned tokens."""
-
-    heads = ("prefix", "patches")
-
-    def forward_head(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
-        call = self.mod_owner.calls.value.running
-        if head_reads(self) == "patches" and not (call.ends_for_head and call.has_begun):
-            raise ValueError(
-                f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
-                "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
-                "reset_classifier(0) if you want its pooled features"
-            )
-        host: Any = super()
-        return host.forward_head(*args, **kwargs)
 
 
 @register_method("prune")
@@ -74,7 +56,7 @@ class Prune(Reducing):
     fuse: bool = True
     by: Literal["auto", "class_token", "mean"] = "auto"
     training_only: bool = False
-    owner_mixin: ClassVar[type[ReducedModel]] = PrunedModel
+    heads: ClassVar[tuple[str, ...]] = ("prefix", "patches")
 
     def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
         """Return the rule of each block that prunes."""

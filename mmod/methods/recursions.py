@@ -20,11 +20,12 @@ from mmod.blocks import (
     ConvertedBlock,
     Deciding,
     ReadBlocks,
-    Records,
+    Record,
     Shell,
     WholeBatchHook,
     attach,
     convert,
+    make_records,
 )
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
@@ -46,6 +47,7 @@ from mmod.routing import Kept, LinearScore, Routing
 from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
+from mmod.threads import PerThread
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -181,7 +183,7 @@ class CycleState(NamedTuple):
     read_blocks: ReadBlocks | None
     calls: list[Any]
     removed: list[nn.Module]
-    records: Records
+    records: PerThread[Record]
 
     @property
     def call(self) -> Any:
@@ -206,7 +208,7 @@ class Cycle(Added, Deciding):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        records = Records()
+        records = make_records()
         self.mod_state = CycleState(config, stack.prefix, stack.language, stack.read_blocks, calls, removed, records)
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}

@@ -159,19 +159,15 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
 
 class ReducedModel(BlockOwner):
-    """Mixin of a timm model whose blocks reduce tokens: decides whether its head reads the remaining ones, or the grid.
+    """Mixin of a timm model whose blocks reduce tokens: decides if its head reads the remaining ones, or the grid."""
 
-    Attributes:
-        heads: What a head may read for which the grid is not restored, see `head_reads`.
-    """
-
-    heads: ClassVar[tuple[str, ...]] = ("prefix",)
+    mod_method: Reducing
 
     def new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call in which the head reads the remaining tokens, or the grid."""
         call = super().new_call(name, outer)
         reads = head_reads(self) if name == "forward" else ""
-        if reads not in self.heads:
+        if reads not in self.mod_method.heads:
             return call
         if reads == "patches":
             # A hook on a block sees the grid; what is pooled does not depend on it.
@@ -179,6 +175,19 @@ class ReducedModel(BlockOwner):
         else:
             call.ends_for_head = call.uninterrupted and not _tokens_are_read(self, "norm")
         return call
+
+    def forward_head(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the dropped ones."""
+        call = self.mod_owner.calls.value.running
+        restored = not (call.ends_for_head and call.has_begun)
+        if restored and "patches" in self.mod_method.heads and head_reads(self) == "patches":
+            raise ValueError(
+                f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
+                "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
+                "reset_classifier(0) if you want its pooled features"
+            )
+        host: Any = super()
+        return host.forward_head(*args, **kwargs)
 
 
 def _tokens_are_read(module: nn.Module, name: str) -> bool:
@@ -192,10 +201,10 @@ class Reducing(Method):
     """A method by which fewer tokens remain after the attention of some blocks: a rule for each of them.
 
     Attributes:
-        owner_mixin: Mixin of the module that owns the blocks, if it is timm's.
+        heads: What a timm model's head may read for which the grid is not restored, see `head_reads`.
     """
 
-    owner_mixin: ClassVar[type[ReducedModel]] = ReducedModel
+    heads: ClassVar[tuple[str, ...]] = ("prefix",)
 
     @abstractmethod
     def rules(self, model: nn.Module, stack: BlockStack) -> Mapping[int, Reduction]:
@@ -226,7 +235,7 @@ class Reducing(Method):
                 make_observed(block, call, state.inner)
             convert(block, ReducedBlock, state, call.shell)
         owner = owner_of(model, stack)
-        stack.own_(owner, self.owner_mixin if stack.host == "timm" else BlockOwner)
+        stack.own_(owner, ReducedModel if stack.host == "timm" else BlockOwner)
         stack.watch_grid(stack.converted)
         if stack.dividing:
             attach(owner, WholeBatchHook(stack.dividing))

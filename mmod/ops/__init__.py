@@ -23,7 +23,6 @@ from mmod.ops.packed import (
     Packing,
     attend_by_image,
     attend_by_length,
-    attend_weighed,
     attend_within,
     pack_rows,
     packed_attention,

@@ -182,13 +182,17 @@ class attend_within(AttentionIntercept):
     Attention stays within images. Where the host draws one Bernoulli number for each sequence of a batch (stochastic
     depth), one is drawn for each image.
 
+    Args:
+        by_length: Attends image by image with a bias of keys, which a packed sequence takes none of; None for no bias.
+
     Attributes:
         calls: Number of attention calls so far.
     """
 
-    def __init__(self, packing: Packing) -> None:
+    def __init__(self, packing: Packing, by_length: attend_by_length | None = None) -> None:
         super().__init__()
         self.packing = packing
+        self.by_length = by_length
         self.calls = 0
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -206,9 +210,11 @@ class attend_within(AttentionIntercept):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend within images."""
+        self.calls += 1
+        if self.by_length is not None:
+            return self.by_length.attend(call)
         if call.attn_mask is not None or call.query.shape[0] != 1:
             raise RuntimeError("packed rows take plain or causal attention over one sequence, without a mask")
-        self.calls += 1
         out_THE = packed_attention(
             call.query[0].transpose(0, 1),
             call.key[0].transpose(0, 1),
@@ -220,24 +226,6 @@ class attend_within(AttentionIntercept):
             scale=call.scale,
         )
         return out_THE.transpose(0, 1).unsqueeze(0)
-
-
-class attend_weighed(attend_within):
-    """`attend_within` where a bias of keys weighs the rows, image by image.
-
-    Args:
-        lengths: Rows of each image that has any.
-        bias_T: Bias of keys (T) of logits; None for none.
-    """
-
-    def __init__(self, packing: Packing, lengths: Sequence[int], bias_T: Tensor | None) -> None:
-        super().__init__(packing)
-        self.by_length = attend_by_length(lengths, bias_T)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend within images."""
-        self.calls += 1
-        return self.by_length.attend(call)
 
 
 def image_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:

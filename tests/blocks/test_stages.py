@@ -227,7 +227,7 @@ def test_an_interrupted_call_leaves_nothing_behind(way: str, place: str) -> None
     actual = model.forward_features(images), model(images), alone(model, [images])[0]
     for output, baseline in zip(actual, expected, strict=True):
         assert torch.equal(output, baseline)
-    assert model.blocks[3].mod_state.passes.calls.value.running.outer is None
+    assert model.blocks[3].mod_state.span.calls.value.running.outer is None
 
 
 @torch.no_grad()
@@ -304,7 +304,7 @@ def test_a_call_may_be_interrupted_between_any_modules(way: str) -> None:
         actual = alone(model, [images])[0], model(images), model.forward_features(images)
         for output, baseline in zip(actual, (expected[2], *expected[:2]), strict=True):
             assert torch.equal(output, baseline), at
-    assert model.blocks[3].mod_state.passes.calls.value.running.outer is None
+    assert model.blocks[3].mod_state.span.calls.value.running.outer is None
 
 
 @pytest.mark.parametrize("place", ["blocks.0", "blocks.0.mlp", "blocks.3.mlp", "blocks.3.norm1", "blocks.4.attn"])
@@ -335,7 +335,7 @@ def test_passes_outside_calls_are_not_kept(way: str) -> None:
     for seed in range(4):
         alone(model, [make_images(NAME, 2, seed=seed)])
         model.forward_intermediates(make_images(NAME, 2, seed=seed), indices=[2], stop_early=True)
-    assert not model.blocks[3].mod_state.passes._by_address
+    assert not model.blocks[3].mod_state.span._by_address
 
 
 @pytest.mark.parametrize("way", ["merge", "prune"])
