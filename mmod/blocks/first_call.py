@@ -28,9 +28,6 @@ def has_replaced_forward(module: nn.Module) -> bool:
 class OnceHook(ModelHook):
     """A hook of one call, in which it removes itself."""
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do nothing before the call."""
-
 
 class FirstCall(OnceHook):
     """Refuses, once, a `forward` that was put on a converted module and does not run the mixin.

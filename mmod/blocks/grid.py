@@ -142,9 +142,6 @@ class GridHook(ModelHook):
         self.read = read
         self.see = see
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing before the call."""
-
     def after(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Read the grid and the pixels; there is no output of a call that failed."""
         if output is None:

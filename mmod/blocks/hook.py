@@ -23,7 +23,7 @@ class ModelHook:
     kind: str = ""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return changed arguments of the module's forward, or None."""
+        """Return changed arguments of the module's forward, or None; by default nothing happens before it."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Run after a forward pass, also after an `Exception`, but not after a KeyboardInterrupt."""

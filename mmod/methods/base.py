@@ -94,15 +94,20 @@ class Method(Checked, ABC, group="method"):
 
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
-        if self.training_only:
-            return _apply_in_training(model, self)
+        method = self.fitted(model)
+        if method.training_only:
+            return _apply_in_training(model, method)
         if isinstance(model, TrainingOnly):
             kinds = ", ".join(method.kind for method in model.mod_training)
             raise ValueError(
                 f"this {type(model).__name__} has methods for training alone ({kinds}), which come last: call "
                 f"mmod.undo_, apply {self.kind!r}, and then those"
             )
-        return self.put_(model)
+        return method.put_(model)
+
+    def fitted(self, model: nn.Module) -> Method:
+        """Return the method with what it takes from the model that it is applied to, such as a depth."""
+        return self
 
     def put_(self, model: Model) -> Model:
         """Change a model in place and note the method there, until it is undone."""

@@ -32,7 +32,6 @@ from mmod.blocks import (
 from mmod.config import Merged, Preset, RoutingConfig, Threshold, rational, read_routing, rescaled
 from mmod.methods.base import (
     Method,
-    Model,
     method_owners,
     methods_of,
     owner_of,
@@ -80,17 +79,15 @@ class Route(Method):
         object.__setattr__(self, "parts", parts)
         super().__post_init__()
 
-    def apply_(self, model: Model) -> Model:
-        """Apply the method to a model in place, see `mmod.apply_`."""
+    def fitted(self, model: nn.Module) -> Route:
+        """Return the routing by the model's own names of parts, and presets at their depth."""
         available = find_parts(model)
-        named = {own_name(name, available): config for name, config in self.parts.items()}
-        if named != self.parts:
-            return Route(named, self.capacities).apply_(model)
-        if not any(isinstance(config, Preset) for config in self.parts.values()):
-            return super().apply_(model)
-        stacks = self.find(model)
-        parts = {name: config.at_depth(len(stacks[name].blocks)) for name, config in self.parts.items()}
-        return Route(parts, self.capacities).apply_(model)
+        named = Route({own_name(name, available): config for name, config in self.parts.items()}, self.capacities)
+        if not any(isinstance(config, Preset) for config in named.parts.values()):
+            return named
+        stacks = named.find(model)
+        parts = {name: config.at_depth(len(stacks[name].blocks)) for name, config in named.parts.items()}
+        return Route(parts, self.capacities)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
@@ -329,10 +326,13 @@ def assign_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapp
     """Set the capacities of routed blocks, see `mmod.set_capacity_`, also of those that decide by a threshold."""
     blocks = routed_blocks(model)
     for name, value in exact_capacities(model, capacity).items():
-        # peft may wrap a router and train copies of it.
-        for router in blocks[name].router.modules():
-            if isinstance(router, Router):
-                router.capacity = value
+        for router in _routers(blocks[name]):
+            router.capacity = value
+
+
+def _routers(block: RoutedBlock) -> list[Router]:
+    """Return the router of a block, and the copies of it that peft trains in a wrapper."""
+    return [module for module in block.router.modules() if isinstance(module, Router)]
 
 
 def exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> dict[str, Fraction]:
@@ -381,11 +381,7 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
         ...     next(iter(routed_blocks(model).values())).router.config.select
         Threshold(threshold=0.0, min_tokens=0, max_tokens=None)
     """
-    blocks = routed_blocks(model).values()
-    # peft may wrap a router and train copies of it.
-    routers: list[Router] = []
-    for block in blocks:
-        routers += [module for module in block.router.modules() if isinstance(module, Router)]
+    routers = list(chain.from_iterable(map(_routers, routed_blocks(model).values())))
     rules = [router.rule for router in routers]
     # Blocks with equal configs share one object.
     changed = {id(rule.config): change(rule.config) for rule in rules}
