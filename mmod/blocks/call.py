@@ -137,9 +137,6 @@ class BlockCall(Protocol):
 class DecoderCall(BlockCall, Protocol):
     """How a host library calls a decoder layer, whose cache is told which tokens come next."""
 
-    def open_cache(self, arguments: Arguments) -> None:
-        """Replace the layer's cache, if any, by one of kept tokens."""
-
     def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
         """Open the cache, and return the arguments by name if all tokens run, which the cache is told; else None."""
 

@@ -62,7 +62,7 @@ def spread_evenly(tokens: int, device: torch.device) -> Tensor:
     return 1 - (position_N1 // power_W % 2 * power_W.flip(0)).sum(dim=1) * 2.0**-20
 
 
-def _constant(make: Callable[..., Constant]) -> Callable[..., Constant]:
+def _made_once(make: Callable[..., Constant]) -> Callable[..., Constant]:
     """Remember constants of a size on the CPU, for eager mode: making them costs more than a small decision."""
 
     @functools.lru_cache(maxsize=64)
@@ -86,7 +86,7 @@ def _makes_other_tensors() -> bool:
     return any(torch._C._get_dispatch_mode(key) for key in (modes.FAKE, modes.PROXY, modes.FUNCTIONAL))
 
 
-@_constant
+@_made_once
 def _signs(channels: int) -> Tensor:
     """Return a pseudo-random sign for each channel, from the upper bits of a multiplicative hash."""
     # Knuth's multiplier, 2**32 over the golden ratio; the kernel computes the same signs.
@@ -94,14 +94,14 @@ def _signs(channels: int) -> Tensor:
     return 1.0 - 2.0 * (((position_D + 1) * 2654435761 >> 19) & 1).float()
 
 
-@_constant
+@_made_once
 def _spread_order(tokens: int, prefix: int) -> tuple[Tensor, Tensor]:
     """Return the tokens after a prefix in spread order (N), and the position of every token in it, 0 for the prefix."""
     order_N = spread_evenly(tokens, torch.device("cpu")).argsort(descending=True)
     return order_N + prefix, F.pad(order_N.argsort() + 1, (prefix, 0))
 
 
-@_constant
+@_made_once
 def _hide_later(rows: int) -> Tensor:
     """Return what pushes the cosine to a row itself and to later rows below -1 (rows, rows)."""
     return torch.full((rows, rows), -4.0, device="cpu").triu()
