@@ -326,11 +326,11 @@ def assign_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapp
     """Set the capacities of routed blocks, see `mmod.set_capacity_`, also of those that decide by a threshold."""
     blocks = routed_blocks(model)
     for name, value in exact_capacities(model, capacity).items():
-        for router in _routers(blocks[name]):
+        for router in _router_and_copies(blocks[name]):
             router.capacity = value
 
 
-def _routers(block: RoutedBlock) -> list[Router]:
+def _router_and_copies(block: RoutedBlock) -> list[Router]:
     """Return the router of a block, and the copies of it that peft trains in a wrapper."""
     return [module for module in block.router.modules() if isinstance(module, Router)]
 
@@ -381,7 +381,7 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
         ...     next(iter(routed_blocks(model).values())).router.config.select
         Threshold(threshold=0.0, min_tokens=0, max_tokens=None)
     """
-    routers = list(chain.from_iterable(map(_routers, routed_blocks(model).values())))
+    routers = list(chain.from_iterable(map(_router_and_copies, routed_blocks(model).values())))
     rules = [router.rule for router in routers]
     # Blocks with equal configs share one object.
     changed = {id(rule.config): change(rule.config) for rule in rules}
