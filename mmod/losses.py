@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmod.blocks import Deciding
 from mmod.config import register_loss
-from mmod.methods.base import methods_of, refuse_evaluated
+from mmod.methods.base import refuse_evaluated
 from mmod.routing import Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
 
@@ -86,17 +86,17 @@ def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the weighted auxiliary losses of a model's passes since the last call; 0 if its methods have none.
+    """Return the weighted auxiliary losses of a model's passes since the last call; 0 if it has none, as a dense model.
 
     A loss is a mean over tokens and a sum over routed blocks, as in the sources of the presets' weights. The losses of
     several forward passes, as of two views, are added. Passes in evaluation mode or under `torch.no_grad` leave none. A
     loss can be collected once, by the thread that ran the pass, and before the backward pass.
 
     Args:
-        model: A model with methods, possibly wrapped, after a forward pass in training mode.
+        model: A model, possibly wrapped, after a forward pass in training mode.
 
     Raises:
-        ValueError: No method changed the model.
+        ValueError: The model is routed in training alone, and in evaluation mode.
         RuntimeError: There was no forward pass in training mode since the last call, or its graph is gone, as it is
             under `torch.no_grad` and with reentrant gradient checkpointing.
 
@@ -109,9 +109,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     """
     check_module(model)
     deciding = {name: module for name, module in model.named_modules() if isinstance(module, Deciding)}
-    if not deciding and not methods_of(model):
+    if not deciding:
         refuse_evaluated(model)
-        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
     terms = [module.auxiliary_loss(name, model.training) for name, module in deciding.items() if module.has_loss]
     if not terms:
         parameter = next(model.parameters(), None)

@@ -73,8 +73,7 @@ def route_(
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
-        config: How to route every part of the model; or the name of a preset, see `mmod.presets`. None means
-            `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
+        config: How to route every part of the model; or the name of a preset, see `mmod.presets`.
         tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
         training_only: Whether the model is routed in training mode alone: `eval()` makes it dense, with its host's
             classes and keys, and `train()` routes it again. None leaves it to the configs.
@@ -154,14 +153,15 @@ def _configs_by_part(
                 f"{name} must be a RoutingConfig, got {brief(value)}, or the name of a preset, which "
                 f"mmod.presets() lists{hint}"
             )
-    if config is None and not parts:
-        config = RoutingConfig()
     by_part = {name: parts.get(name, config) for name in available}
     routed = {
         name: preset(value) if isinstance(value, str) else value for name, value in by_part.items() if value is not None
     }
     if not routed:
-        raise ValueError(f"nothing to route: pass a config, or one for {' or '.join(available)}")
+        raise ValueError(
+            "nothing to route: name a preset, such as 'gradual' without training, or pass a mmod.RoutingConfig, or one "
+            f"for {' or '.join(available)}"
+        )
     return routed
 
 
@@ -173,7 +173,7 @@ def unroute_(model: Model) -> Model:
 
     Example:
         >>> import timm
-        >>> model = unroute_(route_(timm.create_model("test_vit")))
+        >>> model = unroute_(route_(timm.create_model("test_vit"), "gradual"))
         >>> type(model.blocks[1]).__name__
         'Block'
     """

@@ -134,7 +134,7 @@ def test_attention_routing_adds_no_key_and_unroute_restores_everything(name: str
     classes = [type(module) for module in model.modules()]
     state = {key: value.clone() for key, value in model.state_dict().items()}
     attributes = [set(vars(module)) for module in model.modules()]
-    mmod.route_(model)
+    mmod.route_(model, mmod.RoutingConfig())
     assert list(model.state_dict()) == list(state)
     model.load_state_dict(state, strict=True)
     mmod.unroute_(model)
@@ -277,7 +277,7 @@ def test_packing_is_refused_where_it_would_be_wrong() -> None:
     block = mmod.routed_blocks(mmod.route_(make_model("vit_tiny_patch16_224"), ROUTERS["threshold"]))["blocks.3"]
     assert block.mod_state.call.can_pack(block, {"is_causal": True})
     assert not block.mod_state.call.can_pack(block, {"attn_mask": torch.zeros(1)})
-    biased = mmod.route_(make_model("beit_base_patch16_224"))
+    biased = mmod.route_(make_model("beit_base_patch16_224"), mmod.RoutingConfig())
     block = mmod.routed_blocks(biased)["blocks.1"]
     assert not block.mod_state.call.can_pack(block, {"shared_rel_pos_bias": torch.zeros(1)})
     written_out = dataclasses.replace(block.mod_state.call, fused=False)
@@ -306,7 +306,7 @@ def test_padding_of_naflexvit_never_runs_and_never_counts(router: str) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_intermediate_features_are_those_of_each_block(norm: bool) -> None:
-    model, images = mmod.route_(make_model("test_vit")), make_images("test_vit", 2)
+    model, images = mmod.route_(make_model("test_vit"), mmod.RoutingConfig()), make_images("test_vit", 2)
     recorded = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, args, out: recorded.append(out.clone()))
@@ -322,7 +322,7 @@ def test_intermediate_features_are_those_of_each_block(norm: bool) -> None:
 
 
 def test_head_can_be_reset_and_blocks_pruned() -> None:
-    model, images = mmod.route_(make_model("test_vit")), make_images("test_vit", 2)
+    model, images = mmod.route_(make_model("test_vit"), mmod.RoutingConfig()), make_images("test_vit", 2)
     model.reset_classifier(3)
     assert model(images).shape == (2, 3)
     model.prune_intermediate_layers([3])

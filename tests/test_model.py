@@ -46,12 +46,12 @@ class TestRoute:
         with torch.device("meta"):
             model = timm.create_model(name)
         with pytest.raises(ValueError, match=f"(?s)cannot route.*{why}"):
-            mmod.route_(model)
+            mmod.route_(model, mmod.RoutingConfig())
 
     @pytest.mark.parametrize("name", [n for n in timm.list_models("vit_*") if re.search(r"_r\d*_|resnet", n)][::4])
     def test_stages_of_a_convolutional_stem_are_no_blocks(self, name: str) -> None:
         with torch.device("meta"):
-            model = mmod.route_(timm.create_model(name))
+            model = mmod.route_(timm.create_model(name), mmod.RoutingConfig())
         assert set(mmod.routed_blocks(model)) == {f"blocks.{i}" for i in range(1, len(model.blocks), 2)}
 
     @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ class TestRoute:
             call("test_vit")
 
     def test_a_wrong_sequence_length_is_an_error(self) -> None:
-        model = mmod.route_(make_model(NAME))
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig())
         model.blocks[0](torch.randn(2, 10, 64))
         with pytest.raises(ValueError, match="the sequence changed between the two blocks"):
             model.blocks[1](torch.randn(2, 12, 64))
 
     def test_unknown_block_arguments_are_an_error(self) -> None:
-        model = mmod.route_(make_model(NAME))
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig())
         with pytest.raises(ValueError, match=r"got 'rope', of which no trial showed .* known are attn_mask"):
             model.blocks[1](torch.randn(1, 4, 64), rope=torch.zeros(4, 8))
 
@@ -101,7 +101,7 @@ class TestRoute:
 
 class TestCapacity:
     def test_another_budget_on_the_same_weights(self) -> None:
-        model, images = mmod.route_(make_model(NAME)), make_images(NAME, 1)
+        model, images = mmod.route_(make_model(NAME), mmod.RoutingConfig()), make_images(NAME, 1)
         for value, expected in [
             (0.25, [0.25, 0.25, 0.25]),
             ([0.5, 0.25, 1.0], [0.5, 0.25, 1.0]),
@@ -121,7 +121,7 @@ class TestCapacity:
 
 class TestTrace:
     def test_a_trace_without_a_forward_pass_says_so(self) -> None:
-        model = mmod.route_(timm.create_model("test_vit"))
+        model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig())
         with mmod.trace(model) as decisions:
             assert not decisions
         assert str(decisions) == "no decisions: no forward pass in this thread had tokens to choose from"
@@ -129,7 +129,7 @@ class TestTrace:
             decisions.maps(prefix=1, grid=(10, 10))
 
     def test_statistics_and_maps(self) -> None:
-        model = mmod.route_(make_model(NAME))
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig())
         with mmod.trace(model) as decisions:
             model(make_images(NAME, 2))
         assert list(decisions) == ["blocks.1", "blocks.3", "blocks.5"]
@@ -143,14 +143,14 @@ class TestTrace:
             decisions["blocks.2"]
 
     def test_a_closed_trace_stays_as_it_was(self) -> None:
-        model = mmod.route_(make_model(NAME)).train()
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig()).train()
         with mmod.trace(model) as decisions:
             model(make_images(NAME, 2))
         model(make_images(NAME, 1))
         assert decisions["blocks.1"].kept.index_BK.shape[0] == 2
 
     def test_evaluation_keeps_nothing_outside_a_trace(self) -> None:
-        model = mmod.route_(make_model(NAME))
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig())
         model(make_images(NAME, 2))
         assert all(block.mod_state.routing is None for block in mmod.routed_blocks(model).values())
 

@@ -79,7 +79,9 @@ def test_changes_since_creation_are_kept(tmp_path: Path) -> None:
 
 
 def test_data_config_is_kept(tmp_path: Path) -> None:
-    model = mmod.route_(timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", depth=2, embed_dim=24))
+    model = mmod.route_(
+        timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k", depth=2, embed_dim=24), mmod.RoutingConfig()
+    )
     save_pretrained(model, tmp_path)
     again = load_pretrained(tmp_path)
     assert timm.data.resolve_model_data_config(again) == timm.data.resolve_model_data_config(model)
@@ -165,7 +167,7 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dense": (lambda: timm.create_model("test_vit"), "no method changed this VisionTransformer"),
     "function": (lambda: routed(RoutingConfig(router=lambda x: x.mean(-1))), "function cannot be saved"),
     "no create_model": (
-        lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2)),
+        lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2), mmod.RoutingConfig()),
         "create_model",
     ),
     "compiled": (lambda: torch.compile(routed()), "compiles"),
@@ -173,11 +175,11 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "exchanged head": (lambda: exchange_head(routed()), "exchanged"),
     "class as argument": (lambda: routed(act_layer=nn.ReLU), "JSON"),
     "part": (
-        lambda: mmod.route_(nn.Sequential(timm.create_model("test_vit")))[0],
+        lambda: mmod.route_(nn.Sequential(timm.create_model("test_vit")), mmod.RoutingConfig())[0],
         "part of a changed model: save that model",
     ),
     "features": (
-        lambda: mmod.route_(timm.create_model("test_vit", features_only=True)),
+        lambda: mmod.route_(timm.create_model("test_vit", features_only=True), mmod.RoutingConfig()),
         "forward_intermediates returns",
     ),
 }

@@ -64,7 +64,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
         "^unknown option of router 'duplicate': cel; near ones: cell; valid ones are ",
     ),
     (lambda m: mmod.route_(m, torch.rand(2, 3)), TypeError, r"must be a RoutingConfig, got Tensor \(2, 3\), or"),
-    (lambda m: mmod.route_(m, tokens=torch.rand(2, 3)), TypeError, r"must be a mmod.Tokens, got Tensor \(2, 3\)$"),
+    (
+        lambda m: mmod.route_(m, mmod.RoutingConfig(), tokens=torch.rand(2, 3)),
+        TypeError,
+        r"must be a mmod.Tokens, got Tensor \(2, 3\)$",
+    ),
     (lambda m: mmod.flops(m, {"x": {"y": [3]}}), ValueError, r"input_size must be .*, got {'x': {'y': \[3\]}}$"),
     (lambda m: mmod.flops(m, torch.rand(2, 3, 160, 160)), ValueError, r"160, 160\): pass \(3, 160, 160\)$"),
     (lambda m: mmod.RoutingConfig(capacity=torch.rand(2)), TypeError, r"capacity must be .*, got Tensor \(2,\)$"),
@@ -118,7 +122,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
         ValueError,
         "block 0 needs the importance of a dense block",
     ),
-    (lambda m: mmod.route_(torch.nn.Linear(2, 2)), ValueError, "supported are models of open_clip, timm, transformers"),
+    (
+        lambda m: mmod.route_(torch.nn.Linear(2, 2), mmod.RoutingConfig()),
+        ValueError,
+        "supported are models of open_clip, timm, transformers",
+    ),
     (lambda m: mmod.route_(m, 0.5), TypeError, r"config must be a RoutingConfig, got 0\.5, or the name of"),
     (lambda m: mmod.route_(m, Merge(r=8)), TypeError, r"got Merge\(r=8.*; a method goes to mmod\.apply_$"),
     (lambda m: mmod.route_(m, mmod.preset("gradual", start=6)), ValueError, "start=6 keeps all .* at least 7, got 6$"),
@@ -128,7 +136,13 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
     (lambda m: mmod.set_capacity_(m, 0.5), ValueError, "nothing in this VisionTransformer is routed"),
     (lambda m: mmod.undo_(m), ValueError, "no method changed this VisionTransformer"),
-    (lambda m: mmod.auxiliary_loss(m), ValueError, "nothing in this VisionTransformer is routed"),
+    (lambda m: mmod.route_(m, None), ValueError, "nothing to route: name a preset, such as 'gradual'"),
+    (
+        lambda m: mmod.route_(m, "tome"),
+        ValueError,
+        r"preset must be one of .*as mmod\.apply_\(model, mmod\.methods\.Merge",
+    ),
+    (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),
     (lambda m: mmod.register_loss("loss")("f"), TypeError, "mmod.register_loss decorates .* got 'f'"),
@@ -149,11 +163,15 @@ def test_a_wrong_call_says_what_is_valid_and_changes_nothing(call: Call, error: 
 
 
 def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
-    model, images = mmod.route_(timm.create_model("test_vit")).eval(), torch.randn(1, 3, 160, 160)
+    model, images = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig()).eval(), torch.randn(1, 3, 160, 160)
     with torch.no_grad():
         expected = model(images)
         for call, error, message in [
-            (lambda: mmod.route_(model), ValueError, r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_"),
+            (
+                lambda: mmod.route_(model, mmod.RoutingConfig()),
+                ValueError,
+                r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_",
+            ),
             (lambda: mmod.route_(model, "tread"), ValueError, r"already routed; call mmod\.undo_ first"),
             (lambda: mmod.set_capacity_(model, -1), ValueError, r"in \[0, 1\], got -1"),
             (lambda: mmod.apply_(model, Merge()), ValueError, "changed by routing, which 'merge' cannot follow"),
@@ -179,7 +197,7 @@ def save_language_model(folder: Path) -> None:
 
 
 SAVED: list[Callable[[Path], object]] = [
-    lambda folder: mmod.save_pretrained(mmod.route_(timm.create_model("test_vit")), folder),
+    lambda folder: mmod.save_pretrained(mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig()), folder),
     save_language_model,
     lambda folder: record_config(folder / "inside", {}, file="record.json", kind="a report"),
     lambda folder: save_picture(folder, "picture", new_figure(1, 1)),

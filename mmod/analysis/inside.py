@@ -35,7 +35,7 @@ def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) 
 
     Example:
         >>> import timm, mmod
-        >>> model, seen = mmod.route_(timm.create_model("test_vit").eval()), []
+        >>> model, seen = mmod.route_(timm.create_model("test_vit").eval(), "a-mod"), []
         >>> handle = model.blocks[5].norm1.register_forward_hook(lambda norm, args, output: seen.append(output))
         >>> with torch.no_grad(), mmod.trace(model) as decisions:
         ...     _ = model(torch.randn(1, 3, 160, 160))

@@ -200,7 +200,7 @@ class Trace(Mapping[str, Routing]):
 
         Example:
             >>> import timm, mmod
-            >>> model, images = mmod.route_(timm.create_model("test_vit").eval()), torch.randn(2, 3, 160, 160)
+            >>> model, images = mmod.route_(timm.create_model("test_vit").eval(), "a-mod"), torch.randn(2, 3, 160, 160)
             >>> with mmod.trace(model) as decisions:
             ...     _ = model(images)
             >>> len(decisions.plot(images).axes)
@@ -258,7 +258,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
     Example:
         >>> import timm, mmod
-        >>> model = mmod.route_(timm.create_model("test_vit").eval())
+        >>> model = mmod.route_(timm.create_model("test_vit").eval(), "a-mod")
         >>> with trace(model) as decisions:
         ...     _ = model(torch.randn(1, 3, 160, 160))
         >>> decisions["blocks.1"].kept.index_BK.shape

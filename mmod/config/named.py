@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmod.config.parts import Score, spelled
+from mmod.config.parts import Score, Threshold, spelled
 from mmod.config.plan import DEPTH, rescaled
 from mmod.config.registry import PARTS, PRESETS, check_options, revised
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
@@ -76,7 +76,14 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
                     f"preset {name!r} plans capacities for {len(planned)} blocks, and blocks={changes['blocks']!r} are "
                     f"{len(chosen)}: pass capacity too, one number or one per block"
                 )
-    return RoutingConfig.from_dict(revised(fields, changes))
+    config = RoutingConfig.from_dict(revised(fields, changes))
+    # A loss may read the capacity of a threshold.
+    if "capacity" in changes and isinstance(config.select, Threshold) and not config.losses:
+        raise ValueError(
+            f"preset {name!r} keeps what reaches a threshold, and no capacity decides: leave out "
+            f"capacity={changes['capacity']!r}, or pass select='topk' too"
+        )
+    return config
 
 
 def preset_arguments(name: str) -> tuple[str, ...]:

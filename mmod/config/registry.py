@@ -24,8 +24,10 @@ AnyScore = TypeVar("AnyScore", bound=Score)
 class Registry(Generic[Entry]):
     """Entries by name; `home` registers those of this package and is imported at the first lookup."""
 
-    def __init__(self, noun: str, home: str, register: str) -> None:
+    def __init__(self, noun: str, home: str, register: str, others: str = "") -> None:
         self._noun = noun
+        # What is no entry, and where it is.
+        self._others = others
         self._home = home
         self._register = register
         self._entries: dict[str, Entry] = {}
@@ -58,8 +60,8 @@ class Registry(Generic[Entry]):
             near = near_names(name, self)
             hint = f"{near}; " if near else ""
             raise ValueError(
-                f"{self._noun} must be one of {valid}, got {name!r}; {hint}for a name of another package, import the "
-                f"module that calls mmod.{self._register}"
+                f"{self._noun} must be one of {valid}, got {name!r}; {hint}{self._others}for a name of another "
+                f"package, import the module that calls mmod.{self._register}"
             )
 
     def __iter__(self) -> Iterator[str]:
@@ -99,7 +101,12 @@ def check_frozen(entry: object, base: type, title: str) -> None:
 
 
 SCORES: Registry[type[Score]] = Registry("router", "mmod.routing.score", "register_score")
-PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry("preset", "mmod.planning.presets", "register_preset")
+PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
+    "preset",
+    "mmod.planning.presets",
+    "register_preset",
+    "ToMe, pruning and the like are objects, as mmod.apply_(model, mmod.methods.Merge(r=8)); ",
+)
 LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
 
 

@@ -67,9 +67,14 @@ class Images:
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
         facts = image_facts(model)
-        # Of the dense model: outputs on other grids are brought to this one.
-        with watch_grid(model) as seen:
-            self.dense_NRF = self._outputs(model, 0, len(pixels))
+        try:
+            # Of the dense model: outputs on other grids are brought to this one.
+            with watch_grid(model) as seen:
+                self.dense_NRF = self._outputs(model, 0, len(pixels))
+        # As hosts refuse sizes of images.
+        except (RuntimeError, AssertionError) as error:
+            shape = tuple(pixels.shape)
+            raise ValueError(f"this {type(model).__name__} cannot run on images of shape {shape}: {error}") from error
         self.measure = _measure_of(model, self.dense_NRF, facts.classes, labels is not None)
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None

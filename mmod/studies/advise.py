@@ -32,6 +32,10 @@ def main(arguments: Sequence[str]) -> None:
     if options.prompts is not None and not Path(options.prompts).is_file():
         # Before the model, which may come from a hub.
         raise ValueError(f"--prompts {options.prompts!r} is no file")
+    if options.prompts is None and not Path(options.images).is_dir():
+        raise FileNotFoundError(f"no folder of images at {options.images!r}")
+    check_value("--faster", options.faster, float | None, "(1, inf)")
+    check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch
 
     from mmod.planning.prompts import same_tokens
@@ -219,8 +223,6 @@ def read_images(
     from mmod.data.readers.folders import FolderSource
     from mmod.data.stream import ImageReader
 
-    if not Path(folder).is_dir():
-        raise FileNotFoundError(f"no folder of images at {folder!r}")
     named = opened.classes
     names = None if named is None else ModelClasses(named, "the model", required=False)
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)

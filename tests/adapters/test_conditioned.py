@@ -291,10 +291,12 @@ def test_an_example_is_a_tensor_a_tuple_or_a_mapping() -> None:
     model = make_conditioned("own dit")
     inputs = CONDITIONED["own dit"].inputs(2)
     for example in (inputs, tuple(inputs.values()), dict(reversed(inputs.items()))):
-        mmod.route_(model, tokens=mmod.Tokens(example=example))
+        mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens(example=example))
         run(model, inputs)
         mmod.undo_(model)
-    mmod.route_(make_conditioned("rotary video"), tokens=mmod.Tokens(example=torch.zeros(1, 4, 3, 8, 10)))
+    mmod.route_(
+        make_conditioned("rotary video"), mmod.RoutingConfig(), tokens=mmod.Tokens(example=torch.zeros(1, 4, 3, 8, 10))
+    )
 
 
 _IMAGES = CONDITIONED["own dit"].inputs(1)
@@ -313,14 +315,14 @@ _IMAGES = CONDITIONED["own dit"].inputs(1)
 )
 def test_a_wrong_example_ends_in_what_the_forward_takes(example: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        mmod.route_(make_conditioned("own dit"), tokens=mmod.Tokens(example=example))
+        mmod.route_(make_conditioned("own dit"), mmod.RoutingConfig(), tokens=mmod.Tokens(example=example))
 
 
 def test_an_argument_that_no_trial_saw_is_refused_where_it_comes() -> None:
     model = make_conditioned("pixart")
     inputs = CONDITIONED["pixart"].inputs(2)
     mask = inputs.pop("encoder_attention_mask")
-    mmod.route_(model, tokens=mmod.Tokens(example=inputs))
+    mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens(example=inputs))
     run(model, inputs)
     with pytest.raises(ValueError, match=r"got 'encoder_attention_mask', of which no trial.*Tokens\(example=...\)"):
         run(model, {**inputs, "encoder_attention_mask": mask})
@@ -363,7 +365,7 @@ def test_blocks_of_two_streams_are_refused_by_that(name: str) -> None:
     with pytest.raises(
         ValueError, match="argument encoder_hidden_states beside the tokens: it is a double-stream block"
     ):
-        mmod.route_(model, tokens=mmod.Tokens(example=example))
+        mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens(example=example))
 
 
 class PooledBlock(AdaLNBlock):

@@ -239,9 +239,9 @@ def test_one_tower_alone_and_the_other_later() -> None:
     mmod.route_(model, text=RoutingConfig(capacity=0.25))
     assert mmod.routing_config(model, "image").capacity == 0.5
     assert mmod.routing_config(model, "text").capacity == 0.25
-    tower = mmod.route_(make_clip("ViT-B-16-SigLIP").visual)
+    tower = mmod.route_(make_clip("ViT-B-16-SigLIP").visual, mmod.RoutingConfig())
     assert list(mmod.routed_blocks(tower)) == ["trunk.blocks.1", "trunk.blocks.3"]
-    text = mmod.route_(make_clip("coca_base").text)
+    text = mmod.route_(make_clip("coca_base").text, mmod.RoutingConfig())
     assert isinstance(text.transformer.resblocks[1], RoutedBlock)
 
 
@@ -281,7 +281,7 @@ def test_wrong_parts_leave_the_model_as_it_was(parts: dict[str, Any], error: typ
 
 
 def test_wrong_use_says_what_is_wrong() -> None:
-    model = mmod.route_(make_clip("ViT-B-32"))
+    model = mmod.route_(make_clip("ViT-B-32"), mmod.RoutingConfig())
     with pytest.raises(ValueError, match="already routed"):
         mmod.route_(model, text=RoutingConfig())
     block = model.transformer.resblocks[1]
@@ -292,9 +292,9 @@ def test_wrong_use_says_what_is_wrong() -> None:
     last = make_clip("ViT-B-32")
     last.visual.transformer.batch_first = False
     with pytest.raises(ValueError, match="batch_first=False"):
-        mmod.route_(last)
+        mmod.route_(last, mmod.RoutingConfig())
     with pytest.raises(ValueError, match="MultimodalTransformer"):
-        mmod.route_(make_clip("coca_base").text_decoder)
+        mmod.route_(make_clip("coca_base").text_decoder, mmod.RoutingConfig())
 
 
 def test_hugging_face_text_towers_are_refused() -> None:
@@ -307,6 +307,6 @@ def test_hugging_face_text_towers_are_refused() -> None:
     model = make_clip("ViT-B-16-SigLIP")
     model.text = HFTextEncoder("roberta-base", 48, config=config, pooler_type="mean_pooler", pretrained=False)
     with pytest.raises(ValueError, match=r"Hugging Face .* image=config"):
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())
     mmod.route_(model, image=RoutingConfig())
     assert len(mmod.routed_blocks(model)) == 2

@@ -147,4 +147,4 @@ def test_what_peft_wraps_is_named_where_it_cannot_be_routed() -> None:
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), peft.LoraConfig(r=1, target_modules=["0"]))
     with pytest.raises(ValueError, match="cannot route Sequential: it has no list of blocks"):
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())

@@ -316,7 +316,7 @@ def test_a_stack_that_cannot_be_routed_is_refused_by_its_property(name: str) -> 
     model = make_model()
     state = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=message):
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())
     assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
     assert model.training
     assert not mmod.is_routed(model)
@@ -344,7 +344,7 @@ def test_blocks_of_weights_that_begin_at_zero_are_tried_with_others() -> None:
         for block in model.stages:
             block.scale.zero_()
     with pytest.raises(ValueError, match=message):
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())
 
 
 class TwoLists(OwnViT):
@@ -366,7 +366,7 @@ class TwoLists(OwnViT):
 def test_a_user_says_what_structure_does_not() -> None:
     model = TwoLists().eval()
     with pytest.raises(ValueError, match=r"no input reached the first of its stages.*mmod.Tokens\('stages', example="):
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())
     images = torch.randn(2, 3, 40, 72)
     config = mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(1,))
     named = [(mmod.Tokens("stages", 9, example), 9) for example in (images, images.clone())]
@@ -381,15 +381,15 @@ def test_a_user_says_what_structure_does_not() -> None:
         mmod.undo_(model)
     for known, library in ((make("vit"), "transformers"), (make_clip("ViT-B-32"), "open_clip")):
         with pytest.raises(ValueError, match=f"is one of {library}, whose blocks are found without it; leave it out"):
-            mmod.route_(known, tokens=mmod.Tokens("blocks"))
+            mmod.route_(known, mmod.RoutingConfig(), tokens=mmod.Tokens("blocks"))
         assert not mmod.is_routed(known)
     for prefix in (45, -1):
         with pytest.raises(ValueError, match=rf"of the 45 tokens .* integer in \[0, 44\], got {prefix}"):
-            mmod.route_(model, tokens=mmod.Tokens("stages", prefix, images))
+            mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens("stages", prefix, images))
     with pytest.raises(ValueError, match="'stage' is no ModuleList"):
-        mmod.route_(model, tokens=mmod.Tokens("stage", example=images))
+        mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens("stage", example=images))
     with pytest.raises(TypeError, match=r"tokens must be a mmod\.Tokens, got 'stages'"):
-        mmod.route_(model, tokens="stages")  # type: ignore[arg-type]
+        mmod.route_(model, mmod.RoutingConfig(), tokens="stages")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov3", "own softmax", "sdpa, registers"])

@@ -262,7 +262,7 @@ def test_wrong_use_is_refused() -> None:
 def test_unknown_families_are_refused() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=IMAGE)
     with pytest.raises(ValueError, match="cannot route GPT2LMHeadModel: supported are"):
-        mmod.route_(transformers.GPT2LMHeadModel(config))
+        mmod.route_(transformers.GPT2LMHeadModel(config), mmod.RoutingConfig())
     text = transformers.Llama4TextConfig(**SMALL)
     with pytest.raises(ValueError, match="cannot route Llama4ForCausalLM: supported are"):
         mmod.route_(transformers.Llama4ForCausalLM(text), language=LINEAR)

@@ -160,7 +160,7 @@ def test_a_block_by_hand() -> None:
     to_all = flops(mmod.route_(model, mmod.RoutingConfig(router="linear", context="all")), side).blocks[1]
     block_flops = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
     assert to_all.routed == block_flops + 2 * tokens * dim * 2 * dim + to_all.router
-    importance = flops(mmod.route_(make("vit")[0]), side).blocks[0].importance
+    importance = flops(mmod.route_(make("vit")[0], mmod.RoutingConfig()), side).blocks[0].importance
     assert importance == 2 * tokens * tokens * dim
 
 
@@ -181,7 +181,7 @@ def test_quantized_weights_are_counted_by_their_shapes(name: str, first: bool) -
 
 def test_the_model_is_left_alone() -> None:
     model, side = make("rope-mixed")
-    mmod.route_(model)
+    mmod.route_(model, mmod.RoutingConfig())
 
     def left() -> list[object]:
         places = [(name, value.data_ptr(), value.device.type) for name, value in model.state_dict().items()]
@@ -274,7 +274,7 @@ def test_arguments_by_name_are_the_example_by_which_blocks_are_found(name: str) 
 def test_errors_name_what_is_wrong() -> None:
     model, side = make("vit")
     with pytest.raises(ValueError, match="leave kept out: it is for models that decide by a threshold"):
-        flops(mmod.route_(model), side, kept=0.5)
+        flops(mmod.route_(model, mmod.RoutingConfig()), side, kept=0.5)
     with mmod.trace(model) as decisions:
         model(torch.zeros(1, 3, side, side))
     assert flops(model, side, kept=decisions) == flops(model, side)

@@ -38,7 +38,7 @@ class TestCheckpointing:
             torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-6)
 
     def test_an_input_that_was_never_seen_is_refused(self) -> None:
-        model = mmod.route_(make_model(NAME)).train()
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig()).train()
         model.set_grad_checkpointing()
         with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.clone(), lambda saved: saved):
             loss = model(make_images(NAME, 2)).sum()
@@ -77,7 +77,7 @@ class TestThreads:
         assert_right_in_threads(compiled, images)
 
     def test_each_thread_traces_its_own_passes(self) -> None:
-        model = mmod.route_(make_model(NAME)).eval()
+        model = mmod.route_(make_model(NAME), mmod.RoutingConfig()).eval()
         images = [make_images(NAME, 2, seed=seed) for seed in range(2)]
         with mmod.trace(model) as decisions, torch.no_grad():
             model(images[0])

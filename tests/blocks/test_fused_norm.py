@@ -82,7 +82,7 @@ def test_converted_norms_leave_no_trace() -> None:
     for name in MODELS:
         model = make_model(name)
         classes, keys = [type(module) for module in model.modules()], list(model.state_dict())
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())
         assert bool(entry_norms(model)) == (name != "vit_base_patch16_rpn_224")
         assert list(model.state_dict()) == keys
         assert len(entry_norms(pickle.loads(pickle.dumps(copy.deepcopy(model))))) == len(entry_norms(model))

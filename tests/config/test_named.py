@@ -182,6 +182,9 @@ def test_several_capacities_and_own_blocks_replace_the_plan() -> None:
     assert mmod.preset("gradual", depth=6, capacity=shares).capacity == shares
     assert mmod.preset("gradual", capacity=shares).at_depth(6).capacity == shares
     assert mmod.preset("gradual", depth=6, blocks=(1, 2), capacity=0.5).capacity == 0.5
+    with pytest.raises(ValueError, match=r"'pixelprune' keeps what reaches a threshold.*leave out capacity=0\.5"):
+        mmod.preset("pixelprune", capacity=0.5)
+    assert mmod.preset("pixelprune", capacity=0.5, select="topk").capacity == 0.5
     message = r"'gradual' plans capacities for 5 blocks, and blocks='late' are 4: pass capacity too"
     for call in (
         lambda: mmod.preset("gradual", depth=6, blocks="late"),

@@ -207,7 +207,7 @@ def test_a_method_from_outside_is_one_class(half: Any, tmp_path: Path) -> None:
         assert torch.equal(torch.export.export(model, (IMAGES,)).module()(IMAGES), expected)
         mmod.save_pretrained(model, tmp_path)
         assert torch.equal(mmod.load_pretrained(tmp_path)(IMAGES), expected)
-        mmod.route_(model)
+        mmod.route_(model, mmod.RoutingConfig())
         assert [method.kind for method in methods_of(model)] == ["half", "routing"]
         assert torch.equal(mmod.unroute_(model)(IMAGES), expected)
         assert torch.equal(mmod.undo_(model)(IMAGES), dense)
@@ -260,7 +260,7 @@ def test_each_method_restores_its_own_modules_alone(half: Any) -> None:
     mmod.unroute_(model)
     assert [module for module in model.modules() if is_converted(module)] == [model.blocks[1].mlp]
     assert torch.equal(model(IMAGES), halved)
-    mmod.route_(model)
+    mmod.route_(model, mmod.RoutingConfig())
     half.restore(half(1), model)
     assert not modules_of(model, "half")
     assert mmod.is_routed(model)

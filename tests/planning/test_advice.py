@@ -533,7 +533,7 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         (lambda: make(), [], "no images: batches is empty"),
         (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
         (lambda: make_joint("llava"), [pictures(1)], "batches must hold prompts"),
-        (lambda: mmod.route_(make()), [pictures(1)], "is changed already: call mmod.undo_ first"),
+        (lambda: mmod.route_(make(), mmod.RoutingConfig()), [pictures(1)], "is changed already: call mmod.undo_ first"),
         (make, [pictures(1)[0]], "batches must hold images"),
         (make, pictures(1), r"batches must hold images .*, got \(3, "),
         (make, [pictures(1), torch.zeros(1, 3, 8, 8)], r"must have one size, got \(1, 3, .*\) and \(1, 3, 8, 8\)"),
