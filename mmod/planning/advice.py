@@ -24,6 +24,8 @@ WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
+# A loss this near to the tolerance, as a share of it, may be above it on other images.
+_NEAR = 0.25
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,12 @@ class Advice:
     @property
     def _faster(self) -> list[AdviceRow]:
         return [row for row in self.rows if row.speedup.low >= LEAST_SPEEDUP]
+
+    @property
+    def _near(self) -> list[AdviceRow]:
+        """Candidates on the front that lose about the tolerance: of advice on these, half is right."""
+        near = [row for row in self._faster if row.on_front and self.faster is None]
+        return [row for row in near if abs(row.loss.value - self.tolerance) <= _NEAR * self.tolerance]
 
     def is_decided(self, row: AdviceRow) -> bool:
         """Whether a candidate clearly keeps the tolerance, or clearly loses more; each is tested at 5 %."""
@@ -301,6 +309,7 @@ class Advice:
             )
         gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
         too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < LEAST_SPEEDUP else []
+        near = ", ".join(f"{row.name} loses {100 * row.loss} %" for row in self._near)
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
         front = ""
         if any(row.on_front for row in self.rows):
@@ -309,6 +318,7 @@ class Advice:
             f"{dense}.",
             f"{front}{columns}",
             "Nothing was trained: fine-tuned models may lose less, and rank differently.",
+            *([f"So near the tolerance, other images may decide otherwise: {near}."] if near else []),
             *too_small,
             *redundancy,
             *filter(None, [self.note]),

@@ -201,6 +201,8 @@ def test_a_loss_close_to_the_tolerance_leaves_a_lower_bound() -> None:
     advice = advice_of([("a", 2.0, Estimate(0.98, 0.9, 1.0), None)])
     assert missing_samples(advice.rows[0].loss, 0.02, 64) == 3_400
     assert "Undecided: at least 3,400 more images would tell whether more than 2 % is lost by a" in advice.sentence
+    assert "So near the tolerance, other images may decide otherwise: a loses 2.0 [0.0, 10.0] %." in advice.facts
+    assert "So near" not in str(dataclasses.replace(advice, tolerance=0.03))
     exact = dataclasses.replace(advice, tolerance=0.0)
     assert missing_samples(exact.rows[0].loss, 0.0, 64) >= 1
 
