@@ -101,7 +101,7 @@ def free_routing(model: nn.Module) -> nn.Module:
 
     Example:
         >>> import timm, mmod
-        >>> free = free_routing(mmod.route_(timm.create_model("test_vit")))
+        >>> free = free_routing(mmod.route_(timm.create_model("test_vit"), "a-mod"))
         >>> type(free.blocks[1]).__name__
         'FreeBlock'
     """
@@ -191,7 +191,7 @@ def control(model: nn.Module, path: str) -> nn.Module:
 
     Example:
         >>> import timm, mmod
-        >>> model = mmod.route_(timm.create_model("test_vit"))
+        >>> model = mmod.route_(timm.create_model("test_vit"), "a-mod")
         >>> type(control(model, "removed").blocks[1]).__name__
         'RemovedBlock'
     """
