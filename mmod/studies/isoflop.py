@@ -205,7 +205,7 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
     folder = Path(config.output)
     facts = runner.facts
     minima = optima(points)
-    text = f"{table(points, minima)}\n\n{verdict(minima, points[0]['series'])}"
+    text = told(points, minima)
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
         for row in minima
@@ -296,7 +296,12 @@ def optima(points: Points) -> list[dict[str, Any]]:
     return rows
 
 
-def table(points: Points, minima: Points) -> str:
+def told(points: Points, minima: Points) -> str:
+    """Return tables of points and minima, and what the minima say, as Markdown."""
+    return f"{_table(points, minima)}\n\n{_verdict(minima, points[0]['series'])}"
+
+
+def _table(points: Points, minima: Points) -> str:
     """Return points and minima as Markdown; models are compared with those of the first series, paired by seed."""
     first = points[0]["series"]
     firsts = {(point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == first}
@@ -312,7 +317,7 @@ def table(points: Points, minima: Points) -> str:
     return "\n\n".join(str(table_of(_COLUMNS, part)) for part in shown)
 
 
-def verdict(minima: Points, first: str) -> str:
+def _verdict(minima: Points, first: str) -> str:
     """Say at which size every curve is lowest, and how far below the first series' minimum."""
     sentences = []
     for row in minima:

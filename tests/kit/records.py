@@ -14,7 +14,7 @@ from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.style import new_figure, svg_of
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.audits import Comparisons, LabelledBatch
-from mmod.studies.isoflop import draw, table, verdict
+from mmod.studies.isoflop import draw, optima, told
 from mmod.studies.report import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
 from tests.kit.planted import batches_of, plant
@@ -63,8 +63,7 @@ def write_isoflop(folder: Path) -> Path:
             points.append({**facts, "seeds": losses, "loss": losses[0]["loss"] + 0.05, "rate": 0.1, "steps": 9})
     folder.mkdir(parents=True)
     record = {"config": {}, "torch": "2", "points": points, "title": "Loss against parameters"}
-    text = f"{table(points)}\n\n{verdict(points)}"
-    write_outcome(folder, "isoflop", record, points, text, {"isoflop": draw(points)})
+    write_outcome(folder, "isoflop", record, points, told(points, optima(points)), {"isoflop": draw(points)})
     return folder
 
 

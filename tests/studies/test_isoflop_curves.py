@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.style import looks
-from mmod.studies.isoflop import curves_of, draw, fit_curve, optima, table, verdict
+from mmod.studies.isoflop import curves_of, draw, fit_curve, optima, told
 
 SIZES = [1e4, 3e4, 1e5, 4e5, 1e6]
 
@@ -19,8 +19,12 @@ def test_the_least_of_a_parabola_is_found(best: float, least: float, bend: float
     sizes = [*SIZES[: count - 1], SIZES[-1]]
     losses = [least + bend * math.log(size / best) ** 2 for size in sizes]
     curve = fit_curve(sizes[::-1], [3 * size for size in sizes[::-1]], losses[::-1])
-    assert curve is not None
-    assert curve.optimum == pytest.approx(best, rel=1e-4)
+    assert curve.minimum["parameters"] == pytest.approx(best, rel=1e-4)
+    assert curve.minimum == {
+        "parameters": curve.minimum["parameters"],
+        "forward": curve.forward(curve.minimum["parameters"]),
+        "loss": curve.loss(curve.minimum["parameters"]),
+    }
     assert curve.loss(best) == pytest.approx(least, rel=1e-6)
     assert curve.forward(best) == pytest.approx(3 * best, rel=1e-6)
 
@@ -28,10 +32,7 @@ def test_the_least_of_a_parabola_is_found(best: float, least: float, bend: float
 @pytest.mark.parametrize(("best", "bend"), [(1e3, 0.1), (1e8, 0.1), (1e5, -0.1)])
 def test_no_least_is_made_up(best: float, bend: float) -> None:
     losses = [bend * math.log(size / best) ** 2 for size in SIZES]
-    curve = fit_curve(SIZES, SIZES, losses)
-    assert curve is not None
-    assert curve.optimum is None
-    assert fit_curve(SIZES[:2], SIZES[:2], losses[:2]) is None
+    assert fit_curve(SIZES, SIZES, losses).minimum == {}
 
 
 def point(series: str, size: float, budget: float, shift: float) -> dict[str, object]:
@@ -60,19 +61,21 @@ def test_differences_are_those_of_the_least_losses_of_each_seed() -> None:
         else:
             assert row["difference"] is None
     assert len(curves_of(points, seed=2)) == 4
-    assert "-0.1000 [" in table(points)
     figure = draw(points)
     assert len(figure.axes) == 2
     stars = [line for axis in figure.axes for line in axis.get_lines() if line.get_marker() == "*"]
     assert len(stars) == 8
     # A series has the colour that it has in every other figure.
     assert {star.get_color() for star in stars} == {look["color"] for look in looks(shifts).values()}
-    assert verdict(points).count("-0.1000 [") == 2
+    *tables, verdict = told(points, rows).split("\n\n")
+    assert ["-0.1000 [" in text for text in tables] == [True, True]
+    assert verdict.count("-0.1000 [") == 2
 
 
 def test_a_grid_of_two_sizes_has_points_and_no_curve() -> None:
     points = [point("dense", size, 1e9, 2.0) for size in SIZES[:2]]
     assert optima(points) == []
-    assert "\n\n" not in table(points)
-    assert verdict(points).startswith("No curve")
+    table, verdict = told(points, []).split("\n\n")
+    assert table.startswith("| training FLOPs")
+    assert verdict.startswith("No curve")
     assert len(draw(points).axes) == 2
