@@ -167,7 +167,7 @@ class Comparison:
         seeds: Every run is repeated with so many seeds, unless nothing is trained.
         train_dense: Train the dense model first; otherwise it is loaded as its config says.
         bases: Folder of another comparison with the same dense models, which are taken from there.
-        left_out: Why other candidates are not compared, by name.
+        left_out: Why other candidates are not compared, a sentence each.
     """
 
     candidates: Sequence[Candidate]
@@ -176,7 +176,7 @@ class Comparison:
     seeds: int = 1
     train_dense: bool = False
     bases: str | None = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
 
     def runs(self) -> list[Run]:
         """Return the runs in the order they must be done."""

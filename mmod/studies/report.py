@@ -30,7 +30,7 @@ from mmod.analysis.timing import Reading, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import BEFORE, Run, readings_of
+from mmod.studies.compare import BEFORE, Comparison, Run, readings_of
 from mmod.studies.config import StudyConfig
 from mmod.training.engine.kind import Kind
 
@@ -200,10 +200,10 @@ class StudyResult:
 
 def write_study(
     config: StudyConfig,
+    kind: StudyKind[StudyConfig],
+    comparison: Comparison,
     table: Table,
     runs: Runs,
-    points: Sequence[Point],
-    told: Told,
     facts: Facts,
     machine: Mapping[str, Any],
 ) -> StudyResult:
@@ -212,7 +212,16 @@ def write_study(
     Args:
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
-    parts = [*harm(table, config.score, list(runs)), told.text, *_of_one_seed(config, table, list(runs))]
+    points = _points(config, kind, table, runs)
+    rows = [point.row() for point in points]
+    epochs = comparison.dense.epochs
+    # Where a trainer counts steps, there are no epochs to show.
+    if epochs is not None:
+        before = epochs if config.train_dense else None
+        rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
+    told = kind.tell(config, table, runs, rows, facts)
+    names = list(runs)
+    parts = [*harm(table, config.score, names), told.text, *comparison.left_out, *_of_one_seed(config, table, names)]
     text = "\n\n".join(filter(None, parts))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
@@ -237,14 +246,9 @@ def write_study(
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
-def points_of(
-    kind: StudyKind[StudyConfig], table: Table, runs: Runs, score: str, suffixes: Mapping[int, str]
-) -> list[Point]:
-    """Return candidates with their differences to the dense model, to their control and to the best baselines.
-
-    Args:
-        suffixes: See `StudyConfig.size_suffixes`.
-    """
+def _points(config: StudyConfig, kind: StudyKind[StudyConfig], table: Table, runs: Runs) -> list[Point]:
+    """Return candidates with their differences to the dense model, to their control and to the best baselines."""
+    score = config.score
     to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
@@ -254,7 +258,7 @@ def points_of(
         best_baseline = {name: best(table, score, names) for name, names in others.items()}
         for name, gap in gaps(table, score, best_baseline).items():
             to_baselines[name] |= {f"to_baseline{suffix}": gap, f"baseline{suffix}": best_baseline[name]}
-    times = _columns_of_time(kind, table, suffixes)
+    times = _columns_of_time(kind, table, config.size_suffixes)
     return [
         Point(
             name,

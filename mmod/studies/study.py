@@ -28,7 +28,7 @@ from mmod.studies.compare import (
     measure_run,
 )
 from mmod.studies.config import StudyConfig, TimmStudyConfig
-from mmod.studies.report import Draw, Facts, StudyKind, StudyResult, epochs_of, points_of, write_study
+from mmod.studies.report import Draw, Facts, StudyKind, StudyResult, write_study
 from mmod.training.engine.config import RunConfig
 
 
@@ -40,13 +40,10 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     """
     study = study_kind(config.kind)
     comparison = comparison_of(config)
-    left_out = [f"Left out: {name}: {reason}" for name, reason in comparison.left_out.items()]
     names = [candidate.name for candidate in comparison.candidates]
-    suffixes = config.size_suffixes
     runner = Runner(config.processes, progress)
-    dense = comparison.dense
-    facts: Facts = {} if study.describe is None else study.describe(dense, comparison.train)
-    runner.say(". ".join([f"{len(names)} models", *left_out]))
+    facts: Facts = {} if study.describe is None else study.describe(comparison.dense, comparison.train)
+    runner.say(". ".join([f"{len(names)} models", *comparison.left_out]))
     # The runs of the first seed that are done.
     done: dict[str, Run] = {}
     is_announced = False
@@ -60,15 +57,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def write(table: Table) -> StudyResult:
         runs = {name: done[name] for name in names if name in table.costs}
-        points = points_of(study, table, runs, config.score, suffixes)
-        rows = [point.row() for point in points]
-        # Where a trainer counts steps, there are no epochs to show.
-        if dense.epochs is not None:
-            before = dense.epochs if config.train_dense else None
-            rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
-        told = study.tell(config, table, runs, rows, facts)
-        text = "\n\n".join(filter(None, [told.text, *left_out]))
-        return write_study(config, table, runs, points, told._replace(text=text), facts, runner.facts)
+        return write_study(config, study, comparison, table, runs, facts, runner.facts)
 
     def each(table: Table, run: Run) -> None:
         nonlocal is_announced
@@ -86,14 +75,14 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
                 runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
             is_announced = True
 
-    measure, rates = _measures(config, study, dense)
+    measure, rates = _measures(config, study, comparison.dense)
     table = compare(
         comparison,
         rates=rates,
         measure=measure,
         weigh=study.weigh,
         count=count,
-        timing=Timing(list(suffixes), config.latency_rounds, study.readings),
+        timing=Timing(list(config.size_suffixes), config.latency_rounds, study.readings),
         each=each,
         runner=runner,
     )
@@ -140,7 +129,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         seeds=config.seeds,
         train_dense=config.train_dense,
         bases=config.bases,
-        left_out=left_out,
+        left_out=[f"Left out: {name}: {reason}" for name, reason in left_out.items()],
     )
 
 
