@@ -21,11 +21,12 @@ from mmod.values import IGNORED
 
 
 class PlainTokens(NamedTuple):
-    """Positions of image tokens and of the first answer in a conversation with one token for each image.
+    """Number of tokens, and positions of image tokens and of the first answer, with one token for each image.
 
     `fault` says why labels cannot be located; None if they can.
     """
 
+    length: int
     images: np.ndarray
     answer: int
     fault: str | None
@@ -171,12 +172,6 @@ class ChatCollator:
         is_answer_N[torch.from_numpy(position_T)] = in_answer[tokens != image]
         return is_answer_N
 
-    def tokens_without_images(self, chat: ChatSample) -> np.ndarray:
-        """Return the tokens of a conversation with one image token for each image (N,)."""
-        text = self.render(chat.messages)
-        encoded = self.processor.tokenizer(text, add_special_tokens=self._adds_special(text))
-        return np.asarray(encoded["input_ids"])
-
     def plain_tokens(self, chats: Sequence[ChatSample]) -> list[PlainTokens]:
         """Return where images and the first answer of conversations are, without reading images."""
         texts = [self.render(chat.messages) for chat in chats]
@@ -194,10 +189,10 @@ class ChatCollator:
             try:
                 answers = np.flatnonzero(_inside(offsets, self._answers(text, chat)))
             except ValueError as error:
-                found.append(PlainTokens(images, len(ids), str(error)))
+                found.append(PlainTokens(len(ids), images, len(ids), str(error)))
                 continue
             fault = None if len(answers) else "no token belongs to an answer"
-            found.append(PlainTokens(images, int(answers[0]) if len(answers) else len(ids), fault))
+            found.append(PlainTokens(len(ids), images, int(answers[0]) if len(answers) else len(ids), fault))
         return found
 
     def _cut(self, batch: dict[str, Tensor], chats: Sequence[ChatSample]) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -130,12 +130,15 @@ def _digest(chats: ChatDataset, collator: ChatCollator) -> str:
 
 def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[int, str]:
     """Return why conversations cannot be encoded, by their number."""
-    sizes, faults = _read_sizes(chats, progress)
-    tokens, refused = _ask(collator, sorted(set(chain.from_iterable(sizes.values()))), progress)
-    for index, needed in sizes.items():
-        wrong = [refused[size] for size in needed if size in refused]
-        if wrong:
-            faults[index] = wrong[0]
+    sizes: dict[int, list[Size]] = {}
+    faults: dict[int, str] = {}
+    for index, found in _read_sizes(chats, progress):
+        if isinstance(found, str):
+            faults[index] = found
+        else:
+            sizes[index] = found
+    # A processor is asked once for each size, of which a set has far fewer than images.
+    lengths = _ask(collator, sorted(set(chain.from_iterable(sizes.values()))), progress)
     left = [index for index in range(len(chats)) if index not in faults]
     with progress_bar(desc="check lengths", unit="records", total=len(left), shown=progress, leave=False) as bar:
         for start in range(0, len(left), _BATCH):
@@ -146,15 +149,15 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
                 [ChatSample(row["key"], tuple(Message(*message) for message in row["messages"]), ()) for row in rows]
             )
             for index, text in zip(batch, texts):
-                reason = _reason(text, [tokens[size] for size in sizes.get(index, ())], collator.max_length)
+                reason = _reason(text, [lengths[size] for size in sizes.get(index, ())], collator.max_length)
                 if reason is not None:
                     faults[index] = reason
             bar.update(len(batch))
     return faults
 
 
-def _read_sizes(chats: ChatDataset, progress: bool) -> tuple[dict[int, list[Size]], dict[int, str]]:
-    """Return the sizes of the images of conversations, from the files' headers; and why those of others are unknown."""
+def _read_sizes(chats: ChatDataset, progress: bool) -> Iterator[tuple[int, list[Size] | str]]:
+    """Yield number and sizes of the images of conversations with some, from files' headers, or why one is unknown."""
 
     def read(index: int) -> list[Size] | str:
         try:
@@ -162,47 +165,39 @@ def _read_sizes(chats: ChatDataset, progress: bool) -> tuple[dict[int, list[Size
         except (OSError, ValueError) as error:
             return str(error)
 
-    sizes: dict[int, list[Size]] = {}
-    faults: dict[int, str] = {}
     indices = np.flatnonzero(chats.images).tolist()
     with ThreadPoolExecutor(_THREADS) as pool:
-        results = progress_bar(
-            pool.map(read, indices), desc="read sizes", unit="records", total=len(indices), shown=progress, leave=False
+        results = zip(indices, pool.map(read, indices))
+        bar: Any = progress_bar(
+            results, desc="read sizes", unit="records", total=len(indices), shown=progress, leave=False
         )
-        for index, result in zip(indices, results):
-            if isinstance(result, str):
-                faults[index] = result
-            else:
-                sizes[index] = result
-    return sizes, faults
+        yield from bar
 
 
-def _ask(
-    collator: ChatCollator, sizes: Sequence[Size], progress: bool
-) -> tuple[dict[Size, ImageLength], dict[Size, str]]:
-    """Return the tokens that the processor makes of a blank image of each size; and why it refuses other sizes."""
+def _ask(collator: ChatCollator, sizes: Sequence[Size], progress: bool) -> dict[Size, ImageLength | str]:
+    """Return the tokens that the processor makes of a blank image of each size, or why it refuses the size."""
     whole = replace(collator, max_length=None, packed=False)
-    image = collator.processor.image_token_id
     # A conversation with one image and hardly any text, so that what the image adds is the difference.
-    plain = whole.tokens_without_images(ChatSample("", _QUESTION, ()))
-    tokens: dict[Size, ImageLength] = {}
-    refused: dict[Size, str] = {}
+    (plain,) = whole.plain_tokens([ChatSample("", _QUESTION, ())])
+    lengths: dict[Size, ImageLength | str] = {}
     for size in progress_bar(sizes, desc="encode sizes", unit="sizes", shown=progress, leave=False):
         sample = ChatSample(f"an image of {size[0]}x{size[1]} pixels", _QUESTION, (Image.new("RGB", size),))
         try:
             ids = whole([sample])["input_ids"][0].numpy()
         except ValueError as error:
-            refused[size] = str(error)
+            lengths[size] = str(error)
             continue
+        end = int(np.flatnonzero(ids == collator.processor.image_token_id)[-1]) + 1
         # The image replaced one token.
-        start = int(np.flatnonzero(plain == image)[0])
-        end = int(np.flatnonzero(ids == image)[-1]) + 1
-        tokens[size] = ImageLength(len(ids) - len(plain) + 1, end - start)
-    return tokens, refused
+        lengths[size] = ImageLength(len(ids) - plain.length + 1, end - int(plain.images[0]))
+    return lengths
 
 
-def _reason(text: PlainTokens, images: Sequence[ImageLength], limit: int | None) -> str | None:
+def _reason(text: PlainTokens, lengths: Sequence[ImageLength | str], limit: int | None) -> str | None:
     """Return why a conversation cannot be encoded, given the tokens of its text and images; None if it can."""
+    images = [length for length in lengths if not isinstance(length, str)]
+    if len(images) < len(lengths):
+        return next(length for length in lengths if isinstance(length, str))
     if text.fault is not None:
         return text.fault
     if len(images) != len(text.images):
