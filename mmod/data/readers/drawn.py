@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
@@ -20,21 +22,16 @@ class DrawnSource:
     """
 
     def __init__(self, part: str, target: LabelMember) -> None:
-        self.dataset = SETS[part.partition(":")[0]]
         self.part = part
         self.target = target
-        self.scenes = self.dataset.draw(part)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Worker processes may be started anew; what draws is a closure.
-        return DrawnSource, (self.part, self.target)
+        self.count = len(_scenes(part))
 
     def __len__(self) -> int:
-        return len(self.scenes)
+        return self.count
 
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
-        members = self._members(index)
+        members = _members(self.part, index)
         # Through the bytes of a shard, so that both ways refuse the same.
         return decode_image(members["png"], mode), self.target.parse(members[self.target.extension])
 
@@ -44,8 +41,21 @@ class DrawnSource:
 
     def labels(self) -> list[int]:
         """Return the class of each sample; see `ShardSource.labels`."""
-        labels = [self.target.parse(self._members(index)[self.target.extension]) for index in range(len(self))]
-        return [label if isinstance(label, int) else -1 for label in labels]
+        return list(_labels(self.part, self.count, self.target))
 
-    def _members(self, index: int) -> dict[str, bytes]:
-        return self.dataset.encode(str(index), self.scenes[index])
+
+@functools.lru_cache(maxsize=8)
+def _scenes(part: str) -> Sequence[Any]:
+    return SETS[part.partition(":")[0]].draw(part)
+
+
+# A study reads the same samples for each model, at several sizes; they take 20 MB.
+@functools.lru_cache(maxsize=1 << 14)
+def _members(part: str, index: int) -> dict[str, bytes]:
+    return SETS[part.partition(":")[0]].encode(str(index), _scenes(part)[index])
+
+
+@functools.lru_cache(maxsize=8)
+def _labels(part: str, count: int, target: LabelMember) -> tuple[int, ...]:
+    labels = [target.parse(_members(part, index)[target.extension]) for index in range(count)]
+    return tuple(label if isinstance(label, int) else -1 for label in labels)
