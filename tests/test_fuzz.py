@@ -27,9 +27,9 @@ from mmod.analysis import Prompt, Trace, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
 from mmod.routing import Routing, TokenGroups
-from tests.kit.clip_zoo import small_trunks
 from tests.kit.counting import flop_counter
-from tests.kit.fuzz_draws import HOSTS, Draw, Host, Sample, draw
+from tests.kit.fuzz_draws import HOSTS, Draw, draw
+from tests.kit.hosts import Host, Sample
 from tests.kit.vlm_zoo import PATCHES
 
 DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "4"))
@@ -210,18 +210,11 @@ def saved_models_load_bitwise(case: Case) -> None:
     named = all(config.router.name != "function" for config in case.configs.values())
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if case.host.parts.keys() & {"language", "vision"}:
-                case.model.save_pretrained(folder)
-                again = mmod.load_pretrained(folder)
-            else:
-                with small_trunks(case.host.name):
-                    mmod.save_pretrained(case.model, folder, architecture=case.host.architecture)
-                    again = mmod.load_pretrained(folder)
+            again = case.host.reload(case.model, Path(folder))
         except ValueError as error:
             if named or "function" not in str(error):
                 raise
             return
-    again.train(case.draw.training)
     assert mmod.capacities(again) == mmod.capacities(case.model)
     assert list(again.state_dict()) == list(case.model.state_dict())
     same(case._replace(model=again).run(), expected)

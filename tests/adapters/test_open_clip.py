@@ -15,18 +15,11 @@ import mmod
 from mmod import RoutingConfig
 from mmod.adapters.open_clip import CaptionHook
 from mmod.blocks import RoutedBlock, host_class, model_hooks
-from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
-from tests.kit.cover import in_turn
+from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, embed, make_captions, make_clip, make_images
 
 # The dense tower's embedding does not depend on what follows the end of a caption.
 CAUSAL = ("ViT-B-32", "ViT-H-14-worldwide", "EVA02-B-16", "vit_medium_patch16_gap_256", "custom-blocks")
 COCA = ("coca_ViT-B-32", "coca_base")
-WITHOUT_UPDATE = [
-    RoutingConfig(router="attention", capacity=1.0),
-    RoutingConfig(router=mmod.score("linear", init_std=0.0), capacity=1.0),
-    RoutingConfig(router="norm", select=mmod.Threshold(-1.0)),
-    RoutingConfig(router=mmod.score("linear", init_std=0.0), capacity=1.0, context="all"),
-]
 ROUTED = [
     RoutingConfig(router="attention", capacity=0.5),
     RoutingConfig(router=mmod.score("linear", init_std=0.5), capacity=0.3),
@@ -44,16 +37,6 @@ def outputs(model: nn.Module, images: Tensor, captions: Tensor) -> tuple[Tensor,
         return embed(model, images, captions)
 
 
-@pytest.mark.parametrize(("name", "config"), in_turn(ZOO, WITHOUT_UPDATE, times=2), ids=ids)
-def test_everything_kept_equals_dense(name: str, config: RoutingConfig) -> None:
-    model, images, captions = make_clip(name), make_images(name), make_captions(name)
-    dense = outputs(model, images, captions)
-    mmod.route_(model, config)
-    assert len(mmod.routed_blocks(model)) == 4
-    for actual, expected in zip(outputs(model, images, captions), dense):
-        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
-
-
 @pytest.mark.parametrize("name", COCA)
 def test_captions_of_a_decoder_equal_dense(name: str) -> None:
     model, images, captions = make_clip(name), make_images(name), make_captions(name)
@@ -63,15 +46,6 @@ def test_captions_of_a_decoder_equal_dense(name: str) -> None:
     # What a decoder says after the end of a caption is never read.
     valid = captions[:, 1:] != 0
     torch.testing.assert_close(routed[valid], dense[valid], atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(("name", "config"), in_turn(ZOO, ROUTED, times=2), ids=ids)
-def test_embeddings_do_not_depend_on_their_batch(name: str, config: RoutingConfig) -> None:
-    model, images, captions = mmod.route_(make_clip(name), config), make_images(name), make_captions(name)
-    together = outputs(model, images, captions)
-    alone = [outputs(model, images[i : i + 1], captions[i : i + 1]) for i in range(3)]
-    for tower in (0, 1):
-        torch.testing.assert_close(together[tower], torch.cat([one[tower] for one in alone]), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("config", ROUTED, ids=ids)
@@ -183,24 +157,6 @@ def caption_hook(model: nn.Module) -> CaptionHook:
     """Return what begins the passes of a text tower."""
     (hook,) = (hook for hook in model_hooks(model) if isinstance(hook, CaptionHook))
     return hook
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_keys_stay_and_unroute_gives_the_dense_model_back(name: str) -> None:
-    dense, model = make_clip(name), make_clip(name)
-    keys = set(model.state_dict())
-    mmod.route_(model, RoutingConfig(router="linear", capacity=0.3))
-    added = set(model.state_dict()) - keys
-    assert keys <= set(model.state_dict())
-    assert len(added) == 4
-    assert all(".router." in key for key in added)
-    mmod.unroute_(model)
-    assert [type(module) for module in model.modules()] == [type(module) for module in dense.modules()]
-    model.load_state_dict(dense.state_dict())
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(*(outputs(m, make_images(name), make_captions(name)) for m in (model, dense)))
-    )
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)

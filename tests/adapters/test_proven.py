@@ -23,7 +23,7 @@ from tests.kit.clip_zoo import make_clip
 from tests.kit.counting import flop_counter
 from tests.kit.own_vits import DIM, REFUSED, ROUTED, Einsum, Mlp, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.processes import run_processes
-from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of, table
+from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, output_of, table
 from tests.kit.zoo import make_images, make_model
 
 ALL = [*VISION_ZOO, *ROUTED]
@@ -45,61 +45,6 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(mmod.adapters.find_stack(model).blocks)
-
-
-def configs_of(name: str) -> dict[str, Any]:
-    """Return configs that every model takes, by name; parallel branches have no halves."""
-    several = {"blocks": (1, 2, 3), "capacity": 0.5}
-    configs: dict[str, Any] = {
-        "attention": mmod.RoutingConfig(router="attention", **several),
-        "threshold": mmod.RoutingConfig(router="linear", select=mmod.Threshold(0.5), blocks=(1, 2)),
-        "all keys": mmod.RoutingConfig(router="random", operator="mlp", **several),
-        "gradual": mmod.preset("gradual"),
-    }
-    if name == "parallel branches":
-        del configs["gradual"]
-    if name in ("videomae", "yolos"):
-        # The residual sum stands inside the module that ends their MLP.
-        del configs["all keys"]
-    return configs
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_proven_model_routed_at_capacity_1_is_dense_and_undone_to_the_last_bit(name: str) -> None:
-    model = make(name)
-    inputs = inputs_of(name, 2)
-    expected = run(model, inputs)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    classes = [type(module) for module in model.modules()]
-    attributes = [set(vars(module)) for module in model.modules()]
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.5
-    # Dropout is no stochastic depth, which runs a branch on a part of the batch.
-    assert not mmod.adapters.find_stack(model).proof.divides
-    mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=1.0, blocks=(1, 2, 3)))
-    actual = run(model, inputs)
-    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
-    mmod.undo_(model)
-    assert [type(module) for module in model.modules()] == classes
-    assert [set(vars(module)) for module in model.modules()] == attributes
-    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-    assert torch.equal(run(model, inputs), expected)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_result_for_an_image_does_not_depend_on_the_batch(name: str) -> None:
-    dense = make(name)
-    inputs = inputs_of(name, 3)
-    for title, config in configs_of(name).items():
-        model = mmod.route_(copy.deepcopy(dense), config)
-        together = run(model, inputs)
-        assert not torch.equal(together, run(dense, inputs)), title
-        for image in range(3):
-            alone = run(model, only(inputs, image))
-            torch.testing.assert_close(
-                together[image : image + 1], alone, atol=1e-5 * float(alone.abs().max()), rtol=0, msg=f"{name} {title}"
-            )
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov3", "mlcd", "videomae", "vjepa2", "own softmax", "sdpa, registers"])
@@ -232,19 +177,6 @@ def test_blocks_of_transformers_pass_on_rows_where_nothing_reads_between_them(mo
     # Behind the last of four blocks alone; also behind one block that is read, before which its own attention writes.
     assert nothing == again == 1
     assert nothing < one < every
-
-
-@pytest.mark.parametrize("name", [*VISION_ZOO])
-def test_a_proven_model_is_saved_with_its_proof(name: str, tmp_path: Path) -> None:
-    model = mmod.route_(make(name), mmod.preset("gradual"))
-    inputs = inputs_of(name, 2)
-    expected = run(model, inputs)
-    model.save_pretrained(tmp_path)
-    loaded = mmod.load_pretrained(tmp_path)
-    assert torch.equal(run(loaded, inputs), expected)
-    assert proofs_of(loaded) == proofs_of(model)
-    mmod.undo_(loaded)
-    assert not proofs_of(loaded)
 
 
 def test_loading_reads_the_proof_instead_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

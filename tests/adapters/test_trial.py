@@ -18,6 +18,7 @@ from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions
 from mmod.random_state import drawn_from
 from tests.kit.cover import in_turn
 from tests.kit.own_vits import DividingBlock, DrawingBlock, OwnBlock, OwnViT, SkippingBlock, make_own_images
+from tests.kit.vision_zoo import make_vision
 
 DIVIDING = (DividingBlock, DrawingBlock, SkippingBlock)
 # Whole blocks run on the kept tokens, so a block may drop images of its own.
@@ -91,6 +92,15 @@ def test_one_that_reaches_into_blocks_is_refused_in_training_alone(name: str, bl
     of_first, *of_others = gradient(mmod.apply_(model, INSIDE[name]).train(), images).tolist()
     assert of_first > 0
     assert not any(of_others)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "siglip", "videomae", "vivit", "mae"])
+def test_dropout_divides_no_batch(name: str) -> None:
+    model = make_vision(name)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    assert not find_stack(model).proof.divides
 
 
 def test_frozen_blocks_may_be_routed_inside_a_model_that_trains() -> None:

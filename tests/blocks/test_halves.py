@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,18 +57,6 @@ def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
     assert row_counts == [tokens]
     kept = [routing.kept.index_BK.shape[1] for routing in decisions.values()]
     assert kept == [max(1, int(round(tokens * share, 9))) for share in FALLING.values()]
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_capacity_one_is_the_dense_model_and_unrouting_too(name: str) -> None:
-    dense, images = make_model(name).double().eval(), make_images(name, 2).double()
-    for router, blocks in (("stride", (1, 2, 3)), ("attention", (0, 2, 3))):
-        fields = {**FIELDS, "router": router, "blocks": blocks, "capacity": 1.0}
-        model = mmod.route_(copy.deepcopy(dense), mmod.RoutingConfig(**fields))
-        with torch.no_grad():
-            torch.testing.assert_close(model(images), dense(images), rtol=1e-9, atol=1e-9)
-            assert torch.equal(mmod.unroute_(model)(images), dense(images))
-    assert [type(module) for module in model.modules()] == [type(module) for module in dense.modules()]
 
 
 def merged(x: Tensor, slot_of: list[int], size: list[float]) -> tuple[Tensor, list[float]]:

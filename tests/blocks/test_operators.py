@@ -67,46 +67,6 @@ def test_every_block_by_its_definition(name: str, way: tuple[str, str]) -> None:
             torch.testing.assert_close(out, expected, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_capacity_one_is_dense_and_gradients_reach_everything(way: tuple[str, str]) -> None:
-    for name in PLAIN:
-        config = mmod.RoutingConfig(router="linear", blocks="all", capacity=1.0, operator=way[0], context=way[1])
-        model, dense, images = make_model(name), make_model(name), make_images(name, 2)
-        mmod.route_(model, config.replace(gate="identity"))
-        with torch.no_grad():
-            torch.testing.assert_close(model(images), dense(images), rtol=1e-4, atol=1e-5)
-        model = mmod.route_(mmod.unroute_(model), config.replace(capacity=0.5)).train()
-        model(images).square().mean().backward()
-        assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in model.parameters() if p.requires_grad)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_image_does_not_depend_on_its_batch(way: tuple[str, str]) -> None:
-    config = mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0), operator=way[0], context=way[1])
-    model = mmod.route_(make_model("test_vit").double(), config)
-    images = make_images("test_vit", 4).double()
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), torch.cat([model(image[None]) for image in images]))
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "EVA02-B-16", "coca_ViT-B-32", "ViT-B-16-SigLIP"])
-def test_towers_of_clip_models(name: str, way: tuple[str, str]) -> None:
-    config = mmod.RoutingConfig(router="stride", blocks=(1,), capacity=1.0, operator=way[0], context=way[1])
-    images, captions = clip_zoo.make_images(name), clip_zoo.make_captions(name)
-    model = mmod.route_(clip_zoo.make_clip(name), config)
-    with torch.no_grad():
-        expected = clip_zoo.embed(clip_zoo.make_clip(name), images, captions)
-        for one, other in zip(clip_zoo.embed(model, images, captions), expected):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-        mmod.set_capacity_(model, 0.5)
-        halves = clip_zoo.embed(model, images, captions)
-        singles = [clip_zoo.embed(model, images[at : at + 1], captions[at : at + 1]) for at in range(3)]
-    for half, other, single in zip(halves, expected, zip(*singles)):
-        assert not torch.allclose(half, other)
-        torch.testing.assert_close(half, torch.cat(single), rtol=1e-4, atol=1e-5)
-
-
 def test_a_norm_behind_attention_keeps_it_for_all_tokens() -> None:
     model = clip_zoo.make_clip("custom-blocks")
     with pytest.raises(ValueError, match="possible are block, mlp"):

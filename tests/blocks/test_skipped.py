@@ -13,13 +13,11 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows, unit_rows
-from tests.kit.cover import in_turn
 from tests.kit.zoo import ZOO, make_images, make_model
 
 # Attention outside the fused call, sizes that the model's own mask of patches does not describe.
 NAFLEX = [name for name in ZOO if name.startswith("naflexvit")]
 FALLING = (0.8, 0.55, 0.45)
-JOINING = ("follow", "merge")
 SPAN = {"blocks": (1, 2, 3), "capacity": FALLING}
 
 
@@ -35,21 +33,6 @@ def run_with_all_tokens(model: nn.Module, images: Tensor) -> Tensor:
         out = model(images)
     handle.remove()
     return out
-
-
-@pytest.mark.parametrize(
-    ("name", "way"), in_turn(ZOO, itertools.product(["redundancy", "cells", "attention", "random"], JOINING), times=2)
-)
-def test_every_model_merges_and_rows_handed_on_change_nothing(name: str, way: tuple[str, str]) -> None:
-    """Tokens follow and merge in every model; routers take turns."""
-    router, skipped = way
-    images = make_images(name, 2).double()
-    model = routed(name, router=router, skipped=skipped, **SPAN)
-    with torch.no_grad():
-        out, single = model(images), torch.cat([model(image[None]) for image in images])
-    torch.testing.assert_close(out, run_with_all_tokens(model, images), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(out, model(images), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(out, single, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("capacity", [0.5, FALLING, (0.5, 0.25, 0.5), (1.0, 0.5, 0.5)])
@@ -131,22 +114,6 @@ def test_padding_changes_nothing(name: str, skipped: str) -> None:
     plain = {"patches": patches, "patch_coord": places, "patch_valid": torch.ones(1, 20, dtype=torch.bool)}
     with torch.no_grad():
         torch.testing.assert_close(model(padded), model(plain), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("skipped", ["follow", "merge"])
-def test_capacity_one_is_dense_and_gradients_reach_everything(skipped: str) -> None:
-    name = "vit_small_patch14_reg4_dinov2"
-    model, dense, images = (
-        routed(name, router="redundancy", skipped=skipped, blocks="all"),
-        make_model(name),
-        make_images(name, 2),
-    )
-    model = model.float()
-    mmod.set_capacity_(model, 1.0)
-    assert torch.equal(model(images), dense(images))
-    mmod.set_capacity_(model, 0.5)
-    model.train()(images).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("gate", ["tanh", "sigmoid", "linear"])

@@ -1,162 +1,44 @@
-"""Random routing configs, and small models of every library to route by them."""
+"""Random routing configs, and the hosts to route by them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 import mmod
 from mmod.config import SCORES
-from tests.kit import clip_zoo, vlm_zoo
-from tests.kit.zoo import make_images, make_model
-
-# One image, prompt, or pair of image and caption: arguments without a batch axis.
-Sample = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Host:
-    """A small model and inputs for it.
-
-    Args:
-        make: Makes the dense model.
-        samples: Makes so many samples.
-        outputs: From a model and samples to one output for each.
-        parts: Names of the parts that can be routed, with the number of blocks of each.
-        architecture: What `mmod.save_pretrained` must be told, if anything.
-        name: Of the architecture.
-    """
-
-    make: Callable[[], nn.Module]
-    samples: Callable[[int], list[Sample]]
-    outputs: Callable[[nn.Module, Sequence[Sample]], list[Tensor]]
-    parts: dict[str, int]
-    architecture: Any = None
-    name: str = ""
-
-
-def _floating(model: nn.Module) -> torch.dtype:
-    return next(p.dtype for p in model.parameters() if p.is_floating_point())
-
-
-def _of_timm(name: str, depth: int = 4, **changes: Any) -> Host:
-    side = changes.get("img_size")
-
-    def samples(number: int) -> list[Sample]:
-        images = make_images(name, number)
-        return [{"image": image if side is None else image[:, :side, :side]} for image in images]
-
-    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
-        images = torch.stack([sample["image"] for sample in batch]).to(_floating(model))
-        return list(model(images))
-
-    return Host(lambda: make_model(name, **changes), samples, outputs, {"image": depth})
-
-
-def _of_tower(kind: str, config: str, **changes: Any) -> Host:
-    options = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 4,
-        **changes,
-    }
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        made = getattr(transformers, kind)(getattr(transformers, config)(**options))
-        model: nn.Module = vlm_zoo.lively(made)
-        return model
-
-    def samples(number: int) -> list[Sample]:
-        images = torch.randn(number, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-        return [{"image": image} for image in images]
-
-    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
-        pixels = torch.stack([sample["image"] for sample in batch]).to(_floating(model))
-        return list(model(pixel_values=pixels).last_hidden_state)
-
-    return Host(make, samples, outputs, {"vision": 4})
-
-
-def _of_clip(name: str) -> Host:
-    lengths = (3, 7, clip_zoo.CONTEXT, 2, 9)
-
-    def samples(number: int) -> list[Sample]:
-        images, captions = clip_zoo.make_images(name, number), clip_zoo.make_captions(name, lengths[:number])
-        return [{"image": image, "text": caption} for image, caption in zip(images, captions)]
-
-    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
-        images, captions = (torch.stack([sample[key] for sample in batch]) for key in ("image", "text"))
-        both = clip_zoo.embed(model, images.to(_floating(model)), captions)
-        return list(torch.cat(both, dim=1))
-
-    make = lambda: clip_zoo.make_clip(name)  # noqa: E731
-    return Host(make, samples, outputs, {"image": 4, "text": 4}, clip_zoo.small_config(name), name)
-
-
-def _of_language(name: str, lengths: Sequence[int] = (20, 9, 14, 1, 17)) -> Host:
-    def samples(number: int) -> list[Sample]:
-        generator = torch.Generator().manual_seed(1)
-        return [{"ids": torch.randint(3, vlm_zoo.IMAGE, (length,), generator=generator)} for length in lengths[:number]]
-
-    return Host(lambda: vlm_zoo.make_language(name), samples, _logits, {"language": 4})
-
-
-def _of_joint(name: str) -> Host:
-    images = (1, 2, 1, 0, 1)
-
-    def samples(number: int) -> list[Sample]:
-        batch = vlm_zoo.prompt(name, images[:number])
-        pixels = batch["pixel_values"].split(images[:number])
-        ids = [row[mask.bool()] for row, mask in zip(batch["input_ids"], batch["attention_mask"])]
-        return [{"ids": row, "pixels": crops} for row, crops in zip(ids, pixels)]
-
-    make = lambda: vlm_zoo.make_joint(name)  # noqa: E731
-    return Host(make, samples, _logits, {"language": 4, "vision": 4})
-
-
-def _logits(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
-    padded = vlm_zoo.pad([sample["ids"].tolist() for sample in batch])
-    pixels = [sample["pixels"] for sample in batch if "pixels" in sample and len(sample["pixels"])]
-    inputs = {"pixel_values": torch.cat(pixels).to(_floating(model))} if pixels else {}
-    logits = model(**padded, **inputs, use_cache=False).logits
-    return [row[mask.bool()] for row, mask in zip(logits, padded["attention_mask"])]
-
+from tests.kit.hosts import Host, of_clip, of_joint, of_language, of_timm, of_tower
 
 HOSTS: dict[str, Host] = {
-    "vit": _of_timm("test_vit", 6),
-    "registers": _of_timm("vit_little_patch16_reg4_gap_256"),
-    "distilled": _of_timm("deit_tiny_distilled_patch16_224"),
-    "no-class-token": _of_timm("vit_base_patch16_siglip_gap_224"),
-    "one-token": _of_timm("vit_base_patch16_siglip_224", img_size=16),
-    "one-patch": _of_timm("vit_tiny_patch16_224", img_size=16),
-    "rope": _of_timm("eva02_tiny_patch14_224"),
-    "dinov3": _of_timm("vit_small_patch16_dinov3"),
-    "bias": _of_timm("beit_base_patch16_224"),
-    "parallel": _of_timm("vit_base_patch16_xp_224"),
-    "post-norm": _of_timm("vit_base_patch16_rpn_224"),
-    "naflex": _of_timm("naflexvit_base_patch16_gap"),
-    "clip": _of_clip("ViT-B-32"),
-    "coca": _of_clip("coca_ViT-B-32"),
-    "siglip": _of_clip("ViT-B-16-SigLIP"),
-    "clip-tower": _of_tower("CLIPVisionModel", "CLIPVisionConfig"),
-    "siglip-tower": _of_tower("SiglipVisionModel", "SiglipVisionConfig", vision_use_head=False),
-    "llama": _of_language("llama"),
-    "qwen2": _of_language("qwen2"),
-    "window": _of_language("mistral-window"),
-    "sandwich": _of_language("gemma2"),
-    "llava": _of_joint("llava"),
-    "llava-qwen2": _of_joint("llava-qwen2"),
+    "vit": of_timm("test_vit", 6),
+    "registers": of_timm("vit_little_patch16_reg4_gap_256"),
+    "distilled": of_timm("deit_tiny_distilled_patch16_224"),
+    "no-class-token": of_timm("vit_base_patch16_siglip_gap_224"),
+    "one-token": of_timm("vit_base_patch16_siglip_224", img_size=16),
+    "one-patch": of_timm("vit_tiny_patch16_224", img_size=16),
+    "rope": of_timm("eva02_tiny_patch14_224"),
+    "dinov3": of_timm("vit_small_patch16_dinov3"),
+    "bias": of_timm("beit_base_patch16_224"),
+    "parallel": of_timm("vit_base_patch16_xp_224"),
+    "post-norm": of_timm("vit_base_patch16_rpn_224"),
+    "naflex": of_timm("naflexvit_base_patch16_gap"),
+    "clip": of_clip("ViT-B-32"),
+    "coca": of_clip("coca_ViT-B-32"),
+    "siglip": of_clip("ViT-B-16-SigLIP"),
+    "clip-tower": of_tower("CLIPVisionModel", "CLIPVisionConfig"),
+    "siglip-tower": of_tower("SiglipVisionModel", "SiglipVisionConfig", vision_use_head=False),
+    "llama": of_language("llama"),
+    "qwen2": of_language("qwen2"),
+    "window": of_language("mistral-window"),
+    "sandwich": of_language("gemma2"),
+    "llava": of_joint("llava"),
+    "llava-qwen2": of_joint("llava-qwen2"),
 }
 
 

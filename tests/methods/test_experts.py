@@ -14,13 +14,12 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import flops
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of, undo_
+from mmod.methods import Experts, methods_of
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
 from tests.kit.zoo import make_images, make_model, perturb_
 
-MODELS = ["test_vit", "deit3_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_rpn_224"]
 WAYS: list[dict[str, Any]] = [
     {"choice": "topk"},
     {"choice": "tokens"},
@@ -83,24 +82,6 @@ def test_choices_by_hand() -> None:
     expected = 3 * (0.5 * 1.4 / 4 + 0.25 * 1.3 / 4 + 0.25 * 1.3 / 4)
     assert balance_loss(prob).item() == pytest.approx(expected)
     assert balance_loss(torch.eye(4)[None] * 0.2 + 0.2).item() == pytest.approx(1)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_copies_that_compute_all_tokens_are_the_dense_model_and_undoing_gives_it_back(name: str) -> None:
-    images, dense = make_images(name, 2).double(), make_model(name).double()
-    keys = dense.state_dict()
-    model = mmod.apply_(make_model(name).double(), Experts(experts=3, capacity=3.0))
-    assert set(keys) <= set(model.state_dict())
-    with torch.no_grad():
-        expected = dense(images)
-        torch.testing.assert_close(model(images), expected)
-        # One expert of each token, of weight 1, is what the MLP was.
-        one = undo_(model)
-        assert one.state_dict().keys() == keys.keys()
-        assert torch.equal(one(images), expected)
-    mmod.apply_(model, Experts(experts=1, choice="tokens", normalize=True))
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), expected)
 
 
 @torch.no_grad()

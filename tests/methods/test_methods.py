@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig, flops, route_
 from mmod.methods import Exit, Merge, Method, Prune, Resize, methods_of, read_method, undo_
-from tests.kit.method_zoo import MODELS, REDUCING
+from tests.kit.method_zoo import REDUCING
 from tests.kit.zoo import make_images, make_model
 
 IDS = ["prune-fused", "prune-mean", "merge", "exit"]
@@ -25,43 +25,6 @@ METHODS = [method for method, _ in REDUCING]
 def read(model: nn.Module, images: Tensor) -> Tensor:
     with torch.no_grad():
         return model(images)
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("method", "idle"), REDUCING, ids=IDS)
-def test_invariants(name: str, method: Method, idle: Method) -> None:
-    model, images = make_model(name).double(), make_images(name, 3).double()
-    dense, keys = read(model, images), list(model.state_dict())
-    idle.apply_(model)
-    assert torch.equal(read(model, images), dense)
-    undo_(model)
-    method.apply_(model)
-    answers = read(model, images)
-    assert answers.shape == dense.shape
-    assert not torch.equal(answers, dense)
-    alone = torch.cat([read(model, image[None]) for image in images])
-    torch.testing.assert_close(alone, answers, rtol=0, atol=1e-12)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(read(copied, images), answers)
-    assert methods_of(model)[0] == method == read_method(method.to_dict())
-    undo_(model)
-    assert list(model.state_dict()) == keys
-    assert not methods_of(model)
-    assert torch.equal(read(model, images), dense)
-
-
-@pytest.mark.parametrize("name", ["test_vit", "vit_medium_patch16_gap_240", "eva02_tiny_patch14_224"])
-@pytest.mark.parametrize("method", METHODS, ids=IDS)
-def test_every_weight_that_learns_in_the_dense_model_learns(name: str, method: Method) -> None:
-    model, images = make_model(name).double().train(), make_images(name, 3).double()
-    model(images).square().sum().backward()
-    learning = {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
-    model.zero_grad(set_to_none=True)
-    method.apply_(model)(images).square().sum().backward()
-    parameters = dict(model.named_parameters())
-    assert all(parameters[name].grad is not None and parameters[name].grad.any() for name in learning)
-    heads = [weight.grad for name, weight in parameters.items() if ".exit." in name]
-    assert all(grad is not None and grad.any() for grad in heads)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "vit_medium_patch16_gap_240", "eva02_tiny_patch14_224"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -11,8 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mmod
-from tests.kit.clip_zoo import embed, make_captions, make_clip
-from tests.kit.clip_zoo import make_images as make_clip_images
 from tests.kit.vlm_zoo import JOINT, make_joint, make_language, prompt, words
 from tests.kit.zoo import ZOO, make_images, make_model
 
@@ -71,26 +68,6 @@ def test_it_scores_the_image_tokens_of_every_family(name: str, side: str) -> Non
     real = batch["attention_mask"].bool()
     for score_BN in scores(model, **batch):
         torch.testing.assert_close(score_BN[real], moved.distance_BN[real], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B-16-SigLIP"])
-@torch.no_grad()
-def test_it_scores_both_towers_of_a_clip(name: str) -> None:
-    images = make_clip_images(name, 3)
-    captions = make_captions(name, (3, 7, 5))
-    model = make_clip(name)
-    dense = torch.cat(embed(model, images, captions))
-    mmod.route_(model, image=CONFIG, text=CONFIG)
-    together = embed(model, images, captions)
-    for one in range(3):
-        alone = embed(model, images[one : one + 1], captions[one : one + 1])
-        for part, expected in zip(together, alone, strict=True):
-            torch.testing.assert_close(part[one : one + 1], expected, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(torch.cat(together), dense)
-    mmod.set_capacity_(model, 1.0)
-    torch.testing.assert_close(torch.cat(embed(model, images, captions)), dense)
-    mmod.undo_(model)
-    assert torch.equal(torch.cat(embed(model, images, captions)), dense)
 
 
 @torch.no_grad()
@@ -166,10 +143,3 @@ def test_it_needs_no_attention_map_and_costs_no_product() -> None:
 def test_it_needs_a_dense_block_before_it() -> None:
     with pytest.raises(ValueError, match="needs the importance of a dense block before it"):
         mmod.route_(make_model(NAME), CONFIG.replace(blocks="all"))
-
-
-@torch.no_grad()
-def test_copies_are_routed_as_the_model() -> None:
-    model = mmod.route_(make_model(NAME), CONFIG)
-    images = make_images(NAME, 2)
-    assert torch.equal(copy.deepcopy(model)(images), model(images))

@@ -1,0 +1,207 @@
+"""What every change promises on every kind of host, from nothing to do to undoing it.
+
+A method, or a way to route, is a row of `CHANGES`; a kind of model stands in `LIBRARIES`. What a change computes is
+compared with slow definitions in tests of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod import RoutingConfig
+from mmod.adapters import find_stacks
+from mmod.adapters.tokens import declared, proofs_of
+from mmod.methods import Exit, Experts, Merge, Method, Prune, methods_of
+from tests.kit import clip_zoo, zoo
+from tests.kit.conditioned_zoo import CONDITIONED
+from tests.kit.hosts import Host, of_clip, of_conditioned, of_own, of_timm, of_vision
+from tests.kit.own_vits import ROUTED
+from tests.kit.vision_zoo import VISION_ZOO
+
+LEARNED = mmod.score("linear", init_std=0.3)
+LATE: dict[str, Any] = {"blocks": (1, 2, 3), "capacity": 0.5}
+# A change, and the same with nothing to do.
+CHANGES: dict[str, tuple[RoutingConfig | Method, RoutingConfig | Method]] = {
+    name: (config, config.replace(capacity=1.0, gate="identity"))
+    for name, config in {
+        "attention": RoutingConfig(router="attention", **LATE),
+        "linear": RoutingConfig(router=LEARNED, **LATE),
+        "change": RoutingConfig(router="change", **LATE),
+        "merge": RoutingConfig(router="redundancy", skipped="merge", **LATE),
+        "follow": RoutingConfig(router="attention", skipped="follow", **LATE),
+        "context": RoutingConfig(router="norm", context="all", **LATE),
+        "mlp": RoutingConfig(router="random", operator="mlp", **LATE),
+        "attention alone": RoutingConfig(router="stride", operator="attention", **LATE),
+        "gradual": mmod.preset("gradual"),
+    }.items()
+}
+CHANGES |= {
+    "threshold": (
+        RoutingConfig(router=LEARNED, select=mmod.Threshold(0.5), blocks=(1, 2)),
+        RoutingConfig(router=LEARNED, select=mmod.Threshold(0.0), gate="identity", blocks=(1, 2)),
+    ),
+    "whole images": (
+        RoutingConfig(
+            router=mmod.score("linear", per="sequence", init_std=0.3),
+            select=mmod.Threshold(0.5),
+            gate="step",
+            blocks=(1, 3),
+        ),
+        RoutingConfig(
+            router=mmod.score("linear", per="sequence"), select=mmod.Threshold(0.0), gate="step", blocks=(1, 3)
+        ),
+    ),
+    "Prune": (Prune(0.6, (0, 2)), Prune(1.0, (0, 2))),
+    "Prune by mean": (Prune(0.6, (1, 3), fuse=False, by="mean"), Prune(1.0, (1, 3), fuse=False, by="mean")),
+    "Merge": (Merge(3), Merge(0)),
+    "Exit": (Exit(0.2, (0, 2)), Exit(1.0, (0, 2))),
+    "Experts": (Experts(experts=2, blocks=(1, 3)), Experts(experts=2, capacity=2.0)),
+}
+LIBRARIES: dict[str, dict[str, Host]] = {
+    "timm": {name: of_timm(name) for name in zoo.ZOO},
+    "open_clip": {name: of_clip(name) for name in clip_zoo.ZOO},
+    "transformers": {name: of_vision(name) for name in VISION_ZOO},
+    "own": {name: of_own(name) for name in ROUTED},
+    "conditioned": {name: of_conditioned(name) for name in CONDITIONED},
+}
+# What models of a library have no place for: most have no classes, and a part of two is named first.
+UNFIT: dict[str, tuple[str, ...]] = {
+    "open_clip": ("Exit", "Experts"),
+    "transformers": ("Exit", "context"),
+    "own": ("Exit", "context"),
+    "conditioned": ("Exit", "context"),
+    # Branches that are parallel, or whose residual sums stand in the block's own forward or inside the MLP.
+    "vit_small_patch16_18x2_224": ("mlp", "attention alone", "gradual", "Prune", "Prune by mean", "Merge"),
+    "vit_base_patch16_xp_224": ("mlp", "attention alone", "gradual", "Prune", "Prune by mean", "Merge", "Experts"),
+    "vit_base_patch16_rpn_224": ("mlp", "attention alone"),
+    "custom-blocks": ("attention alone",),
+    # Keys of several maps.
+    "vit_dlittle_patch16_reg1_gap_256": ("Prune", "Prune by mean", "Merge"),
+    # A bias for each pair of positions.
+    "beit_base_patch16_224": ("Prune", "Prune by mean", "Merge"),
+    "parallel branches": ("gradual", "Prune", "Prune by mean", "Merge"),
+    "rotary video": ("gradual", "mlp", "attention alone", "Prune", "Prune by mean", "Merge"),
+    # Some of its tokens may be padding.
+    "naflexvit_base_patch16_gap": ("Experts",),
+    "naflexvit_base_patch16_par_gap": ("Experts",),
+    "videomae": ("mlp", "Experts"),
+    "yolos": ("mlp", "Experts"),
+}
+
+
+def cases(times: int, unfit: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+    """Return each host with so many of the changes that fit it, which take turns."""
+    chosen = []
+    for library, hosts in LIBRARIES.items():
+        for place, name in enumerate(hosts):
+            without = (*unfit, *UNFIT.get(library, ()), *UNFIT.get(name, ()))
+            fitting = [change for change in CHANGES if change not in without]
+            chosen += [(library, name, fitting[(times * place + step) % len(fitting)]) for step in range(times)]
+    return chosen
+
+
+@torch.no_grad()
+def run(host: Host, model: nn.Module, samples: Sequence[Any]) -> Tensor:
+    return torch.stack([output.flatten() for output in host.outputs(model, samples)])
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-5 if expected.dtype == torch.float32 else 1e-6
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+class Untouched:
+    """A dense model and all that must come back when a change is undone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = {key: value.clone() for key, value in model.state_dict().items()}
+        self.classes = [type(module) for module in model.modules()]
+        self.attributes = [set(vars(module)) for module in model.modules()]
+
+    def check(self, model: nn.Module) -> None:
+        assert [type(module) for module in model.modules()] == self.classes
+        assert [set(vars(module)) for module in model.modules()] == self.attributes
+        assert list(model.state_dict()) == list(self.state)
+        assert all(torch.equal(value, self.state[key]) for key, value in model.state_dict().items())
+
+
+@contextmanager
+def watched(blocks: Sequence[nn.Module]) -> Iterator[set[int]]:
+    """Collect the numbers of tokens that whoever looks at blocks finds."""
+    seen: set[int] = set()
+
+    def look(_: nn.Module, args: Any, output: Any) -> None:
+        seen.add((output[0] if isinstance(output, tuple) else output).shape[1])
+
+    handles = [block.register_forward_hook(look) for block in blocks]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("library", "name", "change"), cases(2))
+def test_a_change_keeps_its_promises(library: str, name: str, change: str, tmp_path: Path) -> None:
+    host = LIBRARIES[library][name]
+    model: Any = host.make()
+    if library in ("timm", "open_clip", "own"):
+        model = model.double()
+    samples = host.samples(3)
+    dense = run(host, model, samples)
+    with declared(model, host.tokens):
+        blocks = find_stacks(model)[next(iter(host.parts))].blocks
+    before = Untouched(model)
+    method, idle = CHANGES[change]
+    host.apply(model, idle)
+    close(run(host, model, samples), dense)
+    mmod.undo_(model)
+    before.check(model)
+    host.apply(model, method)
+    together = run(host, model, samples)
+    # Images may leave behind the last exit alone, and all of them may run.
+    assert change in ("Exit", "whole images") or not torch.allclose(together, dense, rtol=0, atol=1e-3)
+    close(run(host, model, samples[::-1]).flip(0), together)
+    close(torch.cat([run(host, model, [sample]) for sample in samples]), together)
+    # A head that pools what is left reads the rows of the last block.
+    with watched(blocks[:-1]) as seen:
+        close(run(host, model, samples), together)
+    assert len(seen) == 1
+    close(torch.stack([output.detach().flatten() for output in host.outputs(model, samples)]), together)
+    assert torch.equal(run(host, copy.deepcopy(model), samples), together)
+    if library in ("timm", "own"):
+        assert torch.equal(run(host, pickle.loads(pickle.dumps(model)), samples), together)
+    loaded = host.reload(model, tmp_path)
+    assert proofs_of(loaded) == proofs_of(model)
+    assert [kind.kind for kind in methods_of(loaded)] == [kind.kind for kind in methods_of(model)]
+    assert not isinstance(method, Method) or methods_of(loaded) == (method,)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    close(run(host, loaded, samples), together)
+    mmod.undo_(model)
+    before.check(model)
+    assert torch.equal(run(host, model, samples), dense)
+
+
+@pytest.mark.parametrize(("library", "name", "change"), cases(1, unfit=("whole images",)))
+def test_every_weight_that_learns_in_the_dense_model_learns(library: str, name: str, change: str) -> None:
+    host = LIBRARIES[library][name]
+    model: Any = host.make().train()
+    samples = host.samples(3)
+
+    def learning() -> set[str]:
+        model.zero_grad(set_to_none=True)
+        torch.stack([output.square().sum() for output in host.outputs(model, samples)]).sum().backward()
+        return {key for key, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+
+    expected = learning()
+    host.apply(model, CHANGES[change][0])
+    assert expected <= learning()
