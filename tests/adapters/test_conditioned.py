@@ -150,22 +150,6 @@ def test_importance_is_read_from_the_attention_among_tokens_alone(name: str) -> 
     assert torch.equal(*scores)
 
 
-@pytest.mark.parametrize("name", ["dit", "pixart", "wan, times of tokens"])
-def test_gradient_checkpointing_of_diffusers_gives_the_same_gradients(name: str) -> None:
-    inputs = CONDITIONED[name].inputs(2)
-    for title in ("random", "learned", "gradual"):
-        gradients = []
-        for checkpoints in (False, True):
-            model = apply(make_conditioned(name), name, CONFIGS[title])
-            if checkpoints:
-                model.enable_gradient_checkpointing()
-            torch.manual_seed(1)
-            run(model.train(), inputs).square().mean().backward()
-            gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-        for actual, expected in zip(*gradients, strict=True):
-            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", CONDITIONED)
 def test_routing_in_training_alone_is_dense_in_evaluation(name: str) -> None:
     inputs = CONDITIONED[name].inputs(2)
@@ -179,19 +163,6 @@ def test_routing_in_training_alone_is_dense_in_evaluation(name: str) -> None:
     with torch.no_grad():
         assert not torch.equal(run(model, inputs), expected)
         assert torch.equal(run(model.eval(), inputs), expected)
-
-
-@pytest.mark.parametrize("name", ["dit", "wan, times of tokens", "own video"])
-@torch.no_grad()
-def test_conditioned_stacks_compile(name: str) -> None:
-    torch._dynamo.reset()
-    model = make_conditioned(name)
-    # What is traced grows with the depth.
-    del model.get_submodule(find_stack_of(model, name).names[0].rpartition(".")[0])[2:]
-    apply(model, name, mmod.RoutingConfig(router=LEARNED, blocks=(1,), capacity=0.5))
-    inputs = CONDITIONED[name].inputs(2)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(compiled, inputs), run(model, inputs), atol=1e-5, rtol=1e-4)
 
 
 TOKENS = {"pixart": 16, "wan": 60, "wan, times of tokens": 60, "own video": 60}

@@ -324,38 +324,16 @@ def test_a_user_says_what_structure_does_not() -> None:
         mmod.route_(model, mmod.RoutingConfig(), tokens="stages")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov3", "own softmax", "sdpa, registers"])
-def test_proven_models_train_compile_and_export(name: str) -> None:
-    model = make(name).train()
+@pytest.mark.parametrize("name", ["dinov3", "sdpa, registers"])
+@torch.no_grad()
+def test_proven_models_are_exported(name: str) -> None:
+    model = make(name)
     # What is traced grows with the depth.
     del model.get_submodule(mmod.adapters.find_stack(model).names[0].rpartition(".")[0])[2:]
     mmod.route_(model, mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1,)))
     inputs = inputs_of(name, 2)
-    outputs = model(**inputs)
-    loss = (outputs if isinstance(outputs, Tensor) else output_of(outputs)).square().mean() + mmod.auxiliary_loss(model)
-    loss.backward()
-    assert all(block.router.score.weight.grad is not None for block in mmod.routed_blocks(model).values())
-    model.eval()
-    expected = run(model, inputs)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(run(compiled, inputs), expected, atol=1e-5, rtol=1e-4)
-    with torch.no_grad():
-        exported = torch.export.export(model, (), inputs).module()
-        torch.testing.assert_close(run(exported, inputs), expected, atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["vit", "dinov2", "clip"])
-def test_gradient_checkpointing_of_transformers_gives_the_same_gradients(name: str) -> None:
-    gradients = []
-    for checkpointed in (False, True):
-        model = mmod.route_(make(name).train(), mmod.preset("gradual"))
-        if checkpointed:
-            model.gradient_checkpointing_enable()
-        loss = output_of(model(**inputs_of(name, 2))).square().mean()
-        loss.backward()
-        gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
-    for actual, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+    exported = torch.export.export(model, (), inputs).module()
+    torch.testing.assert_close(run(exported, inputs), run(model, inputs), atol=1e-5, rtol=1e-4)
 
 
 def test_channels_of_the_kit_are_those_of_its_blocks() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -358,18 +356,3 @@ def test_text_decides_for_itself_while_it_is_decoded(name: str, way: tuple[str, 
         language={"tokens": "all"},
     )
     check_cache_changes_nothing(mmod.route_(make_language(name), language=config), words(3))
-
-
-@pytest.mark.parametrize("way", [("block", "kept"), *WAYS])
-def test_copies_and_unrouted_models_have_their_own_branches(way: tuple[str, str]) -> None:
-    batch, config = prompt("llava", (1, 2)), LINEAR.replace(operator=way[0], context=way[1])
-    dense = make_joint("llava")
-    model = mmod.route_(make_joint("llava"), language=config)
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    with torch.no_grad():
-        expected = model(**batch).logits
-        assert torch.equal(twin(**batch).logits, expected)
-        assert torch.equal(mmod.unroute_(model)(**batch).logits, dense(**batch).logits)
-        assert torch.equal(twin(**batch).logits, expected)
-    for one, other in zip(model.modules(), dense.modules(), strict=True):
-        assert type(one) is type(other)

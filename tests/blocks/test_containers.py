@@ -80,16 +80,6 @@ def test_a_container_runs_its_own_children(name: str, change: str) -> None:
     assert torch.equal(model(images), expected)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@torch.no_grad()
-def test_a_container_is_one_graph(name: str) -> None:
-    # What is traced grows with the depth.
-    model = mmod.route_(make(name, depth=2), CHANGES["linear"][0].replace(blocks=(1,)))
-    images = make_own_images(2)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(images), model(images))
-
-
 @torch.no_grad()
 def test_parts_of_a_container_are_those_of_the_host() -> None:
     model = mmod.route_(make("halves in sequence"), CHANGES["linear"][0])

@@ -122,29 +122,6 @@ def test_it_is_what_a_loop_over_tokens_makes(router: str) -> None:
         torch.testing.assert_close(model.forward_features(images), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("router", ["redundancy", "attention"])
-def test_checkpointing_gives_the_same_gradients(router: str) -> None:
-    model, gradients = routed("vit_tiny_patch16_224", router=router).train(), []
-    for checkpointed in (False, True):
-        model.set_grad_checkpointing(checkpointed)
-        images = make_images("vit_tiny_patch16_224", 2).double().requires_grad_()
-        model(images).square().sum().backward()
-        gradients.append(images.grad)
-    assert gradients[0].abs().max() > 0
-    # Checkpointed blocks return all tokens and average them again: equal up to rounding.
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("router", ["redundancy", "attention"])
-def test_compiled_it_is_the_same(router: str) -> None:
-    name, fields = "vit_tiny_patch16_224", {"router": router, **FIELDS, "blocks": (1, 2), "capacity": (0.8, 0.4)}
-    model, images = make_model(name, depth=3).double(), make_images(name, 2).double()
-    mmod.route_(model, mmod.RoutingConfig(**fields))
-    with torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend="eager")(images)
-        torch.testing.assert_close(compiled, model(images), rtol=1e-9, atol=1e-9)
-
-
 def test_the_attention_costs_more_and_the_mlp_as_much() -> None:
     cost = {at: mmod.flops(routed("vit_tiny_patch16_224", skipped=mmod.Merged(at)), SIZE) for at in ("block", "mlp")}
     assert cost["block"].routed < cost["mlp"].routed < cost["mlp"].dense

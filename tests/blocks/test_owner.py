@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import mmod
 from mmod.blocks import BlockOwner
@@ -71,39 +71,6 @@ def test_an_owner_is_what_its_host_made(name: str) -> None:
         images = make_images(NAME, 2)
         with torch.no_grad():
             assert torch.equal(held(images), dense(images))
-
-
-def calls_of(model: Any, run: Callable[[Tensor], Any], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Return the calls that a method begins, and whether blocks pass on rows in them."""
-    begun: list[tuple[str, bool]] = []
-    new_call = BlockOwner.new_call
-
-    def note(self: BlockOwner, name: str, outer: Any) -> Any:
-        call = new_call(self, name, outer)
-        begun.append((name, call.uninterrupted))
-        return call
-
-    monkeypatch.setattr(BlockOwner, "new_call", note)
-    with torch.no_grad():
-        run(make_images(NAME, 2))
-    return begun
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("__call__", [("forward", True)]),
-        ("forward", [("forward", True)]),
-        ("forward_features", [("forward_features", True)]),
-        ("forward_intermediates", [("forward_intermediates", False)]),
-        ("get_intermediate_layers", [("get_intermediate_layers", False), ("forward_intermediates", False)]),
-    ],
-)
-def test_each_method_that_runs_the_blocks_is_one_call(
-    method: str, expected: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = mmod.route_(make_model(NAME), ATTENTION)
-    assert calls_of(model, getattr(model, method), monkeypatch) == expected
 
 
 @torch.no_grad()

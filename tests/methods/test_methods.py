@@ -36,16 +36,6 @@ def test_a_model_that_answers_every_patch_gives_its_whole_grid(name: str, method
     assert read(method.apply_(model), images).shape == dense.shape
 
 
-@pytest.mark.parametrize("method", [Prune(0.6, (0,)), Prune(0.6, (1,), fuse=False, by="mean"), Merge(3)], ids=IDS[:3])
-def test_compiled_methods_are_the_same(method: Method) -> None:
-    # What is traced grows with the depth.
-    model, images = make_model(SMALL, depth=2).double(), make_images(SMALL, 2).double()
-    answers = read(method.apply_(model), images)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(read(compiled, images), answers, rtol=0, atol=1e-12)
-
-
 def test_early_exit_compiles_in_parts() -> None:
     model, images = make_model(SMALL, depth=2).double(), make_images(SMALL, 3).double()
     with mmod.trace(Exit(0.4, (0,)).apply_(model)) as decisions:

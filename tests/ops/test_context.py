@@ -89,23 +89,12 @@ def test_a_block_without_fused_attention_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_dlittle_patch16_reg1_gap_256"])
-def test_checkpointing_and_autocast_change_nothing(name: str) -> None:
-    model = mmod.route_(make_model(name), mmod.RoutingConfig(capacity=0.3, context="all")).train()
-    images = make_images(name, 2)
-    gradients = []
-    for checkpointing in (False, True):
-        model.set_grad_checkpointing(checkpointing)
-        model.zero_grad()
-        model(images).square().sum().backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
-    model.eval()
-    with torch.no_grad():
-        exact = model(images)
-        with torch.autocast("cpu", torch.bfloat16):
-            rough = model(images)
-    assert rough.isfinite().all()
+@torch.no_grad()
+def test_autocast_changes_nothing_but_bits(name: str) -> None:
+    model, images = mmod.route_(make_model(name), mmod.RoutingConfig(capacity=0.3, context="all")), make_images(name, 2)
+    exact = model(images)
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = model(images)
     assert (rough.float() - exact).norm() < 0.2 * exact.norm()
 
 
