@@ -8,13 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import mmod
-from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.methods import Experts, Recursions
 from tests.kit.cover import cover
@@ -120,14 +117,6 @@ def test_generation_equals_generation_without_cache(name: str, options: dict[str
     cached = generate(model, batch, **options)
     torch.manual_seed(0)
     assert torch.equal(cached, generate(model, batch, use_cache=False, **options))
-
-
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
-def test_text_generation_equals_generation_without_cache(options: dict[str, Any]) -> None:
-    model = mmod.route_(make_language("qwen3"), language=EVERYTHING["inference"])
-    batch = pad([torch.randint(3, 80, (n,)).tolist() for n in (9, 5)])
-    cached = generate(model, batch, suppress_tokens=None, **options)
-    assert torch.equal(cached, generate(model, batch, suppress_tokens=None, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("name", ["llava", "llava-mistral-window"])
@@ -274,60 +263,6 @@ def test_cache_bytes_are_the_kept_share() -> None:
         kept = tokens - 2 * PATCHES + int(2 * PATCHES * capacity)
         assert layers[index].keys.nbytes + layers[index].values.nbytes == dense * kept // tokens
         assert layers[index].get_seq_length() == tokens
-
-
-@given(
-    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
-    window=st.sampled_from([None, 4]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=30)
-def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | None, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    layer, start, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
-    for tokens in lengths:
-        keep = torch.rand(2, tokens, generator=generator) < 0.5
-        if tokens and torch.rand((), generator=generator) < 0.3:
-            keep[:] = True
-            layer.begin_update_all(torch.empty(2, tokens, 0))
-            key = torch.arange(start, start + tokens).float().expand(2, -1)[:, None, :, None]
-            layer.update(key, key)
-            for row in range(2):
-                expected[row] += range(start, start + tokens)
-            start += tokens
-            continue
-        slots = int(keep.sum(1).max()) if tokens else 0
-        index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, :slots]
-        valid = keep.gather(1, index)
-        layer.begin_update(start + index, valid, tokens)
-        key = (start + index).float()[:, None, :, None]
-        if slots:
-            layer.update(key, key)
-        for row in range(2):
-            expected[row] += [start + place for place in range(tokens) if keep[row, place]]
-        start += tokens
-        assert layer.get_seq_length() == start
-    nothing = torch.zeros(2, 0, dtype=torch.long)
-    position = layer.joined(nothing)
-    oldest = 0 if window is None else max(start - window + 1, 0)
-    for row in range(2):
-        assert [p for p in position[row].tolist() if p >= oldest] == [p for p in expected[row] if p >= oldest]
-    if layer.keys is not None:
-        assert torch.equal(layer.keys[:, 0, :, 0].long()[position >= 0], position[position >= 0])
-
-
-def test_cache_layer_takes_tokens_back() -> None:
-    layer = RoutedLayer()
-    for start, valid in ((0, [[True, True], [True, False]]), (3, [[True, False], [True, True]])):
-        position = torch.tensor([[start, start + 2], [start + 1, start + 2]])
-        layer.begin_update(position, torch.tensor(valid), 3)
-        layer.update(position.float()[:, None, :, None], position.float()[:, None, :, None])
-    layer.crop(-2)
-    assert layer.get_seq_length() == 4
-    assert layer.position_BL is not None
-    assert [row[row >= 0].tolist() for row in layer.position_BL] == [[0, 2, 3], [1]]
-    layer.reset()
-    assert layer.get_seq_length() == 0
 
 
 def test_wrong_caches_are_refused() -> None:

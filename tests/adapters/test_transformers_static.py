@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.cache_utils import StaticLayer
 
 import mmod
-from mmod.adapters.transformers.cache_base import CACHE, marked
-from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
+from mmod.adapters.transformers.cache_base import CACHE
 from tests.kit.cover import in_turn
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES, routed
 from tests.kit.vlm_zoo import APART, IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
@@ -240,47 +237,6 @@ def test_models_compiled_by_the_user_generate_the_same() -> None:
     expected = generated(model, batch, max_new_tokens=2)
     model.compile(backend="eager")
     assert torch.equal(generated(model, batch, max_new_tokens=2, cache_implementation="static"), expected)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=7),
-    window=st.booleans(),
-    seed=st.integers(0, 99),
-)
-@example(lengths=[1, 2], window=True, seed=33)
-@settings(max_examples=40, deadline=None)
-def test_static_layers_hold_what_later_tokens_see(lengths: list[int], window: bool, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    room = 4 if window else sum(lengths)
-    layer = StaticRoutedWindow(room) if window else StaticRoutedLayer(room)
-    kept: list[list[int]] = [[], []]
-    start = 0
-    for tokens in lengths:
-        keep = torch.rand(2, tokens, generator=generator) < 0.5
-        index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, : int(keep.sum(1).max())]
-        valid = keep.gather(1, index)
-        for row in range(2):
-            kept[row] += [start + place for place in range(tokens) if keep[row, place]]
-        position = layer.joined(marked(start + index, valid))
-        layer.begin_update(start + index, valid, tokens)
-        if index.shape[1]:
-            key = (start + index).float()[:, None, :, None]
-            keys, _ = layer.update(key, key)
-            assert torch.equal(keys[:, 0, :, 0][position >= 0], position[position >= 0].float())
-        # What the first token of this step sees, and those after it.
-        oldest = max(start - room + 1, 0) if window else 0
-        for row in range(2):
-            assert sorted(p for p in position[row].tolist() if p >= oldest) == [p for p in kept[row] if p >= oldest]
-            assert layer.kept_B1[row].item() == len(kept[row])  # type: ignore[index]
-        start += tokens
-        assert int(layer.get_seq_length()) == start
-    layer.batch_repeat_interleave(2)
-    layer.reorder_cache(torch.tensor([3, 0, 1, 2]))
-    assert layer.position_BS is not None
-    first_S = layer.position_BS[1]
-    assert sorted(first_S[first_S >= 0].tolist())[-1:] == kept[0][-1:]
-    layer.reset()
-    assert layer.get_seq_length() == 0
 
 
 @torch.no_grad()
