@@ -210,16 +210,6 @@ def test_beams_of_prompts_with_several_images_are_those_of_a_batch(name: str) ->
 
 
 @torch.no_grad()
-def test_compiled_towers_do_the_same() -> None:
-    """Whole models are compiled in the tests of static caches."""
-    model, batch = mmod.route_(make_deep("internvl", layers=2), language=CONFIG), prompt("internvl", (1, 2))
-    expected = model(**batch).logits
-    tower_of(model).compile(backend="eager")
-    torch.testing.assert_close(model(**batch).logits, expected, atol=5e-6, rtol=0)
-    torch.compiler.reset()
-
-
-@torch.no_grad()
 def test_frames_of_videos_have_the_importance_of_their_patches() -> None:
     model, batch = mmod.route_(make_joint("qwen2-vl"), language=CONFIG), video("qwen2-vl", (1, 2))
     with mmod.trace(model) as trace:

@@ -138,18 +138,6 @@ def test_a_preset_for_image_tokens_refuses_a_model_without_them_and_the_advice_w
 
 
 @torch.no_grad()
-def test_an_image_token_in_the_config_is_found_in_ids() -> None:
-    model = make_own(mmod.RoutingConfig(router="linear", blocks=(1, 3), capacity=0.5), token=IMAGE)
-    ids = torch.tensor([[1, 5, *[IMAGE] * 8, 7, 8]])
-    with mmod.trace(model) as decisions:
-        model(ids)
-    for routing in decisions.values():
-        assert int(routing.keep_BN.sum()) == 4 + 4
-        assert bool(routing.keep_BN[ids != IMAGE].all())
-    assert model.generate(ids, **GENERATION).shape == (1, 12 + 5)
-
-
-@torch.no_grad()
 def test_embeddings_without_marks_are_refused_and_each_advice_works() -> None:
     model = make_own(preset("p-mod"))
     embeds, mask = model.merge(IDS, FEATURES)

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
@@ -17,7 +15,7 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.layers import DecoderLayerCall
 from tests.kit.cover import in_turn
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY
-from tests.kit.vlm_zoo import APART, JOINT, LANGUAGE, LINEAR, SLIDING, make_joint, make_language, pad, prompt, words
+from tests.kit.vlm_zoo import APART, JOINT, LANGUAGE, LINEAR, SLIDING, make_joint, make_language, prompt, words
 
 SIDES = ("left", "right")
 # What stays padded: a window shorter than the prompt hides more than padding, and tokens of images see each other.
@@ -92,23 +90,6 @@ def test_packed_equals_padded_without_images(name: str, monkeypatch: pytest.Monk
     model = mmod.route_(make_language(name), language=EVERYTHING["threshold"]).double()
     check_alike(both_ways(model, words(3), counted))
     assert (counted.calls > 0) == (not name.endswith(PADDED))
-
-
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-    seed=st.integers(0, 99),
-    threshold=st.floats(0.2, 0.8),
-    side=st.sampled_from(["left", "right"]),
-)
-@settings(max_examples=25, deadline=None)
-def test_packed_equals_padded_at_any_length(lengths: list[int], seed: int, threshold: float, side: str) -> None:
-    model = mmod.route_(
-        make_language("llama"), language=EVERYTHING["threshold"].replace(select={"threshold": threshold})
-    ).double()
-    generator = torch.Generator().manual_seed(seed)
-    batch = pad([torch.randint(3, 90, (length,), generator=generator).tolist() for length in lengths], side)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        check_alike(both_ways(model, batch, Counted(monkeypatch)))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

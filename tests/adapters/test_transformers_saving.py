@@ -61,43 +61,26 @@ def test_dense_weights_load_into_a_routed_model() -> None:
     assert all(".router." in key for key in report.missing_keys)
 
 
-@pytest.mark.parametrize("first", ["peft", "mmod"])
-def test_lora_before_or_after_routing(first: str, tmp_path: Path) -> None:
+def test_a_model_with_lora_is_routed_trained_and_merged() -> None:
     import peft
 
-    model, batch = make_joint("llava"), prompt("llava", (1, 2))
-    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["router"])
-    if first == "mmod":
-        wrapped = peft.get_peft_model(mmod.route_(model, language=LINEAR), options)
-    else:
-        options.modules_to_save = None
-        wrapped = mmod.route_(peft.get_peft_model(model, options), language=LINEAR)
-        for block in mmod.routed_blocks(wrapped).values():
-            block.router.requires_grad_(True)
-    wrapped.train()
+    batch, options = prompt("llava", (1, 2)), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = mmod.route_(peft.get_peft_model(make_joint("llava"), options), language=LINEAR)
+    for block in mmod.routed_blocks(model).values():
+        block.router.requires_grad_(True)
     labels = batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, -100)
-    wrapped(**batch, labels=labels).loss.backward()
-    trained = {name for name, p in wrapped.named_parameters() if p.grad is not None}
-    assert any("lora" in name for name in trained)
-    assert any("router" in name for name in trained)
+    model.train()(**batch, labels=labels).loss.backward()
+    trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    for part in ("lora", "router"):
+        assert any(part in name for name in trained)
     assert all("lora" in name or "router" in name for name in trained)
-    with torch.no_grad():
-        for name, p in wrapped.named_parameters():
-            if name in trained:
-                p.add_(0.1 * torch.randn_like(p))
-    wrapped.eval()
-    mmod.set_capacity_(wrapped, 0.3)
-    with torch.no_grad(), mmod.trace(wrapped) as decisions:
-        expected = wrapped(**batch).logits
+    mmod.set_capacity_(model.eval(), 0.3)
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        for p in trained.values():
+            p.add_(0.1 * torch.randn_like(p))
+        expected = model(**batch).logits
+        torch.testing.assert_close(model.merge_and_unload()(**batch).logits, expected, atol=1e-5, rtol=1e-4)
     assert all(int(r.keep_BN[0].sum()) < batch["attention_mask"][0].sum() for r in decisions.values())
-    if first == "mmod":
-        wrapped.save_pretrained(tmp_path)
-        base = mmod.route_(make_joint("llava"), language=LINEAR.replace(capacity=0.3))
-        again = peft.PeftModel.from_pretrained(base, tmp_path).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(again(**batch).logits, expected)
-    with torch.no_grad():
-        torch.testing.assert_close(wrapped.merge_and_unload()(**batch).logits, expected, atol=1e-5, rtol=1e-4)
 
 
 UNDER_PEFT = {

@@ -136,7 +136,7 @@ LLAMA: Any = make_language("llama").config
     st.lists(st.booleans(), min_size=9, max_size=9),
     st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_samples_are_the_components_of_a_mask(pairs: list[tuple[int, int]], valid: list[bool], bias: bool) -> None:
     mask = torch.diag(torch.tensor(valid))
     for query, key in pairs:

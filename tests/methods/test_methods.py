@@ -27,15 +27,6 @@ def read(model: nn.Module, images: Tensor) -> Tensor:
         return model(images)
 
 
-@pytest.mark.parametrize("name", ["test_vit", "vit_medium_patch16_gap_240", "eva02_tiny_patch14_224"])
-@pytest.mark.parametrize("method", METHODS, ids=IDS)
-def test_a_model_that_answers_every_patch_gives_its_whole_grid(name: str, method: Method) -> None:
-    model, images = make_model(name, global_pool="").double(), make_images(name, 2).double()
-    dense = read(model, images)
-    assert dense.ndim == 3
-    assert read(method.apply_(model), images).shape == dense.shape
-
-
 def test_early_exit_compiles_in_parts() -> None:
     model, images = make_model(SMALL, depth=2).double(), make_images(SMALL, 3).double()
     with mmod.trace(Exit(0.4, (0,)).apply_(model)) as decisions:
@@ -157,9 +148,14 @@ def test_resized_images_are_those_of_a_smaller_model(name: str) -> None:
     size = 2 * side
     small = nn.functional.interpolate(images, size=(size, size), mode="bicubic", antialias=True)
     expected = read(model, small)
+    with torch.no_grad():
+        maps, features = model.forward_intermediates(small, intermediates_only=True), model.forward_features(small)
     mmod.apply_(model, Resize(size))
     assert torch.equal(read(model, images), expected)
     assert torch.equal(read(model, small), expected)
+    with torch.no_grad():
+        assert torch.equal(model.forward_features(images), features)
+        assert all(map(torch.equal, model.forward_intermediates(images, intermediates_only=True), maps))
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(read(copied, images), expected)
     assert flops(model, images.shape[-1]).routed < flops(make_model(name), images.shape[-1]).routed
@@ -183,13 +179,6 @@ def test_models_that_take_one_size_are_not_resized() -> None:
         mmod.apply_(make_model(SMALL), Resize(32))
     with pytest.raises(ValueError, match="no multiple of 16, the side of a patch"):
         mmod.apply_(make_model("test_vit"), Resize(40))
-
-
-def test_a_smaller_image_has_fewer_patches() -> None:
-    model = make_model("test_vit", global_pool="", num_classes=0, dynamic_img_size=True)
-    images = make_images("test_vit", 2)
-    prefix = model.num_prefix_tokens
-    assert mmod.apply_(model, Resize(32))(images).shape[1] == prefix + 4
 
 
 def test_one_change_at_a_time() -> None:

@@ -194,29 +194,6 @@ def test_removed_blocks_leave_a_working_model(method: Method) -> None:
     assert torch.equal(model.forward_features(images), tokens)
 
 
-# Class token, mean pooling, registers, rotary positions.
-@pytest.mark.parametrize(
-    "name", ["test_vit", "vit_medium_patch16_gap_240", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"]
-)
-@torch.no_grad()
-def test_a_resizing_model_returns_what_it_returns_for_small_images(name: str) -> None:
-    dense = make_model(name, dynamic_img_size=True).double()
-    images, size = make_images(name, 2).double(), 2 * dense.patch_embed.patch_size[0]
-    small = nn.functional.interpolate(images, size=(size, size), mode="bicubic", antialias=True)
-    model = mmod.apply_(copy.deepcopy(dense), Resize(size))
-    assert torch.equal(model.forward_features(images), dense.forward_features(small))
-    maps, expected = (
-        changed.forward_intermediates(x, intermediates_only=True) for changed, x in ((model, images), (dense, small))
-    )
-    assert maps[0].shape[-2:] == (2, 2)
-    assert all(map(torch.equal, maps, expected))
-    if hasattr(model, "get_intermediate_layers"):
-        maps, expected = (
-            changed.get_intermediate_layers(x, n=2, reshape=True) for changed, x in ((model, images), (dense, small))
-        )
-        assert all(map(torch.equal, maps, expected))
-
-
 @pytest.mark.parametrize("method", [Merge(3), Prune(0.6, (0, 2)), Resize(32)], ids=["merge", "prune", "resize"])
 @torch.no_grad()
 def test_feature_pyramids_have_whole_maps(method: Method) -> None:

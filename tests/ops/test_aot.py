@@ -52,11 +52,21 @@ def attention_cases(pointers: str, others: dict[str, str], *, backward: bool, sw
     return cases
 
 
+def has(names: str, given: bool = True) -> dict[str, bool]:
+    """Return constants that say whether optional arguments are given."""
+    return {f"HAS_{name}": given for name in names.split()}
+
+
 _INDEX = {"index": "*i64"}
 _STATISTICS = {"mean": "*fp32", "scale": "*fp32"}
 _MERGE = {"gate": "*fp32", "valid": "*u8"}
+_MERGED = {"inverse": "*i32", **_MERGE}
+_NORM = {**_INDEX, **_STATISTICS, "eps": "fp32"}
 _ROWS = {"start": "*i32", "valid": "*i1"}
 _MASKS = {"valid": "*u8", "protect": "*u8", "filled": "*u8", "index": "*i64", "inverse": "*i32"}
+_MEAN = {"slot": "*i64", "size": "*fp32", "weight": "*fp32"}
+_WIDE = {"ROWS": 1, "CHANNELS": 16384, "num_warps": 16}
+_SELECT = {**_MASKS, "factor": "fp32"}
 _ALIKE = {"ROWS": 32, "COLUMNS": 64, "CHANNELS": 32}
 CASES: dict[str, list[Case]] = {
     "alike.unit_kernel": [
@@ -89,16 +99,7 @@ CASES: dict[str, list[Case]] = {
         row_case(kind, "bias", {"slot": "*i64", "size": "*fp32"}, SLOTS=32, TOKENS=128) for kind in ("bf16", "fp32")
     ],
     "merging.mean_kernel": [
-        row_case(
-            kind,
-            "x out",
-            {"slot": "*i64", "size": "*fp32", "weight": "*fp32"},
-            HAS_SIZE=weighted,
-            HAS_WEIGHT=weighted,
-            SLOTS=32,
-            TOKENS=32,
-            CHANNELS=64,
-        )
+        row_case(kind, "x out", _MEAN, **has("SIZE WEIGHT", weighted), SLOTS=32, TOKENS=32, CHANNELS=64)
         for kind, weighted in (("bf16", True), ("fp32", False))
     ],
     "merging.add_kernel": [
@@ -109,28 +110,8 @@ CASES: dict[str, list[Case]] = {
         row_case("fp32", "x out", {"index": "*i32"}, ROWS=8, CHANNELS=256),
     ],
     "rows.merge_kernel": [
-        row_case(
-            "bf16",
-            "x z y out",
-            {"inverse": "*i32", **_MERGE},
-            HAS_X=True,
-            HAS_Y=True,
-            HAS_GATE=True,
-            HAS_VALID=True,
-            ROWS=16,
-            CHANNELS=128,
-        ),
-        row_case(
-            "fp32",
-            "x z y out",
-            {"inverse": "*i32", **_MERGE},
-            HAS_X=False,
-            HAS_Y=True,
-            HAS_GATE=False,
-            HAS_VALID=False,
-            ROWS=8,
-            CHANNELS=256,
-        ),
+        row_case("bf16", "x z y out", _MERGED, **has("X Y GATE VALID"), ROWS=16, CHANNELS=128),
+        row_case("fp32", "x z y out", _MERGED, **has("X GATE VALID", False), HAS_Y=True, ROWS=8, CHANNELS=256),
     ],
     "rows.merge_grad_kernel": [
         row_case(
@@ -143,27 +124,8 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "rows.gather_norm_kernel": [
-        row_case(
-            "bf16",
-            "x weight bias out normed",
-            {**_INDEX, **_STATISTICS, "eps": "fp32"},
-            CENTRED=True,
-            HAS_WEIGHT=True,
-            HAS_BIAS=True,
-            ROWS=2,
-            CHANNELS=1024,
-        ),
-        row_case(
-            "fp32",
-            "x weight bias out normed",
-            {**_INDEX, **_STATISTICS, "eps": "fp32"},
-            CENTRED=False,
-            HAS_WEIGHT=False,
-            HAS_BIAS=False,
-            ROWS=1,
-            CHANNELS=16384,
-            num_warps=16,
-        ),
+        row_case("bf16", "x weight bias out normed", _NORM, CENTRED=True, **has("WEIGHT BIAS"), ROWS=2, CHANNELS=1024),
+        row_case("fp32", "x weight bias out normed", _NORM, CENTRED=False, **has("WEIGHT BIAS", False), **_WIDE),
     ],
     "rows.gather_norm_grad_kernel": [
         row_case(
@@ -181,26 +143,8 @@ CASES: dict[str, list[Case]] = {
         row_case("fp32", "grad score out", {"inverse": "*i32", "factor": "fp32"}, GATE=3, BLOCK=1024),
     ],
     "select.select_kernel": [
-        row_case(
-            "fp32",
-            "score gate",
-            {**_MASKS, "factor": "fp32"},
-            HAS_VALID=True,
-            HAS_PROTECT=True,
-            GATE=3,
-            BLOCK=256,
-            num_warps=1,
-        ),
-        row_case(
-            "fp32",
-            "score gate",
-            {**_MASKS, "factor": "fp32"},
-            HAS_VALID=False,
-            HAS_PROTECT=False,
-            GATE=0,
-            BLOCK=8192,
-            num_warps=8,
-        ),
+        row_case("fp32", "score gate", _SELECT, **has("VALID PROTECT"), GATE=3, BLOCK=256, num_warps=1),
+        row_case("fp32", "score gate", _SELECT, **has("VALID PROTECT", False), GATE=0, BLOCK=8192, num_warps=8),
     ],
 }
 
