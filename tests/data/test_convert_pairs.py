@@ -105,12 +105,6 @@ def test_every_row_is_a_sample_or_reported_with_its_reason(folder: Path, suffix:
     assert json.loads((folder / "shards/report.json").read_text()) == report
 
 
-def test_captions_in_another_encoding_spoil_their_own_row(folder: Path) -> None:
-    (folder / "t.csv").write_bytes("image,caption\n0.jpg,Größe\n1.jpg,ok\n".encode("latin-1"))
-    report = convert_pairs(config(folder / "t.csv"), progress=False)
-    assert (report["samples"], report["dropped"]) == (1, {"caption is not UTF-8": 1})
-
-
 def test_coco_annotations_give_a_pair_each(folder: Path) -> None:
     images = [{"id": 10 + number, "file_name": f"{number}.jpg"} for number in range(2)]
     annotations = [{"image_id": 10, "caption": "one"}, {"image_id": 11, "caption": "two"}]

@@ -171,6 +171,11 @@ def saved_model_cases() -> Iterator[Case]:
     def rewritten(data: bytes, folder: Path) -> None:
         (folder / "mmod.json").write_bytes(data)
 
+    def scaled(folder: Path) -> None:
+        config = json.loads((folder / "mmod.json").read_text())
+        config["methods"][0]["capacities"][0] = 1.0
+        (folder / "mmod.json").write_text(json.dumps(config))
+
     def swapped(folder: Path) -> None:
         state, _ = read_tensors(folder / "model.safetensors")
         write_tensors(folder / "model.safetensors", state)
@@ -188,6 +193,7 @@ def saved_model_cases() -> Iterator[Case]:
     for name, data in NO_JSON.items():
         reader = functools.partial(load, functools.partial(rewritten, data))
         yield Case("saved models", f"mmod.json: {name}", "refused", reader, names)
+    yield Case("saved models", "a config of its own", "refused", functools.partial(load, scaled), "set_capacity_")
     yield Case("saved models", "weights without a header", "refused", functools.partial(load, swapped), names)
     yield Case("saved models", "no files", "refused", functools.partial(load, shutil.rmtree), names)
 

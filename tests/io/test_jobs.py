@@ -30,10 +30,11 @@ def report(job: Job[str], callback: Callback) -> tuple[str, int]:
     return job.config, os.getpid()
 
 
-def fail(job: Job[str], callback: Callback) -> None:
-    if job.name == "base" and job.seed == 1:
+def fail(job: Job[Path], callback: Callback) -> None:
+    if job.seed == 1:
         time.sleep(120)
-    raise ValueError(f"{job.config} does not fit")
+        job.config.touch()
+    raise ValueError(f"{job.name}{job.seed} does not fit")
 
 
 def test_runs_in_one_process_keep_their_order() -> None:
@@ -69,12 +70,12 @@ def test_runs_that_start_from_none_do_not_wait(monkeypatch: pytest.MonkeyPatch, 
     assert len(list(Runner(processes=2, progress=False).run(alone, meet))) == 2
 
 
-def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(jobs, "multiprocessing", FORKING)
-    started = time.monotonic()
+    ended = tmp_path / "ended"
     with pytest.raises(ValueError, match="base0 does not fit"):
-        list(Runner(processes=2, progress=False).run(JOBS, fail))
-    assert time.monotonic() - started < 100
+        list(Runner(processes=2, progress=False).run([Job("base", seed, ended) for seed in (0, 1)], fail))
+    assert not ended.exists()
 
 
 @pytest.mark.slow

@@ -85,14 +85,6 @@ def test_the_time_left_knows_what_was_done_before(monkeypatch: pytest.MonkeyPatc
     assert (bar.n, bar.initial) == (6, 5)
 
 
-def test_the_log_of_hours_is_short(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in progress_bar(range(10_000), desc="study", mininterval=0, miniters=1):
-        clock.now += 6
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) < 20
-    assert lines[-1].startswith("study: 10000 of 10000")
-
-
 def test_a_bar_by_hand_counts_and_shows_figures(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar(desc="a", total=4, initial=2) as bar:
         bar.update(1)

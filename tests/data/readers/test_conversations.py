@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
@@ -150,20 +148,6 @@ def test_prompts_end_where_the_answer_starts(talks: list[ChatSample]) -> None:
         ).all()
         assert answer_labels[0] != IGNORED
     assert prompts["attention_mask"][:, -1].all()
-
-
-@given(st.lists(st.sampled_from(["3", "of 7", "first or second"]), min_size=1, max_size=4), st.integers(0, 2))
-def test_labels_of_random_conversations(answers: list[str], images: int) -> None:
-    processor = create_word_processor(image_size=12, patch_size=6)
-    messages = []
-    for place, text in enumerate(answers):
-        messages += [
-            Message("user", ("<image>\n" * images if not place else "") + "which is the 7 ?"),
-            Message("assistant", text),
-        ]
-    talk = ChatSample("x", tuple(messages), tuple(Image.new("RGB", (12, 12)) for _ in range(images)))
-    labels = ChatCollator(processor)([talk])["labels"][0]
-    assert processor.tokenizer.decode(labels[labels != IGNORED]) == " ".join(f"{text} </s>" for text in answers)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -45,28 +45,6 @@ def test_an_exact_epoch_has_every_pair_once_and_image_and_caption_belong_togethe
     assert keys(stream.batches(0)) == tokens[:, 0].tolist() != keys(stream.batches(1))
 
 
-def test_a_stream_that_goes_on_has_the_same_batches(shards: str) -> None:
-    workers = random.Random().choice([0, 2, 3])
-    config = exact(shards, workers=workers)
-    all_keys = keys(train(config).batches(1))
-    for start in (1, 5, 10):
-        assert keys(train(config).batches(1, start)) == all_keys[4 * start :], workers
-
-
-def test_processes_share_the_work(shards: str) -> None:
-    parts = [keys(train(exact(shards, batch_size=5), rank, 2).batches(0)) for rank in range(2)]
-    assert len(parts[0]) == len(parts[1]) == 20
-    assert parts[0] != parts[1]
-    assert sorted(parts[0] + parts[1]) == list(range(40))
-
-
-def test_one_process_and_two_see_the_same_global_batches(shards: str) -> None:
-    one = [sorted(tokens[:, 0].tolist()) for _, tokens in train(exact(shards, batch_size=8)).batches(0)]
-    parts = [train(exact(shards, batch_size=4), rank, 2).batches(0) for rank in range(2)]
-    two = [sorted(torch.cat([left, right])[:, 0].tolist()) for (_, left), (_, right) in zip(*parts)]
-    assert one == two
-
-
 def test_remote_shards_and_lists(tmp_path: Path, shards: str) -> None:
     folder = Path(shards).parent
     pattern = [f"pipe:cat {folder}/a-{{00000..00001}}.tar", str(folder / "a-00003.tar")]

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
-import numpy as np
 import pytest
 import torch
 
@@ -344,17 +343,6 @@ def test_processes_of_a_node_copy_a_shard_once(shards: Path) -> None:
     url = "::".join(f"pipe:echo {number} >> {shards}/copies; cat {shards}/{number}.tar" for number in range(2))
     assert run_processes(read_six, url, shards / "cache", world=2) == [0, 0]
     assert sorted((shards / "copies").read_text().split()) == ["0", "1"]
-
-
-def test_an_index_has_nothing_outside_its_shard(shards: Path) -> None:
-    rows = np.array([[512, 5, 10235, 6]], np.int64)
-    head = b'{"version": 1, "size": 10240, "tag": "t", "samples": 1, "faults": []}\n'
-    assert shard_files._parse_index(head + rows.tobytes(), "a", 10240, "t") is None
-    rows[0, 3] = 5
-    assert shard_files._parse_index(head + rows.tobytes(), "a", 10240, "t")[0].tolist() == rows.tolist()
-    assert shard_files._parse_index(head + rows.tobytes(), "a", 10240, "other") is None
-    for broken in (b"", b"[]\n", head.replace(b"[]", b"[1]") + rows.tobytes(), head + b"\x80" * 32):
-        assert shard_files._parse_index(broken, "a", 10240, "t") is None
 
 
 def test_processes_index_many_shards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

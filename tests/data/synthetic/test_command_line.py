@@ -25,11 +25,3 @@ def test_the_picture_is_drawn_and_never_overwritten(tmp_path):
     assert len(drawn) < 100_000
     assert run("--montage", str(path)).returncode != 0
     assert path.read_bytes() == drawn
-
-
-def test_the_command_line_is_strict(tmp_path):
-    assert run(str(tmp_path / "a"), "--cluter", "3").returncode == 2
-    done = run(str(tmp_path / "a"), "--digit_size", "[20,10]")
-    assert done.returncode != 0
-    assert done.stderr.startswith("error: digit_size=(20, 10)")
-    assert not (tmp_path / "a").exists()

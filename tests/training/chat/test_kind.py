@@ -379,13 +379,10 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_images_that_cannot_be_decoded_are_counted_replaced_and_left_out(
-    folder: Path, broken: dict[str, Any], workers: int
-) -> None:
+def test_images_that_cannot_be_decoded_are_counted_replaced_and_left_out(folder: Path, broken: dict[str, Any]) -> None:
     data = ConversationsConfig(**broken, on_corrupt="skip")
-    trainer = {"max_steps": 4, "dataloader_num_workers": workers}
-    config = vlm_config(folder, f"broken-{workers}", trainer, data=data, eval_batch_size=2)
+    trainer = {"max_steps": 4, "dataloader_num_workers": 2}
+    config = vlm_config(folder, "broken", trainer, data=data, eval_batch_size=2)
     result = fit(config, progress=False)
     assert result.steps == 4
     assert result.evaluation is not None
@@ -393,7 +390,7 @@ def test_images_that_cannot_be_decoded_are_counted_replaced_and_left_out(
     assert sum(result.evaluation.questions.values()) == 8
     assert {split: sum(counts.values()) for split, counts in result.skipped.items()} == {"train": 3, "val": 8}
     for changes in ({"on_corrupt": "raise"}, {"max_corrupt": 2}):
-        other = replace(config, output=str(folder / f"refused-{workers}"), data=replace(data, **changes))
+        other = replace(config, output=str(folder / "refused"), data=replace(data, **changes))
         with pytest.raises(CorruptDataError, match=r"bad-train-\d+\.png"):
             fit(other, progress=False)
 

@@ -148,8 +148,11 @@ def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> No
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}], ids=["weights", "LoRA"])
-@pytest.mark.parametrize("routing", [P_MOD, PREDICTOR], ids=["p-mod", "predictor"])
+@pytest.mark.parametrize(
+    ("routing", "lora"),
+    [(PREDICTOR, None), (P_MOD, {"r": 2, "target_modules": ["q_proj"]})],
+    ids=["predictor, weights", "p-mod, LoRA"],
+)
 def test_routers_of_a_model_in_half_precision_train_in_single(
     folder: Path, routing: dict[str, Any], lora: dict[str, Any] | None
 ) -> None:
