@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
 _PARAMETERS = "parameters"
+# Behind the type of a sample: the model without its methods.
+_DENSE = ", dense"
 
 
 def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """Evaluate the model that a run would start from, routed or not, and measure its costs: a comparison of one.
 
     Nothing is written. The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text",
-    "window" or "prompt".
+    "window" or "prompt"; of a changed model, "image, dense" and the like are those of the model without its methods.
     """
     from functools import partial
 
@@ -53,13 +55,29 @@ def _count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
     """Count the FLOPs of a sample by its type, and parameters."""
     model = measurer.final(run)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {_PARAMETERS: parameters, **kind_of(run.config).cost(model, rows.kept)}
+    kind = kind_of(run.config)
+    costs = {_PARAMETERS: parameters, **kind.cost(model, rows.kept)}
+    dense = _dense_of(model)
+    if dense is not None:
+        costs |= {sample + _DENSE: flops for sample, flops in kind.cost(dense, {}).items()}
+    return costs
+
+
+def _dense_of(model: nn.Module) -> nn.Module | None:
+    """Return a model without its methods, with the same weights; None for a dense model."""
+    from mmod.methods.base import methods_inside, undo_
+    from mmod.planning.candidate import copy_of
+
+    return undo_(copy_of(model)) if methods_inside(model) else None
 
 
 def _full_batches(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
     """Return the pass over one batch by type of sample; a set may have fewer samples than that."""
+    readings = dict(kind.readings(model, size))
+    dense = _dense_of(model)
+    if dense is not None:
+        readings |= {sample + _DENSE: reading for sample, reading in kind.readings(dense, size).items()}
     # A set may end within a batch, whose time is not that of a full one.
-    readings = kind.readings(model, size)
     return {name: reading for name, reading in readings.items() if reading.samples == size}
 
 
@@ -68,12 +86,26 @@ def described(table: Table) -> str:
     # One candidate and seed: the table is that of a comparison.
     ((name, rows_by_seed),) = table.runs.items()
     costs = dict(table.costs[name])
+    # It imports torch.
+    from mmod.analysis.timing import ratios
+
     lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]
     for sample, flops in costs.items():
-        ms = {size: median(by_name[name]) for (inputs, size), by_name in table.times.items() if inputs == sample}
-        times = ", ".join(f"{value:.3g} at batch {size}" for size, value in ms.items())
+        times = _by_size({size: median(ms[name]) for (of, size), ms in table.times.items() if of == sample})
         lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms {times}")
+    for sample in [sample for sample in costs if sample + _DENSE in costs]:
+        faster = {}
+        for (of, size), ms in table.times.items():
+            if of == sample:
+                # Round by round, as in studies.
+                faster[size] = ratios(table.times[sample + _DENSE, size][name], ms[name]).median
+        fewer = costs[sample + _DENSE] / costs[sample]
+        lines.append(f"{sample}: {fewer:.3g} times fewer FLOPs than dense, times as fast: {_by_size(faster)}")
     return "\n".join(lines)
+
+
+def _by_size(values: Mapping[int, float]) -> str:
+    return ", ".join(f"{value:.3g} at batch {size}" for size, value in values.items())
 
 
 def main(arguments: Sequence[str]) -> None:

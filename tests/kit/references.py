@@ -121,7 +121,7 @@ def of_runs(folder: Path, kind: str, dense: Mapping[str, Any]) -> dict[str, floa
         values |= numbers(f"train {name}", json.loads((output / "result.json").read_text())["evaluation"])
     shown = command("evaluate", str(folder / "routed"))
     # Times stand behind the FLOPs.
-    values |= numbers("evaluate", [_NUMBER.findall(line.partition(", ms")[0]) for line in shown.splitlines()])
+    values |= numbers("evaluate", [_NUMBER.findall(re.split(", ms|, times", line)[0]) for line in shown.splitlines()])
     options = {"text": ["--audit.generation", "32", "--audit.texts", "3"], "chat": ["--audit.questions", "12"]}
     audit = [*_AUDIT, *options.get(kind, []), *([] if is_chat else ["--audit.reference", str(folder / "dense")])]
     if kind == "pairs":

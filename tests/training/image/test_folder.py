@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mmod.analysis.table import DENSE
 from mmod.methods import methods_of
 from mmod.opening.opened import Options
 from mmod.opening.transformers import create_images, processor_fields
-from mmod.studies.assess import assess
+from mmod.studies.assess import assess, described
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import feature_of
@@ -65,7 +66,13 @@ def test_a_run_is_evaluated_and_opened_as_it_was_trained(
     assessed = assess(finished, progress=False)
     assert assessed.figures(DENSE) == {0: trained.columns()}
     assert (trained.mean_kept < 1) == (routing is not None)
-    assert assessed.costs[DENSE]["image"] > 0
+    costs = assessed.costs[DENSE]
+    assert costs["image"] > 0
+    # A changed model is compared with the dense one.
+    assert (
+        ("image, dense" in costs) == (routing is not None) == ("FLOPs than dense, times as fast" in described(assessed))
+    )
+    assert costs["image"] < costs.get("image, dense", math.inf)
     folder = Path(started.output, "model")
     if routing is None:
         opened = transformers.AutoModelForImageClassification.from_pretrained(folder)
@@ -223,8 +230,8 @@ def test_images_must_be_as_the_processor_says(images: Path) -> None:
 
 def test_architectures_that_are_unknown_are_refused(tmp_path: Path) -> None:
     save_image_model("vit", tmp_path)
-    described = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**described, "architectures": ["ViTForPoems"]}))
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "architectures": ["ViTForPoems"]}))
     with pytest.raises(ValueError, match="names the architecture 'ViTForPoems', which is no model of transformers"):
         create_images(tmp_path, Options())
 
