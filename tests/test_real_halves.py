@@ -129,15 +129,14 @@ def test_questions_beside_each_other_are_answered_as_alone(folder: Path) -> None
     torch.testing.assert_close(logits(several), logits(alone), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [True])
-def test_gamma_mod_is_tuned_and_answers(folder: Path, tied: bool) -> None:
+def test_gamma_mod_is_tuned_and_answers(folder: Path) -> None:
     save(loaded(folder / "untrained")[0], folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "_STEPS", 2)
-        model, processor = tune.tuned(folder, Row(tune.gamma_mod(0.5, tied)), 0, 4)
+        model, processor = tune.tuned(folder, Row(tune.gamma_mod(0.5, True)), 0, 4)
     routers = list(router_parameters(model).values())
-    # One weight for all routed layers, or one for each of the eight.
-    assert len(routers) == (1 if tied else 8)
+    # One weight for all routed layers.
+    assert len(routers) == 1
     answers = answered(model, ChatCollator(processor), folder / "questions", 4)
     assert [len(asked) for asked in answers.values()] == [4, 4]
 

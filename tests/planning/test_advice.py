@@ -17,7 +17,6 @@ import yaml
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters.grids import resized_to_labels
 from mmod.analysis import timing
 from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate, share_of
@@ -565,23 +564,6 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[
 def test_candidates_that_advice_cannot_make_are_refused(candidates: list[Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         mmod.advise(make(), [pictures(1)], candidates=candidates, progress=False)
-
-
-@pytest.mark.parametrize(("size", "label_patch"), [((128, 288), 16), ((128, 288), 8), ((64, 256), 32)])
-def test_outputs_are_interpolated_to_the_labels_of_images_of_any_shape(size: tuple[int, int], label_patch: int) -> None:
-    model = make(num_classes=0, global_pool="")
-    images = torch.randn(2, 3, *size)
-    rows, columns = size[0] // 16, size[1] // 16
-    x_BNC = torch.arange(rows * columns, dtype=torch.float32).view(1, -1, 1).expand(2, -1, 3)
-    asked = (size[0] // label_patch, size[1] // label_patch)
-    resized = resized_to_labels(model, x_BNC, images, asked[0] * asked[1])
-    map_BCHW = x_BNC.transpose(1, 2).unflatten(2, (rows, columns))
-    expected = torch.nn.functional.interpolate(map_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
-    assert torch.equal(resized, expected)
-    with pytest.raises(
-        ValueError, match="outputs for 143 patches: grids that differ must both be of squares that tile"
-    ):
-        resized_to_labels(model, x_BNC, images, 143)
 
 
 @pytest.mark.parametrize("faster", [1.2, 4.0])

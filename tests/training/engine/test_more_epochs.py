@@ -36,7 +36,7 @@ def advised(config: RunConfig, epochs: int) -> RunConfig:
     return continued
 
 
-@pytest.mark.parametrize("kind", ["dense", "routed", "from weights", "text"])
+@pytest.mark.parametrize("kind", ["dense", "from weights", "text"])
 def test_more_epochs_of_a_finished_run_are_a_new_run_from_its_weights(tmp_path: Path, kind: str) -> None:
     config: Any
     if kind == "text":

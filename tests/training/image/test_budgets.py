@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mmod
-from mmod.training import ElasticConfig, EmaConfig, evaluate
+from mmod.training import ElasticConfig, EmaConfig, FitResult, evaluate
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.task import ElasticTask
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
@@ -83,13 +83,21 @@ TRAINING_ONLY = [
 ]
 
 
+SHORT: dict[str, Any] = {"epochs": 3, "ema": EmaConfig(0.5), "args": {"dynamic_img_size": True}}
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> FitResult:
+    return run(tiny_config(output=tmp_path_factory.mktemp("dense") / "run", **SHORT))
+
+
 @pytest.mark.parametrize("change", TRAINING_ONLY, ids=["routing", "prune", "merge", "resize"])
-def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any], tmp_path: Path) -> None:
-    options: dict[str, Any] = {"epochs": 3, "ema": EmaConfig(0.5), "args": {"dynamic_img_size": True}}
-    routed = tiny_config(output=tmp_path / "routed", **change, training_only_epochs=2, **options)
-    done, dense = run(routed), run(tiny_config(output=tmp_path / "dense", **options))
+def test_what_is_for_training_alone_leaves_a_dense_model(
+    change: dict[str, Any], dense: FitResult, tmp_path: Path
+) -> None:
+    done = run(tiny_config(output=tmp_path / "routed", **change, training_only_epochs=2, **SHORT))
     assert done.evaluation.kept == {}
-    trained, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
+    trained, others = weights(tmp_path / "routed/model"), weights(Path(dense.folder) / "model")
     assert trained.keys() == others.keys()
     assert any(not torch.equal(trained[name], others[name]) for name in trained)
     model, teacher = ImageKind(

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmod import RoutingConfig
 from mmod.training import TrainConfig
-from mmod.training.command import main
 
-ROOT = Path(__file__).parents[3]
 MINIMAL = """
 output: {output}
 model: {{name: vit_tiny_patch16_224, args: {{num_classes: 10}}}}
@@ -24,16 +21,6 @@ def path(tmp_path: Path) -> Path:
     file = tmp_path / "config.yaml"
     file.write_text(MINIMAL.format(output=tmp_path / "run"))
     return file
-
-
-def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
-    fields = yaml.safe_load(path.read_text())
-    assert TrainConfig.from_dict(fields) == TrainConfig.load(path)
-    assert TrainConfig.from_dict({**fields, "routing": {"blocks": [1, 3]}}).image_routing == RoutingConfig(
-        blocks=(1, 3)
-    )
-    with pytest.raises(ValueError, match=r"unknown config key 'data\.sauce'; near ones: source"):
-        TrainConfig.from_dict({**fields, "data": {"sauce": "digits"}})
 
 
 def test_resolved_config_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
@@ -64,15 +51,3 @@ def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["epochs"] == 7
     assert printed["data"]["source"] == "digits"
-
-
-def test_command_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(ROOT / "configs/digits/a-mod.yaml"), "--model.checkpoint=null", "--epochs=1"]
-    arguments += [f"--output={tmp_path / 'run'}", "--data.source=digits:tiny", f"--data.root={tmp_path / 'digits'}"]
-    arguments += ["--model.args.embed_dim=12", "--model.args.depth=2", "--data.batch_size=128"]
-    main(arguments, "image")
-    assert "finished after epoch 1, step 2" in capsys.readouterr().out
-    main(arguments, "image")
-    shown = capsys.readouterr().out
-    assert "finished earlier, after epoch 1" in shown
-    assert "(64 images)" in shown

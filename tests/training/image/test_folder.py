@@ -25,6 +25,7 @@ from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import feature_of
 from mmod.training.image.kind import ImageKind
+from tests.kit.cover import in_turn
 from tests.kit.folders import NAMES, make_image_model, save_image_model, save_images, side_of
 
 GRADUAL = {"preset": "gradual"}
@@ -55,8 +56,10 @@ def read(model: Any, x: Tensor) -> Tensor:
         return image_output(model.eval(), x)
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2", "siglip classifier", "timm wrapper"])
-@pytest.mark.parametrize("routing", [None, GRADUAL, LEARNED])
+@pytest.mark.parametrize(
+    ("name", "routing"),
+    [*in_turn(["vit", "dinov2", "siglip classifier"], [None, GRADUAL, LEARNED]), ("timm wrapper", GRADUAL)],
+)
 def test_a_run_is_evaluated_and_opened_as_it_was_trained(
     name: str, routing: dict[str, Any] | None, images: Path
 ) -> None:
@@ -208,11 +211,10 @@ def test_models_of_another_depth_and_number_of_classes_are_drawn(name: str, tmp_
     assert image_output(model, torch.randn(1, 3, side, side)).shape == (1, 5)
 
 
-@pytest.mark.parametrize("pretrained", [True, False])
-def test_every_weight_that_trains_has_a_gradient(pretrained: bool, tmp_path: Path) -> None:
+def test_every_weight_that_trains_has_a_gradient(tmp_path: Path) -> None:
     # Several processes wait for the gradients of all weights, and the token of masked pretraining gets none.
     save_image_model("dinov2", tmp_path)
-    model = create_images(tmp_path, Options(pretrained=pretrained))
+    model = create_images(tmp_path, Options(pretrained=True))
     side = side_of("dinov2")
     image_output(model, torch.randn(2, 3, side, side)).square().sum().backward()
     assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []

@@ -50,12 +50,6 @@ def test_auxiliary_objective_is_in_the_loss_and_moves_the_router(batch: tuple[Te
     assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
 
 
-def test_auxiliary_objective_of_a_model_without_one_is_0(batch: tuple[Tensor, Tensor]) -> None:
-    parts = ClassificationTask(tiny(capacity=0.5), nn.CrossEntropyLoss(), auxiliary=True).train()(*batch)
-    assert parts["auxiliary"] == 0
-    assert torch.equal(parts["loss"], parts["task"])
-
-
 @pytest.mark.parametrize("pool", ["token", "avg", ""])
 def test_features_are_compared_token_by_token(batch: tuple[Tensor, Tensor], pool: str) -> None:
     images, targets = batch
