@@ -37,13 +37,21 @@ def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fitted(
         model: nn.Module, part: str, depth: int, image: Tensor, patch: Any, faster: float | None
     ) -> tuple[list[Any], dict[str, str]]:
-        key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)} {faster}"
+        series = [*untrained._SERIES, *untrained._FASTER]
+        key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)} {faster} {series}"
         if key not in _KNOWN:
             _KNOWN[key] = untrained.image_candidates(model, part, depth, image, patch, faster)
         candidates, refused = _KNOWN[key]
         return list(candidates), dict(refused)
 
     monkeypatch.setattr(trials, "image_candidates", fitted)
+
+
+def few_series(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let advice try some series of candidates alone: for tests that ask for nothing of the others."""
+    for table in ("_SERIES", "_FASTER"):
+        known = getattr(untrained, table)
+        monkeypatch.setattr(untrained, table, {name: known[name] for name in names if name in known})
 
 
 def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
