@@ -25,7 +25,7 @@ from mmod.studies.study import comparison_of
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
-from tests.kit.fitted import fit_once
+from tests.kit.fitted import few_series, fit_once
 from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
@@ -223,6 +223,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_models_are_evaluated_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_series(monkeypatch, "gradual", "smaller-image")
     monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
