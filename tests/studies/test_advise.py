@@ -86,16 +86,7 @@ def test_a_checkpoint_of_as_many_classes_is_evaluated_by_accuracy(
 ) -> None:
     folder, model = make_folder(tmp_path / "images", 3, 2), timm.create_model("test_vit", num_classes=3)
     timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
-    main(
-        [
-            "advise",
-            str(tmp_path / "saved"),
-            "--images",
-            str(folder),
-            "--output",
-            str(tmp_path / "advice"),
-        ]
-    )
+    main(["advise", str(tmp_path / "saved"), "--images", str(folder), "--output", str(tmp_path / "advice")])
     assert "% accuracy." in capsys.readouterr().out
     advised = open_advised(str(tmp_path / "saved"))
     loaded: Any = advised.model
@@ -111,22 +102,9 @@ def test_a_checkpoint_of_another_size_is_converted_and_evaluated_at_the_size_ask
     folder = make_folder(tmp_path / "images", 1, 3)
     headless = timm.create_model("test_vit", num_classes=0, img_size=96)
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
-    main(
-        [
-            "advise",
-            "test_vit",
-            "--checkpoint",
-            str(tmp_path / "weights.safetensors"),
-            "--image_size",
-            "128",
-            "--images",
-            str(folder),
-            "--output",
-            str(tmp_path / "advice"),
-            "--measure",
-            "patches",
-        ]
-    )
+    asked = ["--image_size", "128", "--measure", "patches", "--images", str(folder)]
+    weights = ["--checkpoint", str(tmp_path / "weights.safetensors"), "--output", str(tmp_path / "advice")]
+    main(["advise", "test_vit", *weights, *asked])
     assert " cosine of patches |" in capsys.readouterr().out
     advice = json.loads((tmp_path / "advice/advice.json").read_text())
     sides = {row["advice"] for row in advice["rows"] if row["series"] == "smaller-image"}
@@ -219,16 +197,6 @@ def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.Capt
     assert advised.preprocessing.transform()(Image.new("RGB", (50, 40))).shape == (3, 64, 64)
 
 
-def test_folders_that_hold_no_dense_model_are_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "images", 1, 1)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match=r"holds neither a run \(config\.yaml\) nor a model saved by mmod\.save_pre"):
-        main(["advise", str(tmp_path / "empty"), "--images", str(folder)])
-    mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.methods.Recursions()), tmp_path / "shared")
-    with pytest.raises(SystemExit, match="changed by recursions, which replaced dense weights"):
-        main(["advise", str(tmp_path / "shared"), "--images", str(folder)])
-
-
 def test_measures_that_a_model_cannot_have_are_refused(tmp_path: Path) -> None:
     headless = timm.create_model("test_vit", num_classes=0)
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
@@ -247,35 +215,49 @@ def test_broken_images_are_named_or_counted(tmp_path: Path, capsys: pytest.Captu
     assert "1 broken images were skipped." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("vit_tinny", "timm knows no model 'vit_tinny'"),
-        ("resnet10t", "ResNet"),
-        ("models/none", "no folder of a model at 'models/none'"),
-        ("open_clip:RN5000", "open_clip knows no model 'RN5000'"),
-    ],
-)
-def test_models_that_cannot_be_are_refused(model: str, message: str, tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "images", 1, 1)
-    with pytest.raises(SystemExit, match=message):
-        main(["advise", model, "--no_pretrained", "--images", str(folder), "--output", str(tmp_path / "advice")])
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("folders")
+    make_folder(root / "images", 1, 1)
+    (root / "empty").mkdir()
+    save_image_model("vit", root / "vit")
+    make_image_model("vit").save_pretrained(root / "unprepared")
+    mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.methods.Recursions()), root / "shared")
+    make_prompts(root)
+    return root
 
 
 @pytest.mark.parametrize(
-    ("model", "more", "message"),
+    ("words", "message"),
     [
-        ("test_vit", ("--number", "0"), "--number must be an integer of at least 1, got 0"),
-        ("test_vit", ("--image_size", "-3"), "--image_size must be .*got -3"),
-        ("test_vit", ("--image_size", "100"), "image_size must be a multiple of the model's patches, 16 px"),
-        ("resnet10t", ("--image_size", "96"), "resnet10t takes no img_size"),
-        ("test_vit", ("--tolerance", "2"), r"tolerance must be a number in \[0, 1\), got 2"),
+        ("vit_tinny --images images", "timm knows no model 'vit_tinny'"),
+        ("resnet10t --no_pretrained --images images", "ResNet"),
+        ("models/none --images images", "no folder of a model at 'models/none'"),
+        ("open_clip:RN5000 --images images", "open_clip knows no model 'RN5000'"),
+        ("empty --images images", r"holds neither a run \(config\.yaml\) nor a model saved by mmod\.save_pre"),
+        ("shared --images images", "changed by recursions, which replaced dense weights"),
+        ("unprepared --images images", "does not say how its images are prepared: save the image processor there"),
+        ("vit --images images --image_size 64", "has its own weights and size of images: leave out image_size"),
+        ("vit --images images --measure patches", "has 2 classes: leave out --measure patches"),
+        ("test_vit --images images --number 0", "--number must be an integer of at least 1, got 0"),
+        ("test_vit --images images --image_size -3", "--image_size must be .*got -3"),
+        ("test_vit --no_pretrained --images images --image_size 100", "a multiple of the model's patches, 16 px"),
+        ("resnet10t --no_pretrained --images images --image_size 96", "resnet10t takes no img_size"),
+        ("test_vit --no_pretrained --images images --tolerance 2", r"tolerance must be a number in \[0, 1\), got 2"),
+        ("test_vit --no_pretrained --images empty", "error: .*empty"),
+        ("test_vit --no_pretrained --images none", "no folder of images at"),
+        ("llava --prompts questions.json --measure top1", "leave out --measure"),
+        ("llava", "advice needs --images FOLDER, or --prompts FILE"),
+        ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
+        ("./none --prompts questions.json", r"'\./none' is no folder of a processor"),
     ],
 )
-def test_options_out_of_range_are_refused(model: str, more: tuple[str, str], message: str, tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "images", 1, 1)
+def test_what_cannot_be_advised_is_refused(
+    words: str, message: str, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folders)
     with pytest.raises(SystemExit, match=message):
-        main(["advise", model, "--no_pretrained", "--images", str(folder), "--output", str(tmp_path / "out"), *more])
+        main(["advise", *words.split()])
 
 
 @pytest.mark.parametrize(
@@ -290,20 +272,9 @@ def test_a_tolerance_in_percent_is_refused_with_the_share(
     assert f"argument --tolerance: must be a share such as 0.02, {message} `mmod" in capsys.readouterr().err
 
 
-def test_folders_without_images_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match=r"error: .*empty"):
-        main(words(tmp_path / "empty", tmp_path / "advice"))
-    with pytest.raises(SystemExit, match="no folder of images at"):
-        main(words(tmp_path / "none", tmp_path / "advice"))
-
-
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [
-        ("timm wrapper", "change of accuracy"),
-        ("clip", "cosine of features"),
-    ],
+    [("timm wrapper", "change of accuracy"), ("clip", "cosine of features")],
 )
 def test_a_folder_of_transformers_gives_a_report(
     name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -320,27 +291,6 @@ def test_a_folder_of_transformers_gives_a_report(
     series = {recipe.rpartition("-")[0] for recipe in recipes}
     assert SERIES.keys() <= series
     assert "Left out" not in text
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (("--image_size", "64"), "has its own weights and size of images: leave out image_size"),
-        (("--measure", "patches"), "has 2 classes: leave out --measure patches"),
-    ],
-)
-def test_options_that_a_folder_of_transformers_answers_are_refused(
-    more: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
-    save_image_model("vit", tmp_path / "model")
-    with pytest.raises(SystemExit, match=message):
-        main(["advise", str(tmp_path / "model"), "--images", str(save_images(tmp_path / "images", 1)), *more])
-
-
-def test_a_folder_of_transformers_without_a_processor_is_refused(tmp_path: Path) -> None:
-    make_image_model("vit").save_pretrained(tmp_path / "model")
-    with pytest.raises(SystemExit, match=r"does not say how its images are prepared: save the image processor there"):
-        main(["advise", str(tmp_path / "model"), "--images", str(save_images(tmp_path / "images", 1))])
 
 
 def test_folders_of_splits_are_images_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,25 +388,10 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
 
 def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_prompts(tmp_path)
-    command = [
-        "advise",
-        str(tmp_path / "llava"),
-        "--prompts",
-        str(tmp_path / "questions.json"),
-        "--output",
-        str(tmp_path / "advice"),
-    ]
-    main([*command, "--batch_size", "2", "--device", "cpu"])
+    asked = ["--prompts", str(tmp_path / "questions.json"), "--output", str(tmp_path / "advice")]
+    main(["advise", str(tmp_path / "llava"), *asked, "--batch_size", "2", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
     assert " smaller-image-0.25, 4 px " in shown
     assert "2 prompts" in shown
     assert (tmp_path / "advice" / "advice.md").is_file()
-    with pytest.raises(SystemExit, match="leave out --measure"):
-        main([*command, "--measure", "top1"])
-    with pytest.raises(SystemExit, match="advice needs --images FOLDER, or --prompts FILE"):
-        main(command[:2])
-    with pytest.raises(SystemExit, match=r"--prompts 'missing\.json' is no file"):
-        main([*command[:2], "--prompts", "missing.json"])
-    with pytest.raises(SystemExit, match=r"'\./none' is no folder of a processor"):
-        main(["advise", "./none", *command[2:]])
