@@ -297,7 +297,7 @@ def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
         return change
     right = float(other_N.mean())
     # The interval is symmetric, and would promise more than all to a model that is right on all.
-    return dataclasses.replace(change, low=max(change.low, -right), high=min(change.high, 1 - right))
+    return dataclasses.replace(change, low=max(change.low, 0.0 - right), high=min(change.high, 1 - right))
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:
