@@ -6,7 +6,6 @@ patch, F numbers of a patch.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.calls import StackCalls
-from mmod.blocks.conversion import host_class
+from mmod.blocks.conversion import parameters_of
 from mmod.blocks.hook import ModelHook
 from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
@@ -167,7 +166,7 @@ class RowHook(ModelHook):
         self.calls = calls
         self.source = source
         self.see = see
-        self.names = tuple(inspect.signature(host_class(source.module).forward).parameters)[1:]
+        self.names = tuple(parameters_of(source.module))
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
@@ -23,7 +22,7 @@ from mmod.blocks import (
     Span,
     SpanPass,
     convert,
-    host_class,
+    parameters_of,
 )
 from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock
@@ -332,8 +331,7 @@ class ExitModel(BlockOwner):
         Labels are kept from the model; its loss is computed here, from the logits of all images.
         """
         check_counts("early exits", "the number of remaining images")
-        names = list(inspect.signature(host_class(self).forward).parameters)[1:]
-        named = {**dict(zip(names, args)), **kwargs}
+        named = {**dict(zip(parameters_of(self), args)), **kwargs}
         labels = named.get("labels")
         if labels is not None:
             kwargs = {**named, "labels": None}

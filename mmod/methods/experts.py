@@ -6,7 +6,6 @@ Axes: B images or texts, N tokens, E experts, J experts including idle ones, T r
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, ModelHook, Record, attach, convert, host_class, make_records
+from mmod.blocks import Deciding, ModelHook, Record, attach, convert, make_records, parameters_of
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -223,8 +222,7 @@ class _SeenTokens(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the mask."""
-        names = list(inspect.signature(host_class(module).forward).parameters)[1:]
-        named = {**dict(zip(names, args)), **kwargs}
+        named = {**dict(zip(parameters_of(module), args)), **kwargs}
         mask = next((named[name] for name in ("attn_mask", "attention_mask", "mask") if name in named), None)
         record: Any = self.records.value
         if mask is not None and mask.ndim == 4:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.adapters.probe import PIXELS, inputs_of_call
-from mmod.blocks import Mixin, ModelHook, attach, convert, host_class
+from mmod.blocks import Mixin, ModelHook, attach, convert, parameters_of
 from mmod.methods.base import Method, owner_of, register_method
 
 # The option of transformers' models that resamples position embeddings.
@@ -74,7 +73,7 @@ class Resize(Method):
         name, options = _image_model(model, stack)
         blocks = stack.names[0].rpartition(".")[0].removeprefix(f"{name}.")
         inner = model.get_submodule(name)
-        pixels = next((pixels for pixels in PIXELS if pixels in _parameters(inner)), "")
+        pixels = next((pixels for pixels in PIXELS if pixels in parameters_of(inner)), "")
         projection: Any = None if stack.grid is None else stack.grid.module
         try:
             # A model that is being loaded is on the meta device.
@@ -105,15 +104,11 @@ class Resize(Method):
         convert(patch_embed, ResizingPatches, TargetSize(height, width, patch_width=int(patch_embed.patch_size[1])))
 
 
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(host_class(module).forward).parameters
-
-
 def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bool]]:
     """Return the outermost model around the blocks that takes images alone, by name, and the options for any size."""
     path = stack.names[0].split(".")[:-2]
     around = [".".join(path[:depth]) for depth in range(len(path) + 1)]
-    takes = [_parameters(model.get_submodule(name)) for name in around]
+    takes = [parameters_of(model.get_submodule(name)) for name in around]
     images = [name for name, names in zip(around, takes) if names.keys() & set(PIXELS) and "input_ids" not in names]
     interpolates = any(_INTERPOLATE in names for names in takes)
     return images[0] if images else "", {_INTERPOLATE: True} if interpolates else {}
@@ -135,8 +130,7 @@ class ResizeHook(ModelHook):
         named = {name: resized(value, self.target) for name, value in kwargs.items() if name in PIXELS}
         if args:
             args = (resized(args[0], self.target), *args[1:])
-        names = list(_parameters(module))[1:]
-        given = dict(zip(names, args))
+        given = dict(zip(parameters_of(module), args))
         options = {name: value for name, value in self.options.items() if name not in given}
         return args, {**kwargs, **named, **options}
 
