@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,38 +33,24 @@ CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_t
 GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
-def make_siglip(attention: str) -> nn.Module:
-    """Return a LLaVA whose tower has no class token."""
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "image_size": 12,
-        "patch_size": 4,
-    }
+_SMALL: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}
+# Towers of a LLaVA without a class token, and with layers of other names and registers of no kind.
+TOWERS: dict[str, dict[str, Any]] = {
+    "siglip": {
+        "vision_config": transformers.SiglipVisionConfig(**_SMALL, num_hidden_layers=4, intermediate_size=24),
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": [1, 3],
+    },
+    "dinov2": {"vision_config": transformers.Dinov2Config(**_SMALL, num_hidden_layers=4, layerscale_value=0.5)},
+}
+
+
+def make_llava(tower: str, attention: str) -> nn.Module:
+    """Return a LLaVA with CLIP's tower, or with one of `TOWERS`."""
+    if tower == "clip":
+        return make_joint("llava", attention=attention)
     text = make_joint("llava").config.text_config
-    config = transformers.LlavaConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_index=90,
-        vision_feature_select_strategy="full",
-        vision_feature_layer=[1, 3],
-    )
-    config._attn_implementation = attention
-    torch.manual_seed(0)
-    return transformers.LlavaForConditionalGeneration(config).eval()
-
-
-def make_dinov2(attention: str) -> nn.Module:
-    """Return a LLaVA whose tower's layers have other names, and registers of no kind."""
-    vision = transformers.Dinov2Config(
-        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, image_size=12, patch_size=4, layerscale_value=0.5
-    )
-    config = transformers.LlavaConfig(
-        text_config=make_joint("llava").config.text_config, vision_config=vision, image_token_index=90
-    )
+    config = transformers.LlavaConfig(text_config=text, image_token_index=90, **copy.deepcopy(TOWERS[tower]))
     config._attn_implementation = attention
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config).eval()
@@ -83,12 +69,10 @@ def defined(model: nn.Module, batch: dict[str, Tensor], layer: int, class_token:
 @pytest.mark.parametrize("tower", ["clip", "siglip", "dinov2"])
 @torch.no_grad()
 def test_it_is_what_the_tower_attends_to(tower: str, attention: str) -> None:
-    makers: dict[str, Any] = {"clip": partial(make_joint, "llava"), "siglip": make_siglip, "dinov2": make_dinov2}
-    make = makers[tower]
     batch = prompt("llava", (1, 2), side="right")
     # Hidden state -2 is the output of the last layer but one; hidden state 3 that of the third.
-    expected = defined(make(attention="eager"), batch, 2, tower != "siglip")
-    model = make(attention=attention)
+    expected = defined(make_llava(tower, "eager"), batch, 2, tower != "siglip")
+    model = make_llava(tower, attention)
     dense = model(**batch).logits
     mmod.route_(model, language=CONFIG)
     with mmod.trace(model) as trace:

