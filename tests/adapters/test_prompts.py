@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.adapters import find_stacks
 from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions
-from tests.kit import clip_zoo, zoo
-from tests.kit.own_vits import ROUTED, OwnBlock, OwnViT, make_own, make_own_images
-from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision
+from tests.kit import zoo
+from tests.kit.own_vits import OwnBlock, OwnViT, make_own_images
+from tests.kit.vision_zoo import make_pixels, make_vision
 
 PROMPTS = 8
 LATE: dict[str, Any] = {"blocks": (1, 2, 3), "capacity": 0.5}
@@ -151,19 +150,3 @@ def test_own_models_keep_tokens_that_no_image_changes() -> None:
     with mmod.trace(model) as decisions:
         assert told(model, make_own_images(2)) == []
     assert all(bool(routing.keep_BN[:, : 1 + PROMPTS].all()) for routing in decisions.values())
-
-
-@pytest.mark.parametrize("name", [*zoo.ZOO, *VISION_ZOO, *ROUTED, *clip_zoo.ZOO])
-def test_nothing_is_said_of_class_and_register_tokens(name: str) -> None:
-    config = RoutingConfig(router="stride", blocks=(1,), capacity=0.5)
-    if name in zoo.ZOO:
-        model, inputs = zoo.make_model(name), {"x": zoo.make_images(name, 2)}
-    elif name in ROUTED:
-        model, inputs = make_own(name), {"images": make_own_images(2)}
-    elif name in VISION_ZOO:
-        model, inputs = make_vision(name), make_pixels(name, 2)
-    else:
-        model = clip_zoo.make_clip(name)
-        inputs = {"image": clip_zoo.make_images(name), "text": clip_zoo.make_captions(name)}
-    mmod.route_(model, **dict.fromkeys(find_stacks(model), config))  # type: ignore[arg-type]
-    assert told(model, **inputs) == []
