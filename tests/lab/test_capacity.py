@@ -49,20 +49,6 @@ def learner(costs: list[list[float]], budget: float, offsets: Tensor | None = No
     return module
 
 
-def test_two_blocks_share_what_there_is_as_by_hand() -> None:
-    # Costs are 1 and 2 times the capacity, so that a third of 3 is left for c_1 + 2 c_2.
-    costs = [[factor * step / 4 for step in range(5)] for factor in (1.0, 2.0)]
-    module = learner(costs, 1.0, rate=2.0)
-    capacity_L = module()
-    torch.testing.assert_close(capacity_L, torch.full((2,), 1 / 3, dtype=torch.float64))
-    # Of both, s = c (1 - c) is the slope of the sigmoid: dc_1 = 2 s (1 - 1/3), and dc_2 by o_1 is -2 s / 3.
-    (gradient,) = torch.autograd.grad(capacity_L[0], module.offsets, retain_graph=True)
-    (other,) = torch.autograd.grad(capacity_L[1], module.offsets)
-    slope = 2 * (1 / 3) * (2 / 3)
-    torch.testing.assert_close(gradient, slope * torch.tensor([2 / 3, -2 / 3], dtype=torch.float64))
-    torch.testing.assert_close(other, slope * torch.tensor([-1 / 3, 1 / 3], dtype=torch.float64))
-
-
 @given(seed=st.integers(0, 99), blocks=st.integers(1, 6), share=st.floats(0.05, 0.95), grid=st.sampled_from([4, 5]))
 def test_costs_add_up_to_the_budget_and_gradients_are_exact(seed: int, blocks: int, share: float, grid: int) -> None:
     table = numbers(seed, blocks, grid).abs().add(0.1).cumsum(1)

@@ -13,15 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, Table
-from mmod.data.loader import image_stream
+from mmod.analysis.table import DENSE, Measured
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Comparison, Measurer, Run, Timing, compare, evaluate_start, measure_run
+from mmod.studies.compare import Comparison, Measurer, Run, compare, evaluate_start, measure_run
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.evaluate import evaluate
 from mmod.training.image.kind import ImageKind
 from tests.kit.sets import SETS
 
@@ -32,34 +30,6 @@ def tiny_config(output: Path) -> TrainConfig:
     data = {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1}
     model = {"name": "vit_tiny_patch16_224", "args": ARGS}
     return TrainConfig.from_dict({"data": data, "model": model, "output": str(output), "epochs": 1, "epoch_steps": 1})
-
-
-def test_candidates_are_evaluated_and_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fit(tiny_config(tmp_path / "dense"), progress=False)
-    started: TrainConfig = tiny_config(tmp_path / "compared").started_from(str(tmp_path / "dense"))
-    kind = ImageKind(dataclasses.replace(started, data=dataclasses.replace(started.data, val_split="test")))
-    candidates = [Candidate(DENSE), Candidate("random", routing={"router": "random"})]
-
-    def compared() -> Table:
-        timing = Timing([1, 2], 2)
-        return compare(Comparison(candidates=candidates, dense=kind.config, seeds=3), timing=timing)
-
-    table = compared()
-    # Without training no seed differs.
-    assert {name: list(by_seed) for name, by_seed in table.runs.items()} == {DENSE: [0], "random": [0]}
-    expected = evaluate(kind.load(), image_stream(kind.config.data))
-    assert table.figures(DENSE)[0] == expected.columns()
-    assert {place: set(times) for place, times in table.times.items()} == {
-        ("image", size): {DENSE, "random"} for size in (1, 2)
-    }
-
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(ImageKind, "load", refuse)
-    again = compared()
-    assert (again.costs, again.times) == (table.costs, table.times)
-    assert again.figures("random") == table.figures("random")
 
 
 def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_the_next_run(

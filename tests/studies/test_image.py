@@ -25,9 +25,9 @@ from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
 from mmod.studies.compare import Run
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import code, tell
-from mmod.studies.report import harm, verdict
+from mmod.studies.report import StudyResult, harm, verdict
 from mmod.studies.study import comparison_of, run_study
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
@@ -62,8 +62,15 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     )
 
 
-def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = run_study(study, progress=False)
+@pytest.fixture(scope="module")
+def compared(study: ImageStudyConfig) -> StudyResult:
+    return run_study(study, progress=False)
+
+
+def test_a_study_compares_and_can_be_continued(
+    study: ImageStudyConfig, compared: StudyResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = compared
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "shallow-3"]
     assert points["dense"].cost["gflops"] > points["shallow-3"].cost["gflops"] > 0
@@ -124,8 +131,12 @@ def run_apart(study: ImageStudyConfig, path: Path) -> None:
     path.write_bytes(pickle.dumps({point.name: point for point in run_study(study, progress=False).points}))
 
 
-def test_table_and_pictures_come_with_the_first_pair(
-    study: ImageStudyConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_table_and_pictures_come_with_the_first_pair_and_one_seed_is_paired_by_sample(
+    study: ImageStudyConfig,
+    compared: StudyResult,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     stages: list[list[dict[str, object]]] = []
 
@@ -135,7 +146,8 @@ def test_table_and_pictures_come_with_the_first_pair(
         return draw_tradeoff(points, *of)
 
     monkeypatch.setattr("mmod.studies.report.draw_tradeoff", draw)
-    run_study(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none"))
+    one = dataclasses.replace(study, output=str(tmp_path / "out"), bases=str(compared.folder), seeds=1, isoflop="none")
+    result = run_study(one)
     names = ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5"]
     assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
     assert all(("latency_ms" in point) == (stage is stages[-1]) for stage in stages for point in stage)
@@ -145,13 +157,7 @@ def test_table_and_pictures_come_with_the_first_pair(
     printed = capsys.readouterr()
     assert printed.out.count("table and picture, from now on") == 1
     assert "left" in printed.err
-
-
-def test_models_tuned_with_one_seed_are_paired_by_sample(study: ImageStudyConfig, tmp_path: Path) -> None:
-    routers = {"random": {"router": "random"}}
-    one = dataclasses.replace(study, output=str(tmp_path / "out"), routers=routers, seeds=1, isoflop="none", maps=0)
-    result = run_study(one, progress=False)
-    dense, routed = result.points
+    dense, *_, routed = result.points
     assert routed.to_dense is not None
     assert routed.to_dense.has_interval
     assert routed.to_dense.value == pytest.approx(routed.figures[0]["top1"] - dense.figures[0]["top1"])
@@ -179,9 +185,11 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
     assert harm(Table({"dense": {0: Measured({"top1": 90.0})}}), "top1", ["dense"]) == []
 
 
-def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, tmp_path: Path) -> None:
-    plain = dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none", maps=0)
-    plain = dataclasses.replace(plain, tune=False, tune_dense=False)
+def test_an_evaluation_of_another_routing_is_not_taken(
+    study: ImageStudyConfig, compared: StudyResult, tmp_path: Path
+) -> None:
+    plain = dataclasses.replace(study, output=str(tmp_path / "out"), bases=str(compared.folder), seeds=1, maps=0)
+    plain = dataclasses.replace(plain, isoflop="none", tune=False, tune_dense=False)
     kept = []
     for min_tokens in (2, 12):
         routing = {"router": "norm", "select": {"name": "threshold", "threshold": 0.99, "min_tokens": min_tokens}}
@@ -339,10 +347,9 @@ def test_wrong_studies_fail_before_the_first_run(
     assert not (tmp_path / "out").exists()
 
 
-# Those of other kinds of model say so.
-STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\nkind:" not in path.read_text())
-
-
+# `tests/studies/test_chat.py` and `test_features.py` read the others.
+PLANNED = {"image": ImageStudyConfig, "pairs": PairsStudyConfig}
+STUDIES = {path: read_yaml(path) for path in sorted(Path("configs/tradeoff").glob("*.yaml"))}
 # Those of studies that choose something else.
 CONTROLS = {
     "my-model": {"random"},
@@ -350,6 +357,8 @@ CONTROLS = {
     "cifar-dinov2": {"random"},
     "cifar-dinov2-tuned": {"random"},
     "cifar-tuned": {"random"},
+    "clip-scenes": {"random"},
+    "clip-scenes-smallest": {"random"},
     "fashion": {"random"},
     "fashion-tuned": {"random"},
     "digits": {"random"},
@@ -359,21 +368,24 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path, fields in STUDIES.items() if fields.get("kind", "image") in PLANNED],
+    ids=lambda path: path.stem,
+)
 def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_roughly(monkeypatch)
-    config = ImageStudyConfig(**read_yaml(path))
+    config = PLANNED[STUDIES[path].get("kind", "image")](**STUDIES[path])
     planned = comparison_of(config).runs()
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
     controls = {series for series in map(config.controls.get, config.series) if series}
-    assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls | {
-        fields.get("router") for fields in config.routers.values()
-    }
+    controls |= {*config.routers, *(fields.get("router") for fields in config.routers.values())}
+    assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls
     routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
     chosen = [model["series"] for model in config.routed_models() if model["search"] is None]
     assert len(routed) == config.seeds * len(chosen)
-    assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
+    assert all(job.config.model.has_weights and job.config.routings for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     for job in planned:
         # Every run reaches its learning rate; the runner would refuse it only after hours of other runs.
@@ -390,9 +402,9 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
         save_image_model("vit", tmp_path / "vit")
         dense = {"name": str(tmp_path / "vit"), "args": {}, "pretrained": True}
         side = 32
-    # All budgets of one, and one of the other.
-    budgets = {"budgets": [0.7]} if model == "transformers" else {}
-    config = dataclasses.replace(ImageStudyConfig(**read_yaml("my-model")), **budgets)
+    # Two budgets of one, and one of the other.
+    budgets = [0.7] if model == "transformers" else [0.7, 0.55]
+    config = dataclasses.replace(ImageStudyConfig(**read_yaml("my-model")), budgets=budgets)
     fields = merged(dense_of(config), {"data": {"image_size": side}})
     comparison = comparison_of(dataclasses.replace(config, dense={**fields, "model": dense}))
     candidates = comparison.candidates

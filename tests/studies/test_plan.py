@@ -11,9 +11,7 @@ import mmod
 from mmod.io.store import STORE
 from mmod.studies.plan import SEARCHES, PlanOptions, main, search_for
 from mmod.training import fit
-from mmod.training.chat.model import create_with_processor
 from mmod.training.image.config import TrainConfig
-from tests.kit.chat_configs import vlm_config
 from tests.kit.disk import visible
 from tests.kit.sets import SETS
 
@@ -54,34 +52,6 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     mmod.RoutingConfig(blocks=(0,), capacity=(0.125,), depth=4).save(folder / "flops-0.8.json", overwrite=True)
     with pytest.raises(FileExistsError, match="overwrite"):
         main([str(config), *quick, "--plan.budget", "0.8"])
-
-
-def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
-    dense = vlm_config(tmp_path)
-    model, processor = create_with_processor(dense)
-    model.save_pretrained(tmp_path / "model")
-    processor.save_pretrained(tmp_path / "model")
-    fields = dense.to_dict()
-    fields["model"] = {**fields["model"], "checkpoint": str(tmp_path / "model"), "config": None, "processor": None}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(fields))
-    main(
-        [
-            str(tmp_path / "config.yaml"),
-            "--plan.batches",
-            "2",
-            "--plan.batch_size",
-            "2",
-            "--plan.budget",
-            "0.7",
-        ]
-    )
-    folder = Path(dense.output) / "plan"
-    # A header, and as many lines for each of the two batches.
-    assert len((folder / STORE).read_text().splitlines()) % 2 == 1
-    plan = mmod.RoutingConfig.load(folder / "flops-0.7.json")
-    assert set(plan.capacity) == {0}
-    assert plan.router == mmod.score("stride")
-    mmod.route_(model, language=plan)
 
 
 def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path) -> None:

@@ -13,10 +13,9 @@ import yaml
 from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
 from mmod.studies.compare import Measurer, measure_run
-from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
+from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.study import comparison_of, run_study
 from mmod.training.kinds import kind_of
-from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -43,31 +42,8 @@ def image_study(folder: Path) -> ImageStudyConfig:
     )
 
 
-def chat_study(folder: Path) -> ChatStudyConfig:
-    """Return a study of two budgets without any training."""
-    fields = vlm_config(folder).to_dict()
-    fields["trainer"] |= {"save_strategy": "no", "max_steps": 1}
-    fields["max_new_tokens"] = 3
-    (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
-    quick = {**QUICK, "options": [[0, "mlp", "kept"], [0, "block", "all"]]}
-    return ChatStudyConfig(
-        output=str(folder / "out"),
-        dense=str(folder / "dense.yaml"),
-        capacities=[0.9, 0.8],
-        tune=False,
-        tune_dense=False,
-        routers={"searched": {"search": quick}},
-        controls={"searched": None},
-        seeds=2,
-        latency_batch=2,
-        latency_rounds=2,
-        maps=0,
-    )
-
-
-@pytest.mark.parametrize("make", [image_study, chat_study])
-def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = make(tmp_path)
+def test_each_seed_has_plans_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = image_study(tmp_path)
     result = run_study(config, progress=False)
     points = {point.name: point for point in result.points}
     budgets = [f"{budget:g}" for budget in config.capacities]
