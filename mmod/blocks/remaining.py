@@ -46,7 +46,7 @@ class Remaining:
         restores: All tokens are restored after some block.
 
     Attributes:
-        token_BK: The token that each row stands for; None before the first step, or where nothing reads it.
+        token_BK: The token that each row stands for; None before the first step.
         size_BK: Number of tokens that each row represents; None for one each.
         slot_BN: Slot of each token, -1 for a dropped one; None before the first step, or where no token is restored.
         drops: Tokens were dropped.
@@ -80,14 +80,10 @@ class Remaining:
         stands_BK = F.pad(stands_BK, (1, 0)).scatter(1, self.slot_BN + 1, True)[:, 1:]
         return torch.where(stands_BK.unsqueeze(-1), z_BKD, after_BKD)
 
-    def take(self, step: Reduced, z_BND: Tensor, token_BN: Tensor | None) -> Tensor:
-        """Return the rows after a step.
-
-        Args:
-            z_BND: The rows before it.
-            token_BN: The tokens that they stand for; None if nothing will read it.
-        """
-        self.token_BK = None if token_BN is None else token_BN.gather(1, step.index_BK)
+    def take(self, step: Reduced, z_BND: Tensor) -> Tensor:
+        """Return the rows after a step, from those before it."""
+        token_BN = self.token_BK
+        self.token_BK = step.index_BK if token_BN is None else token_BN.gather(1, step.index_BK)
         self.size_BK = step.size_BK
         if not self.restores:
             return step.z_BKD

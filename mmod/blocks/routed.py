@@ -115,24 +115,24 @@ class RoutedBlock(Deciding, ConvertedBlock):
         # Most hosts pass tokens alone, and binding takes time.
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
         # Calls cost as much as small operations, so a block alone makes none for what it does not share.
-        shared = None if state.span is None else self.enter(x, arguments)
+        span_pass = None if state.span is None else self.enter(x, arguments)
         if execution.between_halves:
-            x = self.attend(x, arguments, shared)
-        rows, z = self.gather(x, arguments, shared)
+            x = self.attend(x, arguments, span_pass)
+        rows, z = self.gather(x, arguments, span_pass)
         y = execution.run(self, super().forward, z, arguments, rows)
-        return rows.write_back(y) if shared is None else self.leave(y, rows, shared)
+        return rows.write_back(y) if span_pass is None else self.leave(y, rows, span_pass)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
         """Return what the block shares with others in this pass; None for nothing."""
         return None
 
-    def attend(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> Tensor:
+    def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
         """Return tokens after the attention that runs before the decision."""
         halves = self.mod_state.call.halves
         assert halves is not None
         return halves.attend(self, x, arguments)
 
-    def gather(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> tuple[Rows, Tensor]:
+    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
         """Decide about tokens (B, N, D), and return the rows that run, with their state before the block."""
         state = self.mod_state
         tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
@@ -143,7 +143,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         rows = state.execution.make_rows(self, x, arguments, routing)
         return rows, rows.z
 
-    def leave(self, y: Tensor, rows: Rows, shared: SpanPass) -> Tensor:
+    def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass) -> Tensor:
         """Return what the next block gets, from the rows after the block."""
         return rows.write_back(y)
 

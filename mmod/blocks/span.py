@@ -103,7 +103,7 @@ class Span:
         """
         calls = self.calls.value
         if state.begins:
-            shared = self.begin(x)
+            span_pass = self.begin(x)
         else:
             # Outside calls of the model, where batches may be in flight in stages, positions tell them apart. A graph
             # that reads a position serves one block: one that reads only `begins` and `ends` serves all blocks between.
@@ -112,36 +112,36 @@ class Span:
             # Where nothing reads the tokens between modules, their order tells the pass, and no tensor is remembered.
             comes_next = latest is not None and latest.owner is self and not latest.busy
             if latest is not None and comes_next and (in_order or latest.position < state.position):
-                shared = latest
+                span_pass = latest
                 if not in_order:
-                    shared.position = state.position
+                    span_pass.position = state.position
             else:
                 found = self.find(x, None if in_order else state.position)
                 if found is None:
                     return None
-                shared = found
+                span_pass = found
         # An uninterrupted pass may hand on rows instead of all tokens.
-        if not shared.uninterrupted and not torch.compiler.is_compiling() and shared.shape != x.shape[:2]:
+        if not span_pass.uninterrupted and not torch.compiler.is_compiling() and span_pass.shape != x.shape[:2]:
             raise ValueError(
                 f"a block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
-                f"{shared.shape}: the batch or the sequence changed between the two blocks, which share scores or "
+                f"{span_pass.shape}: the batch or the sequence changed between the two blocks, which share scores or "
                 "rows. Keep all images and tokens between them, or route with a router that shares none, such as "
                 "'linear'"
             )
         # Until the block is left. A pass that failed in a block is found by its tensor alone.
-        shared.busy = True
-        calls.entered = shared
-        score_BN = shared.score_BN
+        span_pass.busy = True
+        calls.entered = span_pass
+        score_BN = span_pass.score_BN
         # The blocks of a model may be on several devices.
         if score_BN is not None and score_BN.device != x.device:
-            shared.score_BN = score_BN.to(x.device)
-        return shared
+            span_pass.score_BN = score_BN.to(x.device)
+        return span_pass
 
-    def leave(self, y: Tensor, shared: SpanPass, state: BlockState) -> Tensor:
+    def leave(self, y: Tensor, span_pass: SpanPass, state: BlockState) -> Tensor:
         """Return all tokens after a block, by which the next one finds the pass."""
-        shared.busy = False
-        if not state.ends and not shared.uninterrupted:
-            self.hand_on(shared, y)
+        span_pass.busy = False
+        if not state.ends and not span_pass.uninterrupted:
+            self.hand_on(span_pass, y)
         return y
 
     def begin(self, x: Tensor) -> SpanPass:

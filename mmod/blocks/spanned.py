@@ -44,19 +44,19 @@ class SpannedBlock(RoutedBlock):
             return None
         if span.for_loss and not self.training:
             return None
-        shared = span.enter(x, state)
-        if shared is None:
+        span_pass = span.enter(x, state)
+        if span_pass is None:
             # No pass reached the block, as where it is called by itself.
             self._check_alone(span)
-        return shared
+        return span_pass
 
-    def gather(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> tuple[Rows, Tensor]:
+    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
         """Decide as the span does, and return its rows, or new ones where none were passed on."""
-        if shared is None:
+        if span_pass is None:
             return super().gather(x, arguments, None)
         state = self.mod_state
         rule = self.router.rule
-        rows = shared.rows
+        rows = span_pass.rows
         routing = None
         if rows is not None:
             if rule.matches(rows.rule):
@@ -65,10 +65,10 @@ class SpannedBlock(RoutedBlock):
             elif not rule.config.joins:
                 # Another rule chooses among all tokens. Where tokens join others, it narrows the rows further.
                 x = rows.write_back(x)
-                rows = shared.rows = None
+                rows = span_pass.rows = None
         if routing is None:
             tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
-            routing = self._decide(x, shared, rule, tokens)
+            routing = self._decide(x, span_pass, rule, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
         if rows is None:
@@ -79,20 +79,20 @@ class SpannedBlock(RoutedBlock):
         rows.rule = rule
         return rows, z
 
-    def leave(self, y: Tensor, rows: Rows, shared: SpanPass) -> Tensor:
+    def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass) -> Tensor:
         """Return all tokens after the block, or the rows alone if the next block takes them."""
         state = self.mod_state
         assert state.span is not None
-        if state.passes_rows and shared.uninterrupted:
+        if state.passes_rows and span_pass.uninterrupted:
             # Compilers guard on the block's number, so it is read only where there are some to compare.
-            is_read = shared.read_blocks and state.number in shared.read_blocks
-            if not is_read and (rows is shared.rows or (rows.shrinks and self.router.shares_decisions)):
-                shared.rows = rows
+            is_read = span_pass.read_blocks and state.number in span_pass.read_blocks
+            if not is_read and (rows is span_pass.rows or (rows.shrinks and self.router.shares_decisions)):
+                span_pass.rows = rows
                 # All that `span.leave` does where the next block finds the pass by the order of the blocks.
-                shared.busy = False
+                span_pass.busy = False
                 return y
-        shared.rows = None
-        return state.span.leave(rows.write_back(y), shared, state)
+        span_pass.rows = None
+        return state.span.leave(rows.write_back(y), span_pass, state)
 
     def _check_alone(self, span: Span) -> None:
         """Raise a ValueError if a block that no pass has reached cannot decide alone."""
@@ -103,16 +103,16 @@ class SpannedBlock(RoutedBlock):
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
 
-    def attend(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None) -> Tensor:
+    def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
-        if shared is None:
+        if span_pass is None:
             return super().attend(x, arguments, None)
         state = self.mod_state
         call = state.call
-        rows = shared.rows
+        rows = span_pass.rows
         z = x
         if rows is None:
-            earlier = self._joined_before(shared, x.device)
+            earlier = self._joined_before(span_pass, x.device)
             if earlier is not None:
                 rows = Rows(x, earlier)
                 z = rows.z
@@ -120,16 +120,16 @@ class SpannedBlock(RoutedBlock):
             arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
         if state.observes:
             queries_BN = call.masks(arguments, z).queries_BN
-            attend = partial(super().attend, z, arguments, shared)
-            y, shared.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
+            attend = partial(super().attend, z, arguments, span_pass)
+            y, span_pass.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
         else:
-            y = super().attend(z, arguments, shared)
+            y = super().attend(z, arguments, span_pass)
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
-        if rows is shared.rows or rows is None:
+        if rows is span_pass.rows or rows is None:
             return y
         return rows.write_back(y)
 
-    def _decide(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
+    def _decide(self, x_BND: Tensor, span_pass: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
         """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
 
         Args:
@@ -144,59 +144,62 @@ class SpannedBlock(RoutedBlock):
             # depends on the block that decides.
             reuses = False
         routing = None
-        if shared.decisions:
-            self._check_recomputed(shared)
+        if span_pass.decisions:
+            self._check_recomputed(span_pass)
             if reuses:
-                routing = self._known(x_BND, shared, rule, tokens)
+                routing = self._known(x_BND, span_pass, rule, tokens)
         if routing is None:
             scored = self.normed(x_BND) if state.execution.scores_norm else x_BND
-            routing = self.router(scored, shared.score_BN, tokens)
+            routing = self.router(scored, span_pass.score_BN, tokens)
         # What no later block reads is not kept, which would keep its tensors alive.
         if state.ends:
             return routing
-        if shared.score_BN is None and span.scored_by_first:
-            shared.score_BN = routing.score_BN
+        if span_pass.score_BN is None and span.scored_by_first:
+            span_pass.score_BN = routing.score_BN
             learns = rule.config.router.learns
-            shared.trains = learns and any(weight.requires_grad for weight in self.router.parameters())
+            span_pass.trains = learns and any(weight.requires_grad for weight in self.router.parameters())
         if reuses:
-            shared.decisions[state.position] = Decision(rule, tokens, routing)
+            span_pass.decisions[state.position] = Decision(rule, tokens, routing)
         return routing
 
-    def _check_recomputed(self, shared: SpanPass) -> None:
+    def _check_recomputed(self, span_pass: SpanPass) -> None:
         """Raise a RuntimeError if a checkpoint that recomputes the block has lost the gradient of a shared score."""
-        if shared.trains and recomputing() and not (shared.score_BN is not None and shared.score_BN.requires_grad):
+        lost = span_pass.score_BN is None or not span_pass.score_BN.requires_grad
+        if lost and span_pass.trains and recomputing():
             raise RuntimeError(
                 "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
                 "use_reentrant=False, or set router.shared=False"
             )
 
-    def _known(self, x_BND: Tensor, shared: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing | None:
+    def _known(
+        self, x_BND: Tensor, span_pass: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups
+    ) -> Routing | None:
         """Return a decision by the same rule on the same tokens, or one among the tokens kept before; else None."""
         device = x_BND.device
         # The nearest first. A checkpoint that recomputes the block finds its own.
         for number in range(self.mod_state.position, -1, -1):
-            made = shared.decisions.get(number)
+            made = span_pass.decisions.get(number)
             if made is None or not made.rule.matches(rule):
                 continue
             if rule.config.joins:
                 return made.routing.to(device)
             if made.routing.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
                 return made.routing
-        earlier = self._joined_before(shared, device) if rule.config.joins else None
+        earlier = self._joined_before(span_pass, device) if rule.config.joins else None
         if earlier is None:
             return None
         # Scores that are shared where tokens join never learn.
         with torch.no_grad():
-            rows_BKD = gather_kept(x_BND, earlier) if shared.rows is None else x_BND
+            rows_BKD = gather_kept(x_BND, earlier) if span_pass.rows is None else x_BND
             narrowed: Routing = self.router(rows_BKD, None, tokens, earlier)
         return narrowed
 
-    def _joined_before(self, shared: SpanPass, device: torch.device) -> Routing | None:
+    def _joined_before(self, span_pass: SpanPass, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
         # A block in between may have been removed from the model.
         for number in range(self.mod_state.position - 1, -1, -1):
-            if number in shared.decisions:
-                routing = shared.decisions[number].routing
+            if number in span_pass.decisions:
+                routing = span_pass.decisions[number].routing
                 return None if routing.joined.slot_BN is None else routing.to(device)
         return None
 
@@ -241,12 +244,12 @@ class ImportanceBlock(ConvertedBlock):
         # A loss alone reads the importance, and only in training.
         if not wanted:
             return super().forward(x, **arguments)
-        shared = state.span.enter(x, state)
-        assert shared is not None
+        span_pass = state.span.enter(x, state)
+        assert span_pass is not None
         queries_BN = call.masks(arguments, x).queries_BN
         run = partial(super().forward, x, **arguments)
-        y, shared.score_BN = self.observe(run, x, queries_BN, state.importance)
-        return state.span.leave(y, shared, state)
+        y, span_pass.score_BN = self.observe(run, x, queries_BN, state.importance)
+        return state.span.leave(y, span_pass, state)
 
 
 def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:

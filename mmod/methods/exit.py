@@ -219,14 +219,14 @@ class ExitBlock(Deciding, ConvertedBlock):
             # Outside a call of the model no image exits.
             self._trace(x, x.shape[0], None)
             return super().forward(x, *args, **kwargs) if x.shape[0] else x
-        shared = self._enter(x, call)
+        span_pass = self._enter(x, call)
         self._trace(x, call.total, call.index_B)
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
             masks = {name: call.of_remaining(x, value) for name, value in kwargs.items()}
             y = super().forward(x, *(call.of_remaining(x, value) for value in args), **masks)
-        shared.busy = False
+        span_pass.busy = False
         if state.ends and call.index_B is not None and y.shape[0] < call.total:
             # The code behind the blocks may read masks of all images. It finds zeros for those that exited.
             return y.new_zeros(call.total, *y.shape[1:]).index_copy(0, call.index_B, y)
@@ -235,22 +235,22 @@ class ExitBlock(Deciding, ConvertedBlock):
             self.exit(y, call.args, call.kwargs)
         elif state.turn is not None and y.shape[0]:
             y = self._leave(y, call)
-            shared.shape = tuple(y.shape[:2])
-        return state.span.leave(y, shared, state)
+            span_pass.shape = tuple(y.shape[:2])
+        return state.span.leave(y, span_pass, state)
 
     def _enter(self, x: Tensor, call: ExitCall) -> SpanPass:
         """Return the pass of a block's input, which the first block begins."""
         state = self.mod_state
-        shared = state.span.enter(x, state) or state.span.begin(x)
-        if not shared.is_first:
+        span_pass = state.span.enter(x, state) or state.span.begin(x)
+        if not span_pass.is_first:
             raise RuntimeError(
                 "the blocks of an early-exit model got a second batch while the model ran on a first one, as from a "
                 "hook: call the model itself on the second batch, which keeps their images apart"
             )
-        shared.busy = True
+        span_pass.busy = True
         if call.index_B is None:
             call.total = x.shape[0]
-        return shared
+        return span_pass
 
     def _trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
         """Record which images the block runs on, if a trace asks for it."""

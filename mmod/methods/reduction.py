@@ -83,28 +83,28 @@ class ReducedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         check_once(self, x)
         # The first block begins a pass, or one that is called directly.
-        shared = state.span.enter(x, state) or state.span.begin(x)
-        shared.busy = True
-        if shared.remaining is None:
-            shared.remaining = Remaining(restores=not (shared.uninterrupted and shared.ends_for_head))
-        rows = shared.remaining
+        span_pass = state.span.enter(x, state) or state.span.begin(x)
+        span_pass.busy = True
+        if span_pass.remaining is None:
+            span_pass.remaining = Remaining(restores=not (span_pass.uninterrupted and span_pass.ends_for_head))
+        rows = span_pass.remaining
         z = rows.gather(x)
         bound = state.call.bind(args, kwargs)
         if state.reduction is None:
             y = self.run_host(z, **self._narrowed(bound, rows))
         else:
-            y = self._reduce(z, bound, shared, rows)
-        shared.busy = False
-        if self._passes_on(shared):
+            y = self._reduce(z, bound, span_pass, rows)
+        span_pass.busy = False
+        if self._passes_on(span_pass):
             return y
-        return state.span.leave(rows.restore(y), shared, state)
+        return state.span.leave(rows.restore(y), span_pass, state)
 
-    def _passes_on(self, shared: SpanPass) -> bool:
+    def _passes_on(self, span_pass: SpanPass) -> bool:
         """Return whether what follows takes the remaining tokens alone."""
         state = self.mod_state
         if state.ends:
-            return shared.ends_for_head
-        return shared.uninterrupted and state.number not in shared.read_blocks
+            return span_pass.ends_for_head
+        return span_pass.uninterrupted and state.number not in span_pass.read_blocks
 
     def _narrowed(self, arguments: dict[str, Any], rows: Remaining) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
@@ -124,7 +124,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         bias = None if rows.size_BK is None else rows.size_BK.log()[:, None, None, :]
         return call.with_mask(arguments, bias)
 
-    def _reduce(self, x: Tensor, bound: dict[str, Any], shared: SpanPass, rows: Remaining) -> Tensor:
+    def _reduce(self, x: Tensor, bound: dict[str, Any], span_pass: SpanPass, rows: Remaining) -> Tensor:
         """Return the remaining tokens after the block."""
         state = self.mod_state
         call = state.call
@@ -133,28 +133,23 @@ class ReducedBlock(Deciding, ConvertedBlock):
         arguments = self._narrowed(bound, rows)
         watch = state.reduction.watch()
         x = self.run_observed(partial(call.halves.attend, self, x, arguments), watch)
-        traced = self.record.traced
-        token_BN = rows.token_BK
-        if token_BN is None:
-            is_read = traced or not shared.uninterrupted or bool(shared.read_blocks)
-            if is_read or call.index_argument or any(name in arguments for name in call.rows):
-                token_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         step = state.reduction.reduce(x, rows.size_BK, watch)
         if step is not None:
-            x = rows.take(step, x, token_BN)
-            token_BN = rows.token_BK
-        if traced:
-            self._trace(token_BN, rows.size_BK, shared.shape[1])
+            x = rows.take(step, x)
+        if self.record.traced:
+            self._trace(rows, span_pass.shape, x.device)
         if call.halves.fed:
             arguments = self._narrowed(bound, rows)
         return call.halves.feed(self, x, arguments)
 
-    def _trace(self, token_BK: Tensor | None, size_BK: Tensor | None, tokens: int) -> None:
-        """Record the remaining input tokens and their group sizes."""
-        assert token_BK is not None
+    def _trace(self, rows: Remaining, shape: tuple[int, ...], device: torch.device) -> None:
+        """Record the remaining ones of input tokens (B, N), and their group sizes."""
+        score_BN = torch.zeros(shape, device=device)
+        token_BK = rows.token_BK
+        if token_BK is None:
+            token_BK = torch.arange(shape[1], device=device).expand(shape)
         index_BK, order_BK = token_BK.sort(dim=1)
-        size_BK = None if size_BK is None else size_BK.gather(1, order_BK)
-        score_BN = torch.zeros(index_BK.shape[0], tokens, device=index_BK.device)
+        size_BK = None if rows.size_BK is None else rows.size_BK.gather(1, order_BK)
         self.record.keep("", Routing(Kept(index_BK), score_BN, joined=Joined(size_BK=size_BK)))
 
 

@@ -51,7 +51,6 @@ class Kernel(NamedTuple):
         backend: The backend that it needs.
         dtypes: Supported dtypes; None means all.
         limits: Upper bounds of facts about the inputs, such as a head dimension; 0 excludes a feature.
-        devices: Supported device types; None means those that Triton supports.
         when: Further condition on the op's main input and facts, or None.
         where: That condition in words.
         auto: Dtypes for which AUTO takes it; None means all supported ones.
@@ -64,7 +63,6 @@ class Kernel(NamedTuple):
     backend: Backend = Backend.TRITON
     dtypes: tuple[torch.dtype, ...] | None = FLOAT
     limits: Mapping[str, int] = {}
-    devices: tuple[str, ...] | None = None
     when: Callable[[Tensor, Mapping[str, int]], bool] | None = None
     where: str = ""
     auto: tuple[torch.dtype, ...] | None = None
@@ -309,7 +307,7 @@ def _machine_refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -
     if kernel.dtypes is not None and dtype not in kernel.dtypes:
         return f"it takes {', '.join(str(t) for t in kernel.dtypes)}, not {dtype}"
     # Kernels for a CPU are interpreted, for tests.
-    if device.type == "cpu" and kernel.backend is Backend.TRITON and kernel.devices is None:
+    if device.type == "cpu" and kernel.backend is Backend.TRITON:
         if not _interprets(kernel.backend.value):
             return "it takes CUDA tensors, and those of a CPU only if TRITON_INTERPRET=1 was set from the start"
         if dtype == torch.bfloat16:

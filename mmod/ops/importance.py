@@ -365,9 +365,8 @@ _kernel = partial(Kernel, why="not yet measured; reason: probabilities stay on c
         partial(_with_kernels, fused=True),
         "torch's fused attention, which returns log-sum-exps, and a kernel that sums columns",
         limits={"head_dim": 128, "dropout": 0, "mask": 0, "other_lengths": 0, "grouped_queries": 0},
-        devices=("cuda",),
-        when=lambda q_BHNE, facts: facts["head_dim"] % 8 == 0,
-        where="head_dim divisible by 8",
+        when=lambda q_BHNE, facts: q_BHNE.is_cuda and facts["head_dim"] % 8 == 0,
+        where="a GPU and head_dim divisible by 8",
     ),
     _kernel(
         partial(_with_kernels, fused=False),

@@ -46,7 +46,7 @@ def take(step: Reduced | None, x: Tensor) -> Remaining:
     """Return the rows that remain of all tokens."""
     assert step is not None
     rows = Remaining(restores=True)
-    rows.take(step, x, torch.arange(x.shape[1]).expand(x.shape[:2]))
+    rows.take(step, x)
     return rows
 
 
