@@ -98,14 +98,16 @@ class Fronts:
         self.panels = panels
         self.styles = looks({mark.series for mark in panels[0]})
         self.fronts = [front_of(marks, faster) for marks in panels]
-        self.floor = floor_of(panels[0], self.fronts)
-        lost = sorted((mark for mark in panels[0] if mark.score < self.floor), key=lambda mark: -mark.score)
-        self.lost = ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
+        floor = floor_of(panels[0], self.fronts)
         barred = list(itertools.chain.from_iterable(self.fronts))
-        bottom = min(self.floor, *(mark.low for mark in barred))
+        bottom = min(floor, *(mark.low for mark in barred))
         top = max(mark.score for mark in panels[0])
         top = max(top, *(mark.high for mark in barred))
         margin = 0.08 * (top - bottom) or 1.0
+        # Bars may stretch the axis down to marks that were lost without them.
+        self.floor = min(mark.score for mark in panels[0] if mark.score >= bottom - margin)
+        lost = sorted((mark for mark in panels[0] if mark.score < self.floor), key=lambda mark: -mark.score)
+        self.lost = ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
         for axis, marks, front in zip(axes, panels, self.fronts):
             self._draw(axis, marks, front, bottom - margin)
             axis.margins(x=0.12)

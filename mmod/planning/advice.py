@@ -17,8 +17,8 @@ from mmod.planning.tolerance import exceeds, is_too_close, keeps, missing_sample
 
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
-    "No `gradual` saves time here: decisions take longer than what they save. On one idle CPU thread it pays from 196 "
-    "tokens of width 192 on, or of width 64 in batches of 8."
+    "No `gradual` saves time here: decisions take longer than what they save. On one idle CPU thread it pays for "
+    "images of 196 tokens: at width 192 alone, at width 64 in batches of 8."
 )
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
+from mmod.opening.runs import RUN_CONFIG
 from mmod.planning.options import FIT, PlanOptions
 from mmod.training.kinds import config_class
 from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
@@ -30,8 +31,8 @@ class StudyConfig(Checked):
 
     Args:
         output: Folder of runs, table and pictures. A stopped study resumes there.
-        dense: Training config of the dense model: a YAML file, or its fields. The study sets its `output`, `seed` and
-            `routing`.
+        dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
+            it is then. The study sets its `output`, `seed` and `routing`.
         routers: The routing of each series by its name: fields of `RoutingConfig`, `preset: NAME` with changes,
             `plan: FILE` with other fields, or `search` with fields of `PlanOptions`, which searches a plan in the dense
             model of every seed. Each series runs at every capacity, which is the budget of a search. It may also have
@@ -129,8 +130,19 @@ class StudyConfig(Checked):
     def dense_fields(self) -> dict[str, object]:
         """Fields of the dense model's training config."""
         # Each run sets a folder of its own in place of the output.
-        fields = read_yaml(self.dense) if isinstance(self.dense, str) else self.dense
+        fields = self.dense
+        if isinstance(fields, str):
+            fields = self._of_run(fields) or read_yaml(fields)
         return {**merged(fields, self.changes), "output": self.output}
+
+    def _of_run(self, folder: str) -> dict[str, object] | None:
+        """Return the config of the final model of a run folder, with its data; None for another path."""
+        if not (Path(folder) / RUN_CONFIG).is_file():
+            return None
+        fields = read_yaml(str(Path(folder) / RUN_CONFIG))
+        # A record of the run, and no key of a config.
+        fields.pop("world_size", None)
+        return config_class(self.trains).from_dict(fields).finished(folder).to_dict()
 
     @property
     def tuned_fields(self) -> dict[str, object]:

@@ -85,6 +85,12 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
         # At the edge of its own panel.
         assert bottom <= name.get_position()[1] < bottom + 0.35 * (top - bottom)
     assert figure.get_suptitle().endswith("below the axis: untrained-0.5 12.0")
+    # A bar that stretches the axis brings back what lies on it then.
+    stretched = [row | {"seeds": 1} for row in rows(latency_ms=10)]
+    for row in stretched:
+        row["to_dense"] = Estimate(0.0, -85.0, 1.0, seeds=1)
+    figure = draw_tradeoff(stretched, costs=TIMES)
+    assert "below the axis" not in figure.get_suptitle()
     # One that is on the front of one panel is shown in all of them, on one scale.
     cheap = [{**row, "latency_ms": 1.0} for row in rows()]
     cheap[5] |= {"latency_ms": 0.1, "top1": 60.0}

@@ -385,7 +385,7 @@ def test_advice_says_from_which_size_on_gradual_pays(
     clock({"gradual 0.5": milliseconds})
     candidates = [Candidate(f"gradual {mean}", routing={"preset": "gradual", "mean": mean}) for mean in (0.5, 0.8)]
     advice = mmod.advise(make(), [pictures(2)], candidates=candidates, progress=False)
-    assert any("it pays from 196 tokens of width 192" in fact for fact in advice.facts) == told
+    assert any("it pays for images of 196 tokens: at width 192" in fact for fact in advice.facts) == told
 
 
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
