@@ -101,6 +101,10 @@ UNFIT: dict[str, tuple[str, ...]] = {
 }
 
 
+# Parts of the names of weights that are no router's.
+ADDED = {"Exit": (".exit.",), "Experts": (".mlp.",)}
+
+
 def cases(most: int, unfit: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
     """Return each host with so many of the changes that fit it, which take turns; timm's many models with one."""
     chosen = []
@@ -171,6 +175,10 @@ def test_a_change_keeps_its_promises(
     mmod.undo_(model)
     before.check(model)
     host.apply(model, method)
+    loading = model.load_state_dict(before.state, strict=False)
+    assert not loading.unexpected_keys
+    assert all(part in key for key in loading.missing_keys for part in ADDED.get(change, (".router.",)))
+    assert change != "attention" or not loading.missing_keys
     together = run(host, model, samples)
     # Images may leave behind the last exit alone, and all of them may run.
     assert change in ("Exit", "whole images") or not torch.allclose(together, dense, rtol=0, atol=1e-3)

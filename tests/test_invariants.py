@@ -128,26 +128,6 @@ def test_batch_composition_never_changes_an_output(router: str) -> None:
         close(shuffled, together[[3, 0, 4, 1, 2]], 1e-6)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_attention_routing_adds_no_key_and_unroute_restores_everything(name: str) -> None:
-    model = make_model(name)
-    classes = [type(module) for module in model.modules()]
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    attributes = [set(vars(module)) for module in model.modules()]
-    mmod.route_(model, mmod.RoutingConfig())
-    assert list(model.state_dict()) == list(state)
-    model.load_state_dict(state, strict=True)
-    mmod.unroute_(model)
-    mmod.route_(model, RoutingConfig(router="linear"))
-    missing = model.load_state_dict(state, strict=False)
-    assert not missing.unexpected_keys
-    assert all(".router." in key for key in missing.missing_keys)
-    mmod.unroute_(model)
-    assert [type(module) for module in model.modules()] == classes
-    assert [set(vars(module)) for module in model.modules()] == attributes
-    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
-
-
 @pytest.mark.parametrize("router", ["attention", "linear", "p-mod", "threshold", "random"])
 def test_copies_and_pickles_route_alike(router: str) -> None:
     model, images = mmod.route_(make_model("test_vit"), ROUTERS[router]), make_images("test_vit", 2)
@@ -250,27 +230,6 @@ def test_static_and_dynamic_thresholds_agree() -> None:
         results.append((out.detach(), *gradient))
     for dynamic, static in zip(*results):
         close(dynamic, static, 1e-5)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["vit_tiny_patch16_224", "vit_base_patch16_rpn_224", "vit_small_patch16_18x2_224", "vit_base_patch16_xp_224"],
-)
-@pytest.mark.parametrize("skipped", [False, True])
-def test_packed_rows_equal_padded_rows(name: str, skipped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ROUTERS["threshold"].replace(skipped="scale" if skipped else "pass", blocks="all")
-    model, images = mmod.route_(make_model(name), config).double(), make_images(name, 4).double()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    host = type(mmod.routed_blocks(model)["blocks.1"].mod_state.call)
-    assert all(block.mod_state.call.can_pack(block, {}) for block in mmod.routed_blocks(model).values())
-    results = []
-    for packed in (True, False):
-        monkeypatch.setattr(host, "can_pack", lambda self, block, arguments, packed=packed: packed)
-        out = model(images)
-        gradients = torch.autograd.grad(out.square().sum(), parameters, allow_unused=True)
-        results.append([out, *(g for g in gradients if g is not None)])
-    for a, b in zip(*results, strict=True):
-        close(a, b, 1e-9)
 
 
 def test_packing_is_refused_where_it_would_be_wrong() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import mmod
 from mmod import RoutingConfig
+from tests.kit.cover import in_turn
 from tests.kit.zoo import make_images, make_model
 
 THRESHOLD = RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold", blocks="all")
@@ -13,7 +14,6 @@ THRESHOLD = RoutingConfig(router=mmod.score("linear", init_std=0.3), select="thr
 
 # Which patches others stand for differs by image.
 DUPLICATE = RoutingConfig(router="duplicate", select="threshold", blocks="all")
-GROUPS = [DUPLICATE.replace(skipped="merge"), DUPLICATE.replace(skipped="follow")]
 
 
 def plain_parts(name: str, count: int) -> Tensor:
@@ -44,18 +44,21 @@ def packed_and_padded(
     return list(zip(*results, strict=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "eva02_tiny_patch14_224",
-        "vit_small_patch16_dinov3",
-        "vit_small_patch16_rope_mixed_224",
-        "vit_mediumd_patch16_rope_reg1_gap_256",
-    ],
-)
-@pytest.mark.parametrize("config", [THRESHOLD, *GROUPS], ids=lambda config: f"{config.router.name}-{config.skipped}")
-def test_rotary_rows_keep_their_positions(config: RoutingConfig, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, images = mmod.route_(make_model(name), config).double(), plain_parts(name, 3)
+# Rotary positions, then other forms of branches.
+NAMES = ["eva02_tiny_patch14_224", "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"]
+NAMES += ["vit_mediumd_patch16_rope_reg1_gap_256", "vit_tiny_patch16_224", "vit_base_patch16_rpn_224"]
+NAMES += ["vit_small_patch16_18x2_224", "vit_base_patch16_xp_224"]
+CONFIGS = {
+    "threshold": THRESHOLD,
+    "merge": DUPLICATE.replace(skipped="merge"),
+    "follow": DUPLICATE.replace(skipped="follow"),
+    "scale": THRESHOLD.replace(skipped="scale"),
+}
+
+
+@pytest.mark.parametrize(("name", "config"), in_turn(NAMES, CONFIGS, times=3))
+def test_packed_rows_are_padded_ones(name: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, images = mmod.route_(make_model(name), CONFIGS[config]).double(), plain_parts(name, 3)
     calls = []
     host = type(next(iter(mmod.routed_blocks(model).values())).mod_state.call)
     pack = host.pack
@@ -65,7 +68,7 @@ def test_rotary_rows_keep_their_positions(config: RoutingConfig, name: str, monk
     assert calls
 
 
-@pytest.mark.parametrize("config", [THRESHOLD, GROUPS[0]], ids=lambda config: config.router.name)
+@pytest.mark.parametrize("config", [THRESHOLD, CONFIGS["merge"]], ids=lambda config: config.router.name)
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_small_patch16_18x2_224"])
 def test_stochastic_depth_drops_images_one_by_one(
     name: str, config: RoutingConfig, monkeypatch: pytest.MonkeyPatch
