@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import mmod
+from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import JOINT, make_joint, make_language, prompt, words
 from tests.kit.zoo import ZOO, make_images, make_model
 
@@ -56,8 +57,7 @@ def test_it_is_how_far_the_block_before_moves_a_token(name: str) -> None:
         torch.testing.assert_close(score_BN, moved.distance_BN, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(("name", "side"), in_turn(JOINT, ["left", "right"]))
 @torch.no_grad()
 def test_it_scores_the_image_tokens_of_every_family(name: str, side: str) -> None:
     batch = prompt(name, (1, 2), side=side)
