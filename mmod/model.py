@@ -127,6 +127,8 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
         RoutingConfig.from_dict(fields)
         call = f"mmod.route_(model, mmod.RoutingConfig({arguments}))"
         raise ValueError(f"call {call}: fields of a config go into one, and {reason}")
+    if isinstance(name, str):
+        reason = f"{reason}; options of a preset go into mmod.preset({name!r}, ...)"
     raise ValueError(reason)
 
 

@@ -136,6 +136,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
     (lambda m: mmod.set_capacity_(m, 0.5), ValueError, "nothing in this VisionTransformer is routed"),
     (lambda m: mmod.undo_(m), ValueError, "no method changed this VisionTransformer"),
+    (
+        lambda m: mmod.route_(m, "gradual", keep=0.5),
+        ValueError,
+        r"no part keep; .*go into mmod\.preset\('gradual', \.\.\.\)",
+    ),
     (lambda m: mmod.route_(m, None), ValueError, "nothing to route: name a preset, such as 'gradual'"),
     (
         lambda m: mmod.route_(m, "tome"),
