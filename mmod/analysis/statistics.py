@@ -22,6 +22,8 @@ BySeed = Mapping[int, float]
 # Numbers that are drawn at once, which bounds memory.
 _CHUNK = 4_000_000
 _NORMAL = 1.959964
+# Errors of resampled means, which give equal values an interval.
+_ROUNDING = 1e-9
 # Measurements repeat to within 2 %.
 _AS_CHEAP = 1.02
 Name = TypeVar("Name")
@@ -40,8 +42,8 @@ class Estimate:
     Example:
         >>> print(Estimate(91.25, 89.5, 93.0))
         91.2 [89.5, 93.0]
-        >>> print(Estimate(-0.5, -0.8, -0.2, seeds=5), Estimate(-0.5, seeds=1), Estimate(math.nan))
-        -0.5 [-0.8, -0.2] -0.5 no samples
+        >>> print(Estimate(-0.5, -0.8, -0.2, seeds=5), Estimate(-0.5, seeds=1), Estimate(math.nan), Estimate(1, 1, 1))
+        -0.5 [-0.8, -0.2] -0.5 no samples 1.0
     """
 
     value: float
@@ -68,7 +70,9 @@ class Estimate:
             return "no samples"
         form = form or (".1f" if self.seeds is None else "+.1f")
         value = f"{self.value:{form}}"
-        if not self.has_interval:
+        # Samples that are all alike say nothing of chance.
+        has_width = self.high - self.low > _ROUNDING * max(1.0, abs(self.value))
+        if not (self.has_interval and has_width):
             return value
         return f"{value} [{self.low:{form}}, {self.high:{form}}]"
 
@@ -117,6 +121,8 @@ def estimate_of(value: float, resampled: Values) -> Estimate:
 
 def share_of(is_so_I: Values) -> Estimate:
     """Return the share of ones among zeros and ones; the interval has a width even where all are equal.
+
+    That of shares in between is at most as wide.
 
     Source: Wilson, Journal of the American Statistical Association 22 (1927).
 

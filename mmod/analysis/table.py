@@ -32,6 +32,8 @@ from mmod.io.store import Store
 DENSE = "dense"
 """Name of the candidate that all others are compared with."""
 _DRAWS = 2000
+# Errors of sums, far below what figures differ by.
+_ROUNDING = 1e-9
 Weigh = Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray]
 """From outcomes of samples by column, (N, ...) each, and weightings of the samples (S, N), each with sum 1, to a figure
 under each of them (S,)."""
@@ -158,7 +160,9 @@ def mean_of(table: Table, figure: str, name: str) -> float:
 def interval_of(table: Table, figure: str, name: str) -> Estimate:
     """Return the mean of an outcome, with its interval over samples."""
     outcome_N = _outcomes(table, name)[figure]
-    return share_of(outcome_N) if {0, 1}.issuperset(outcome_N) else _bootstrapped(outcome_N)
+    if {0, 1}.issuperset(outcome_N) or _are_equal_shares(outcome_N):
+        return share_of(outcome_N)
+    return _bootstrapped(outcome_N)
 
 
 def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | None:
@@ -290,14 +294,24 @@ def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
 def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
     """Return the mean change from other outcomes, with an interval that ends where all or none are right."""
     change_N = outcome_N - other_N
-    if not {-1, 0, 1}.issuperset(change_N):
+    if not ({-1, 0, 1}.issuperset(change_N) or _are_equal_shares(abs(change_N))):
         return _bootstrapped(change_N)
     change = change_of(change_N)
     if not {0, 1}.issuperset(other_N):
         return change
-    right = float(other_N.mean())
+    right = share_of(other_N)
     # The interval is symmetric, and would promise more than all to a model that is right on all.
-    return dataclasses.replace(change, low=max(change.low, 0.0 - right), high=min(change.high, 1 - right))
+    least = most = right.value
+    if 0 < right.value < 1:
+        # On other samples the other model may be right more often, so that more can be lost than it has on these.
+        least = right.low
+        most = right.high
+    return dataclasses.replace(change, low=max(change.low, 0.0 - most), high=min(change.high, 1 - least))
+
+
+def _are_equal_shares(value_N: np.ndarray) -> bool:
+    """Return whether several samples have the same share, to rounding: the bootstrap would be sure of it."""
+    return len(value_N) > 1 and float(np.ptp(value_N)) < _ROUNDING and 0 <= value_N[0] <= 1
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:

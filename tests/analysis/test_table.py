@@ -42,6 +42,15 @@ def by_seed(figures: Mapping[str, Mapping[int, float]]) -> Table:
     return table
 
 
+def proportion(right: int, samples: int) -> tuple[float, float]:
+    """Return Wilson's interval: the shares from which what is seen is 1.96 standard errors."""
+    share = right / samples
+    squared = 1.959964**2
+    # Both roots of (share - p)^2 = z^2 p (1 - p) / n.
+    low, high = np.sort(np.roots([1 + squared / samples, -2 * share - squared / samples, share**2]).real)
+    return float(low), float(high)
+
+
 def by_sample(outcomes: Mapping[str, list[float]]) -> Table:
     """Return a table of an outcome "right" by candidate and sample."""
     table = Table()
@@ -168,8 +177,12 @@ def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right:
     half = 1.959964 * math.sqrt(mean((change - middle) ** 2 for change in changes) / len(changes))
     actual = gap(table, "top1", "a", "dense")
     assert actual is not None
-    dense = mean(other for _, other in right)
-    low, high = max(middle - half, -dense), min(middle + half, 1 - dense)
+    # Where dense is right on some, on as few or as many as its own interval holds.
+    is_dense_right = [other for _, other in right]
+    least, most = mean(is_dense_right), mean(is_dense_right)
+    if len(set(is_dense_right)) == 2:
+        least, most = proportion(sum(is_dense_right), len(right))
+    low, high = max(middle - half, -most), min(middle + half, 1 - least)
     ends = (100 * sum(changes) / len(right), 100 * low, 100 * high)
     assert (actual.value, actual.low, actual.high) == pytest.approx(ends, abs=1e-4)
     assert str(actual)[0] in "+-"
@@ -179,6 +192,30 @@ def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right:
     repeated = gap(table, "top1", "a", "dense")
     assert repeated is not None
     assert repeated.seeds == 2
+
+
+@pytest.mark.parametrize("samples", [2, 32])
+@pytest.mark.parametrize("dense_share", [0.0, 0.5, 2 / 3, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1 / 3, 2 / 3, 1.0])
+def test_an_interval_leaves_room_for_chance_where_all_samples_agree(
+    samples: int, dense_share: float, share: float
+) -> None:
+    right = {"a": np.full(samples, share), "dense": np.full(samples, dense_share)}
+    if dense_share == 0.5:
+        right["dense"] = np.arange(samples) % 2.0
+    table = by_sample({name: values.tolist() for name, values in right.items()})
+    interval = interval_of(table, "right", "a")
+    change = gap(table, "right", "a", "dense")
+    assert change is not None
+    for value, ends in ((interval, (0, 1)), (change, (-dense_share, 1 - dense_share))):
+        assert value.high - value.low > 0.5 / samples
+        # At an end alone where samples cannot be further.
+        least, most = ends
+        assert value.low < value.value or value.value == least
+        assert value.high > value.value or value.value == most
+    # Losing all that dense is right on is not the most that may be lost on other samples.
+    if dense_share == 0.5 and share == 0:
+        assert change.low < change.value == -0.5 < change.high
 
 
 @given(st.integers(2, 12), st.integers(0, 3), st.integers(0, 99))
