@@ -16,6 +16,7 @@ from mmod.analysis.style import new_figure, save_picture
 from mmod.config.parts import Gate
 from mmod.io.records import record_config
 from mmod.methods import Exit, Experts, Merge, Prune
+from tests.kit.own_vits import make_own
 from tests.kit.vlm_zoo import make_language
 
 Call = Callable[[Any], object]
@@ -147,6 +148,13 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
         ValueError,
         r"preset must be one of .*as mmod\.apply_\(model, mmod\.methods\.Merge",
     ),
+    (lambda m: mmod.route_(m, "evenly-spread"), ValueError, r"options language\.tokens, or the preset that sets them"),
+    (lambda m: mmod.score("duplicate", std=(58, 57, 57)), ValueError, r"std must be .* in \(0, 1\].*58"),
+    (lambda m: mmod.flops(m, 70), ValueError, r"this VisionTransformer cannot take image \(3, 70, 70\): "),
+    (lambda m: mmod.flops(make_own("einsum"), 40), ValueError, r"this OwnViT cannot take image \(3, 40, 40\): "),
+    (lambda m: mmod.advise(m, None), TypeError, r"batches must be an Iterable, got None$"),
+    (lambda m: mmod.search_plan(m, None, 0.5), TypeError, r"batches must be an Iterable, got None$"),
+    (lambda m: mmod.planning.attention_ranks(m, None), TypeError, r"batches must be an Iterable, got None$"),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),

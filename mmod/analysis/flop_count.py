@@ -110,16 +110,16 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
 
     try:
         dense_count = count(dense)
-    except AssertionError as error:
-        # As timm's models refuse the size of an image.
-        shapes = ", ".join(f"{name} {shape}" for name, shape in _shapes(inputs).items())
-        raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
     except NotImplementedError as error:
         # As of torch, for values of meta tensors.
         raise ValueError(
             f"this {type(model).__name__} reads the values of {', '.join(inputs)}, and FLOPs are counted from shapes "
             "alone: time it, or count another part"
         ) from error
+    except (AssertionError, RuntimeError) as error:
+        # As timm's models refuse the size of an image, and as torch refuses sums of positions in your own.
+        shapes = ", ".join(f"{name} {shape}" for name, shape in _shapes(inputs).items())
+        raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
     routed_count = dense_count if dense is routed else count(routed)
     rows = []
     for stack in stacks.values():

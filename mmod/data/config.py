@@ -109,7 +109,7 @@ class DataConfig(StreamConfig, SourceConfig):
         image_size: Side of an image, in pixels.
         channels: 1 (grey) or 3 (RGB).
         mean: Mean per channel. Defaults: the digits' for embedded sets, ImageNet's for 3 channels, 0.5 for 1.
-        std: Standard deviation per channel; defaults as for `mean`.
+        std: Standard deviation per channel, of pixels in [0, 1]; defaults as for `mean`.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
         crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
             `image_size`. Embedded sets are never cropped.
@@ -136,7 +136,7 @@ class DataConfig(StreamConfig, SourceConfig):
     image_size: Annotated[int, "[1, inf)"] = 32
     channels: Literal[1, 3] = 1
     mean: tuple[float, ...] | None = None
-    std: Annotated[tuple[float, ...] | None, "(0, inf)"] = None
+    std: Annotated[tuple[float, ...] | None, "(0, 1]"] = None
     augment: AugmentConfig | None = None
     crop_pct: Annotated[float, "(0, 1]"] = 0.875
     interpolation: Annotated[str, _INTERPOLATIONS] = "bicubic"

@@ -128,8 +128,9 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
         for_images = presets("image")
         for_language = [name for name in presets() if name not in for_images]
         raise ValueError(
-            f"{first} is no layer of a language model: remove the options {options}. Presets for language models alone "
-            f"are {', '.join(map(repr, for_language))}; presets for images are {', '.join(map(repr, for_images))}"
+            f"{first} is no layer of a language model: remove the options {options}, or the preset that sets them. "
+            f"Presets for language models alone are {', '.join(map(repr, for_language))}; presets for images are "
+            f"{', '.join(map(repr, for_images))}"
         )
     if config.router.tied and not stack.language:
         raise ValueError(f"router.tied is for layers of a language model, and {first} is none")

@@ -126,6 +126,7 @@ def attention_ranks(
         >>> len(ranks.ranks), ranks.samples
         (6, 2)
     """
+    check_value("batches", batches, Iterable)
     _, stack = find_part(model, part)
     totals = [0.0] * len(stack.blocks)
     maps = tokens = samples = 0

@@ -112,6 +112,7 @@ def advise(
     check_value("tolerance", tolerance, float, "[0, 1)")
     check_value("faster", faster, float | None, "(1, inf)")
     _check_candidates(candidates)
+    check_value("batches", batches, Iterable)
     part, stack, is_only = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)

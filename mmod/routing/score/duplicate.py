@@ -38,9 +38,9 @@ class Duplicate(Score):
         cell: Patches along a side of a cell, of which at least one is kept; None for the whole image. The smaller, the
             nearer is the patch that a skipped one joins. Where s x s patches become a token of a language model, its
             cells are of whole tokens, of 2 x 2 at least: their side is `cell` rounded up to a multiple of s, or 2 s.
-        std: What pixels were divided by when they were normalised, one number or one for each channel, as the image
-            processor says. None takes the model's. A tolerance above 0 needs it; without it, patches that differ are
-            ranked by the pixels that the model gets.
+        std: What pixels in [0, 1] were divided by when they were normalised, one number or one for each channel, as the
+            image processor says. None takes the model's. A tolerance above 0 needs it; without it, patches that differ
+            are ranked by the pixels that the model gets.
 
     Source: PixelPrune, arXiv 2604.00886, which drops patches with the pixels of a neighbour; cells are this library's.
     """
@@ -50,7 +50,7 @@ class Duplicate(Score):
     reads_pixels: ClassVar[bool] = True
     tolerance: Annotated[float, "(-inf, 255]"] = 0.0
     cell: Annotated[int | None, "[2, inf)"] = 4
-    std: Annotated[float | tuple[float, ...] | None, "(0, inf)"] = None
+    std: Annotated[float | tuple[float, ...] | None, "(0, 1]"] = None
 
     def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
