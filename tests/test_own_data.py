@@ -123,7 +123,8 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
         # The run of the page on images, whose final model is not loaded where a study is planned alone.
         (folder / "runs/flowers").mkdir(parents=True)
         data = {"source": "folder", "root": "data/flowers", "image_size": 32, "channels": 3}
-        trained = {"output": "runs/flowers", "model": {"name": "vit", "pretrained": True}, "data": data}
+        model = {"name": "vit", "pretrained": True}
+        trained = {"output": "runs/flowers", "model": model, "data": data, "world_size": 1}
         (folder / "runs/flowers/config.yaml").write_text(yaml.safe_dump(trained))
         shutil.copytree(folder / "vit", folder / "runs/flowers/model")
     for language, body in FENCE.findall(page):

@@ -130,19 +130,17 @@ class StudyConfig(Checked):
     def dense_fields(self) -> dict[str, object]:
         """Fields of the dense model's training config."""
         # Each run sets a folder of its own in place of the output.
-        fields = self.dense
-        if isinstance(fields, str):
-            fields = self._of_run(fields) or read_yaml(fields)
+        fields = self._read_dense(self.dense) if isinstance(self.dense, str) else self.dense
         return {**merged(fields, self.changes), "output": self.output}
 
-    def _of_run(self, folder: str) -> dict[str, object] | None:
-        """Return the config of the final model of a run folder, with its data; None for another path."""
-        if not (Path(folder) / RUN_CONFIG).is_file():
-            return None
-        fields = read_yaml(str(Path(folder) / RUN_CONFIG))
-        # A record of the run, and no key of a config.
-        fields.pop("world_size", None)
-        return config_class(self.trains).from_dict(fields).finished(folder).to_dict()
+    def _read_dense(self, path: str) -> dict[str, Any]:
+        """Read a config; that of a run, by its folder or file, is changed to start from the run's final model."""
+        file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
+        fields = read_yaml(str(file))
+        # What a run records besides its config.
+        if fields.pop("world_size", None) is None:
+            return fields
+        return config_class(self.trains).from_dict(fields).finished(str(file.parent)).to_dict()
 
     @property
     def tuned_fields(self) -> dict[str, object]:

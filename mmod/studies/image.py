@@ -408,8 +408,9 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
 
 def _of_chance(points: float, images: int, is_paired: bool) -> str:
     """Say which differences so many test images cannot tell, and how many images would tell one point."""
-    paired = ", on which models are paired; of those that agree least" if is_paired else ""
-    text = f"{images:,} test images{paired}: differences below {points:.1f} points may be chance."
+    paired = ", on which models are paired" if is_paired else ""
+    widest = " between the models that agree least" if is_paired else ""
+    text = f"{images:,} test images{paired}: differences below {points:.1f} points may be chance{widest}."
     if points <= 1:
         return text
     needed = images * points**2

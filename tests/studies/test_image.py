@@ -496,18 +496,14 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(monkeypatch: pyt
     assert comparison_of(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig)).runs()
 
 
-def test_a_run_folder_is_its_final_model_on_its_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["", "config.yaml"])
+def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     trained = TrainConfig.from_dict({**DENSE, "output": str(run)})
     (run / "config.yaml").write_text(yaml.safe_dump({**trained.to_dict(), "world_size": 1}))
-    dense, _ = ImageStudyConfig(
-        output=str(tmp_path / "out"),
-        dense=str(run),
-        routers={"random": {"router": "random"}},
-        capacities=[0.5],
-        train_dense=False,
-        tune=False,
-        tune_dense=False,
-    ).run_configs()
+    fields = {"train_dense": False, "tune": False, "tune_dense": False, "capacities": [0.5]}
+    routers: dict[str, Any] = {"random": {"router": "random"}}
+    study = ImageStudyConfig(output=str(tmp_path / "out"), dense=str(run / file), routers=routers, **fields)
+    dense, _ = study.run_configs()
     assert (dense.model.checkpoint, dense.data) == (str(run), trained.data)
