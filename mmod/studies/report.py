@@ -222,7 +222,7 @@ def write_study(
     told = kind.tell(config, table, runs, rows, facts)
     names = list(runs)
     parts = [*harm(table, config.score, names), told.text, *comparison.left_out, *_of_one_seed(config, table, names)]
-    text = "\n\n".join(filter(None, parts))
+    text = "\n\n".join(filter(None, [*parts, beside_controls(points)]))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
     page = "\n\n".join([shown, *filter(None, [text, told.code])])
@@ -358,6 +358,18 @@ def _of_one_seed(config: StudyConfig, table: Table, names: Sequence[str]) -> lis
     if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, names):
         return []
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
+
+
+def beside_controls(points: Sequence[Point]) -> str:
+    """Say where no model is clearly better than its control, such as random tokens; empty where one is."""
+    differences = {point.name: point.to_control for point in points if point.to_control is not None}
+    tested = {name: value for name, value in differences.items() if value.has_interval}
+    if not tested or any(value.low > 0 for value in tested.values()):
+        return ""
+    verb = "is" if len(tested) == 1 else "are"
+    return (
+        f"Not clearly better than the control {verb} {listed(list(tested))}: this does not test what a router chooses."
+    )
 
 
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:

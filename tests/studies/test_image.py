@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
+from mmod.analysis.statistics import Estimate
 from mmod.analysis.table import Measured, Table, gap
 from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
@@ -27,7 +28,7 @@ from mmod.planning import Candidate
 from mmod.studies.compare import Run
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import code, tell
-from mmod.studies.report import StudyResult, harm, verdict
+from mmod.studies.report import Point, StudyResult, beside_controls, harm, verdict
 from mmod.studies.study import comparison_of, run_study
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
@@ -183,6 +184,23 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
     if is_told:
         assert f"changed {worse} of 2 models for the worse" in told[0]
     assert harm(Table({"dense": {0: Measured({"top1": 90.0})}}), "top1", ["dense"]) == []
+
+
+@pytest.mark.parametrize(
+    ("to_control", "told"),
+    [
+        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, -0.1, 4.0)}, "control are a and b: this does not test"),
+        ({"a": Estimate(-2.0, -3.0, -1.0), "b": None}, "control is a: this does not test"),
+        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)}, ""),
+        # Of one seed it is not known.
+        ({"a": Estimate(0.0, seeds=1), "b": None}, ""),
+    ],
+)
+def test_where_no_router_beats_its_control_the_study_says_so(to_control: dict[str, Estimate | None], told: str) -> None:
+    points = [Point(name, name, 0.5, {}, {}, None, value) for name, value in to_control.items()]
+    text = beside_controls(points)
+    assert told in text
+    assert bool(told) == bool(text)
 
 
 def test_an_evaluation_of_another_routing_is_not_taken(
