@@ -33,7 +33,7 @@ class StudyConfig(Checked):
     Args:
         output: Folder of runs, table and pictures. A stopped study resumes there.
         dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
-            it is then. The study sets its `output`, `seed` and `routing`.
+            it is then. The study sets its `output` and `seed`; `routing` and `methods` are those of series.
         routers: The routing of each series by its name: fields of `RoutingConfig`, `preset: NAME` with changes,
             `plan: FILE` with other fields, or `search` with fields of `PlanOptions`, which searches a plan in the dense
             model of every seed. Each series runs at every capacity, which is the budget of a search. It may also have
@@ -160,6 +160,7 @@ class StudyConfig(Checked):
         run_config = config_class(self.trains)
         dense = run_config.from_dict(self.dense_fields)
         tuned = run_config.from_dict(self.tuned_fields)
+        self._check_dense(dense, tuned)
         self.check(dense, tuned)
         if not (self.train_dense or self.bases or dense.model.has_weights):
             warn_once(
@@ -167,6 +168,18 @@ class StudyConfig(Checked):
                 "folder, or dense.model.checkpoint"
             )
         return dense, tuned
+
+    def _check_dense(self, dense: RunConfig, tuned: RunConfig) -> None:
+        """Refuse routing and methods, except those for training alone, of what all models are compared with."""
+        for config in (dense, tuned):
+            kinds = [method.get("kind") for method in config.methods if not method.get("training_only")]
+            if config.routing is not None:
+                kinds.append("routing")
+            if kinds:
+                raise ValueError(
+                    f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
+                    "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
+                )
 
     @property
     def trains(self) -> str:

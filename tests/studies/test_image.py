@@ -340,6 +340,13 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
+        (
+            {"dense": {**DENSE, "routing": {"preset": "a-mod"}}},
+            ValueError,
+            "has no .* no routing, got routing: leave",
+        ),
+        ({"changes": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
+        ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'epoch'"),
         ({"capacities": [0.5, 0.5]}, ValueError, "several models of the study have the name 'a-mod-0.5'"),
