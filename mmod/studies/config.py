@@ -322,13 +322,27 @@ class TimmStudyConfig(StudyConfig):
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
-    def check_splits(self, data: DataConfig) -> None:
-        """Raise a ValueError if models would be trained on the images that they are evaluated on."""
-        if (self.train_dense or self.tune) and data.train_split == data.val_split:
-            raise ValueError(
-                "models would be trained on the images of the evaluation: data.train_split and data.val_split are both "
-                f"{data.val_split!r}"
-            )
+    def check_splits(self, dense: DataConfig, tuned: DataConfig) -> None:
+        """Raise a ValueError if a model would be trained on images that it or another is evaluated on.
+
+        Args:
+            dense: Data of the dense model.
+            tuned: Data of fine-tuning it.
+        """
+        trained = [dense] if self.train_dense else []
+        evaluated = [dense]
+        if self.tune:
+            trained.append(tuned)
+            evaluated.append(tuned)
+        for data in trained:
+            for other in evaluated:
+                # Fine-tuning may have other images, whose splits have the same names.
+                is_one_set = (data.source, data.root) == (other.source, other.root)
+                if is_one_set and data.train_split == other.val_split:
+                    raise ValueError(
+                        "models would be trained on the images of the evaluation: data.train_split and data.val_split "
+                        f"are both {data.train_split!r}"
+                    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,7 +359,7 @@ class ImageStudyConfig(TimmStudyConfig):
 
     def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse a score of patches where images have the labels, and training on the images of the evaluation."""
-        self.check_splits(tuned.data)
+        self.check_splits(dense.data, tuned.data)
         if self.score != "top1" and dense.data.label_patch is None:
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
 
@@ -416,7 +430,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
 
     def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""
-        self.check_splits(tuned.data)
+        self.check_splits(dense.data, tuned.data)
         data = dense.data
         if self.classifier == "dense" and data.train_split == data.val_split:
             raise ValueError(

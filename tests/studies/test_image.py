@@ -319,6 +319,9 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     assert "--seeds" not in tell(fixed, table, runs, [], facts).text
 
 
+UNTUNED = {"tune": False, "tune_dense": False}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -349,6 +352,18 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'epoch'"),
+        # Of all models, or of the dense one that the others start from.
+        ({"changes": {"data": {"train_split": "val"}}}, ValueError, "on the images of the evaluation: .* both 'val'"),
+        (
+            {"changes": {"data": {"train_split": "val"}}, "finetune": {"data": {"train_split": "train"}}},
+            ValueError,
+            "on the images of the evaluation: .* both 'val'",
+        ),
+        (
+            {"changes": {"data": {"train_split": "val"}}, "finetune": {"data": {"train_split": "train"}}, **UNTUNED},
+            ValueError,
+            "on the images of the evaluation: .* both 'val'",
+        ),
         ({"capacities": [0.5, 0.5]}, ValueError, "several models of the study have the name 'a-mod-0.5'"),
         (
             {"finetune": {"epochs": 2, "schedule": {"warmup_epochs": 2}}},
