@@ -127,7 +127,9 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
         RoutingConfig.from_dict(fields)
         call = f"mmod.route_(model, mmod.RoutingConfig({arguments}))"
         raise ValueError(f"call {call}: fields of a config go into one, and {reason}")
-    if isinstance(name, str):
+    # A preset or a config was meant for a part.
+    names_parts = any(isinstance(value, (str, RoutingConfig)) for value in fields.values())
+    if isinstance(name, str) and not names_parts:
         reason = f"{reason}; options of a preset go into mmod.preset({name!r}, ...)"
     raise ValueError(reason)
 

@@ -82,7 +82,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: Gate("tanh", scael=1), TypeError, "^Gate has no field 'scael'; near ones: scale; valid ones are name, "),
     (lambda m: mmod.apply_(m, {"r": 8}), ValueError, "must be one of 'channels', .*, got None"),
     (lambda m: mmod.apply_(m, {"kind": "tome"}), ValueError, "'merge', .*, got 'tome'"),
-    (lambda m: mmod.apply_(m, {"kind": "merge", "q": 8}), ValueError, "field of method merge q; valid ones are r"),
+    (lambda m: mmod.apply_(m, {"kind": "merge", "q": 8}), ValueError, "field of method 'merge': q; valid ones are r"),
     (lambda m: mmod.apply_(m, {"kind": "merge", "r": None}), TypeError, "method.r must be an integer .*got None"),
     (lambda m: mmod.apply_(m, {"kind": "routing"}), ValueError, "'routing' needs parts"),
     (lambda m: mmod.apply_(m, {"kind": "routing", "parts": {}}), ValueError, "at least one part"),
@@ -146,7 +146,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (
         lambda m: mmod.route_(m, "tome"),
         ValueError,
-        r"preset must be one of .*as mmod\.apply_\(model, mmod\.methods\.Merge",
+        r"preset must be .* methods: mmod\.apply_\(model, mmod\.methods\.Merge.*methods: \[{kind: merge, r: 8}\]",
     ),
     (lambda m: mmod.route_(m, "evenly-spread"), ValueError, r"options language\.tokens, or the preset that sets them"),
     (lambda m: mmod.score("duplicate", std=(58, 57, 57)), ValueError, r"std must be .* in \(0, 1\].*58"),

@@ -105,7 +105,8 @@ PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
     "preset",
     "mmod.planning.presets",
     "register_preset",
-    "ToMe, pruning and the like are objects, as mmod.apply_(model, mmod.methods.Merge(r=8)); ",
+    "ToMe, pruning and the like are methods: mmod.apply_(model, mmod.methods.Merge(r=8)), in a config "
+    "methods: [{kind: merge, r: 8}]; ",
 )
 LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
 

@@ -29,7 +29,7 @@ def read_method(values: Mapping[str, Any]) -> Method:
     """
     options = dict(values)
     method = METHODS[options.pop("kind", None)]
-    refuse_unknown(f"field of method {method.kind}", options, [field.name for field in fields(method)])
+    refuse_unknown(f"field of method {method.kind!r}:", options, [field.name for field in fields(method)])
     missing = [name for name in required_fields(method) if name not in options]
     if missing:
         raise ValueError(f"method {method.kind!r} needs {', '.join(missing)}")

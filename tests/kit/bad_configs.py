@@ -154,7 +154,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"elastic": {"capacities": [0.5, 0.25], "samples": 2}}, "must ascend and be at least as many"),
     (TrainConfig, {"elastic": {"capacities": [0.25, 1.5], "samples": 2}}, "elastic.capacities"),
     (TrainConfig, {"routing": {"router": "linear", "training_only": True}}, "router 'linear' adds some"),
-    (TrainConfig, {"methods": [{"kind": "experts", "training_only": True}]}, "unknown field of method experts"),
+    (
+        TrainConfig,
+        {"methods": [{"kind": "experts", "training_only": True}]},
+        "unknown field of method 'experts': training_only",
+    ),
     (
         TrainConfig,
         {"elastic": ELASTIC, "routing": {**QUARTER, "training_only": True}},

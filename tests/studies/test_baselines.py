@@ -161,7 +161,7 @@ def _result(folder: Path) -> float:
         ({"baselines": {"a": {"kind": "merge"}}}, "baselines must be"),
         (
             {"baselines": {"a": {0.5: {"kind": "recursions", "routing": {}}}}},
-            "unknown field of method recursions routing",
+            "unknown field of method 'recursions': routing",
         ),
         (
             {"baselines": {"a": {0.5: {**BASELINES["merge"][0.5], "changes": {"seed": 1}}}}},
