@@ -227,6 +227,11 @@ def write_weights(folder: Path) -> str:
     return str(folder / "weights.safetensors")
 
 
+def write_config(folder: Path) -> str:
+    (folder / "shapes.yaml").write_text("model: {name: test_vit}\n")
+    return str(folder / "shapes.yaml")
+
+
 def write_saved(folder: Path, method: Any) -> str:
     mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), method), folder / "saved")
     return str(folder / "saved")
@@ -247,6 +252,10 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "weights alone": (
         lambda folder: open_model(write_weights(folder)),
         "names no model: name it as the model's checkpoint",
+    ),
+    "a config": (
+        lambda folder: open_model(write_config(folder)),
+        r"shapes\.yaml' is a file, which names no model: name the folder of a run that was trained by it$",
     ),
     "an untrusted pickle": (
         lambda folder: open_model("test_vit", checkpoint=write_trap(folder)),
