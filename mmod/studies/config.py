@@ -180,6 +180,15 @@ class StudyConfig(Checked):
                     f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
                     "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
                 )
+        if not self.train_dense and not self.tune_dense and not self.starts_trained(dense):
+            raise ValueError(
+                "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
+                "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
+            )
+
+    def starts_trained(self, dense: RunConfig) -> bool:
+        """Whether a config starts from trained weights, as far as the study uses them."""
+        return bool(dense.model.has_weights)
 
     @property
     def trains(self) -> str:
@@ -427,6 +436,11 @@ class FeaturesStudyConfig(TimmStudyConfig):
     def trains(self) -> str:
         """Features are those of image models."""
         return "image"
+
+    def starts_trained(self, dense: RunConfig) -> bool:
+        """Whether the features are trained; see `StudyConfig.starts_trained`."""
+        # A new classifier on trained weights is not used.
+        return super().starts_trained(dense) or dense.model.checkpoint is not None
 
     def check(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""

@@ -348,6 +348,11 @@ UNTUNED = {"tune": False, "tune_dense": False}
             ValueError,
             "has no .* no routing, got routing: leave",
         ),
+        (
+            {"train_dense": False, **UNTUNED},
+            ValueError,
+            "dense config starts from no weights, .* does not train it",
+        ),
         ({"changes": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
@@ -442,7 +447,7 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -> None:
     side = 64
     size = {"embed_dim": 24, "num_heads": 2, "img_size": side, "patch_size": 8, "depth": 4}
-    dense: dict[str, Any] = {"name": SMALL, "args": size}
+    dense: dict[str, Any] = {"name": SMALL, "args": size, "checkpoint": "runs/mine"}
     if model == "transformers":
         save_image_model("vit", tmp_path / "vit")
         dense = {"name": str(tmp_path / "vit"), "args": {}, "pretrained": True}
