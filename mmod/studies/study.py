@@ -42,7 +42,9 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     comparison = comparison_of(config)
     names = [candidate.name for candidate in comparison.candidates]
     runner = Runner(config.processes, progress)
-    facts: Facts = {} if study.describe is None else study.describe(comparison.dense, comparison.train)
+    facts: Facts = {}
+    if study.describe is not None:
+        facts = study.describe(comparison.dense, comparison.train or comparison.dense)
     runner.say(". ".join([f"{len(names)} models", *comparison.left_out]))
     # The runs of the first seed that are done.
     done: dict[str, Run] = {}
@@ -125,7 +127,8 @@ def comparison_of(config: StudyConfig) -> Comparison:
     return Comparison(
         candidates=candidates,
         dense=dense,
-        train=tuned,
+        # Untuned models are evaluated on the data and in the precision of the dense one.
+        train=tuned if config.tune else None,
         seeds=config.seeds,
         train_dense=config.train_dense,
         bases=config.bases,

@@ -397,6 +397,14 @@ def test_wrong_studies_fail_before_the_first_run(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("tune", [True, False])
+def test_what_is_set_for_fine_tuning_counts_in_tuned_models_alone(study: ImageStudyConfig, tune: bool) -> None:
+    changes = {"finetune": {"precision": "bf16"}, "isoflop": "none", "tune": tune, "tune_dense": tune}
+    first, *others = comparison_of(dataclasses.replace(study, seeds=1, **changes)).runs()
+    assert first.config.precision == "fp32"
+    assert {run.config.precision for run in others} == {"bf16" if tune else "fp32"}
+
+
 # `tests/studies/test_chat.py` and `test_features.py` read the others.
 PLANNED = {"image": ImageStudyConfig, "pairs": PairsStudyConfig}
 STUDIES = {path: read_yaml(path) for path in sorted(Path("configs/tradeoff").glob("*.yaml"))}
