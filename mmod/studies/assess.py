@@ -39,6 +39,8 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     from mmod.planning.candidate import Candidate
     from mmod.studies.compare import Comparison, Timing, compare, measure_run
 
+    if not config.model.has_weights:
+        raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     return compare(
         Comparison(candidates=[Candidate(DENSE)], dense=config),
         store=Store(),

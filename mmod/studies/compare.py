@@ -272,14 +272,9 @@ def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
 
 
 def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
-    """Raise where a run would be refused: its weights are not there, or its methods or its schedule do not fit."""
+    """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
     written = {run.config.output for run in runs}
     for run in runs:
-        if not (run.is_trained or run.config.model.has_weights):
-            raise ValueError(
-                f"nothing to evaluate: model {run.name!r} starts from no weights; set model.checkpoint, or train_dense "
-                "in a study"
-            )
         # What an earlier run will write cannot be there.
         if run.config.model.checkpoint not in written:
             run.config.check_weights()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
-from mmod.io.progress import warn_once
 from mmod.io.yaml import merged, read_yaml
 from mmod.opening.runs import RUN_CONFIG
 from mmod.planning.options import FIT, PlanOptions
@@ -162,11 +161,6 @@ class StudyConfig(Checked):
         tuned = run_config.from_dict(self.tuned_fields)
         self._check_dense(dense, tuned)
         self.check(dense, tuned)
-        if not (self.train_dense or self.bases or dense.model.has_weights):
-            warn_once(
-                "the dense model starts from no weights, so that all figures are of random ones: set dense to a run "
-                "folder, or dense.model.checkpoint"
-            )
         return dense, tuned
 
     def _check_dense(self, dense: RunConfig, tuned: RunConfig) -> None:

@@ -329,11 +329,6 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ({"processes": 0}, ValueError, "processes must be an integer of at least 1, got 0"),
         ({"tune": False}, ValueError, "tune=False leaves nothing to fine-tune"),
         (
-            {"train_dense": False, "tune": False, "tune_dense": False},
-            ValueError,
-            "nothing to evaluate: model 'dense' starts from no weights; set model.checkpoint, or train_dense",
-        ),
-        (
             {"controls": {"a-mod": "rand"}},
             ValueError,
             "unknown series in controls rand; near ones: random; valid ones are a-mod, threshold, random",
