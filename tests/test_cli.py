@@ -117,6 +117,8 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
         (["advise", "vit", "--image", "x"], "unrecognized arguments: --image x; near ones: --images, "),
         (["advise", "vit", "--faster", "fast"], "error: argument --faster: invalid float value: 'fast'; `mmod advise"),
         (["report", "--out=x", "y"], "arguments: --out=x; near ones: --output; `mmod report --help`"),
+        (["tradeoff", "digits", "vlm"], "unrecognized arguments: vlm; further configs are merged by --config FILE"),
+        (["train", "image", "digits/dense", "digits/mod"], "unrecognized arguments: digits/mod"),
         (["trian", "image"], "no command 'mmod trian'; near ones: train; `mmod --help` lists all"),
         (["train", "images", "x.yaml"], "no command 'mmod train images'; near ones: image; `mmod train --help` lists"),
     ],

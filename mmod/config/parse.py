@@ -57,6 +57,9 @@ def read_config(
     arguments: Sequence[str], config_class: type[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
+    if start is not None and arguments and not arguments[0].startswith("-"):
+        # The word before it stands for what `start` holds.
+        raise ValueError(f"unrecognized arguments: {arguments[0]}; further configs are merged by --config FILE")
     fields, words = stack_configs(arguments)
     # The config in a run folder also records the number of processes.
     (fields or {}).pop("world_size", None)
