@@ -467,7 +467,7 @@ class PairsStudyConfig(StudyConfig):
 
     Args:
         routers: Names of series to the routing of their towers: `{image: {...}, text: {...}}`, with fields of
-            `RoutingConfig`, or `preset: NAME` with changes. All run at every capacity.
+            `RoutingConfig`, or `preset: NAME` with changes; beside the towers stand `changes`, `tune` and `budgets`.
     """
 
     score = "recall1"
@@ -475,8 +475,8 @@ class PairsStudyConfig(StudyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, towers in self.routers.items():
-            refuse_unknown(f"tower in routers.{name}", towers, ("image", "text"))
+        for name, fields in self.routers.items():
+            refuse_unknown(f"tower in routers.{name}", fields, ("image", "text", "changes", "tune", "budgets"))
 
     def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
         """Check the routing of each tower; see `StudyConfig.check_named`."""
@@ -485,6 +485,11 @@ class PairsStudyConfig(StudyConfig):
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return the routing of both towers at a capacity."""
+        # Asked by what all studies check, before this class checks anything.
+        refuse_unknown("tower in routers", fields, ("image", "text"))
+        for tower, settings in fields.items():
+            if not isinstance(settings, Mapping):
+                raise TypeError(f"the routing of tower {tower} must be a mapping of keys to values, got {settings!r}")
         return {tower: StudyConfig.routing_at(self, settings, capacity) for tower, settings in fields.items()}
 
 

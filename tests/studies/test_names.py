@@ -45,3 +45,24 @@ def test_a_series_with_another_rule_is_refused_under_the_name_of_a_preset(fields
 def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]) -> None:
     study({"a-mod": fields})
     study({"a-mod": fields}, ChatStudyConfig)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"preset": "a-mod"}, "unknown tower in routers preset; valid ones are image, text"),
+        ({"budgets": {0.5: {"router": "norm"}}}, "unknown tower in routers router; valid ones are image, text"),
+        ({"image": "a-mod"}, "the routing of tower image must be a mapping of keys to values, got 'a-mod'"),
+        (
+            {"image": {}, "image_size": 32},
+            r"unknown tower in routers\.mine image_size",
+        ),
+    ],
+)
+def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        study({"mine": fields}, PairsStudyConfig)
+    tower = {"image": {"router": "norm", "capacity": 0.4}}
+    described = study({"mine": {"budgets": {0.7: tower}, "changes": {"epochs": 7}, "tune": False}}, PairsStudyConfig)
+    (model,) = described.routed_models()
+    assert (model["routing"], model["changes"], model["is_trained"]) == (tower, {"epochs": 7}, False)
