@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,8 +102,11 @@ class StudyConfig(Checked):
                 self.check_named(model["series"], routing)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
-        if self.then is not None and not self.then.get("output"):
-            raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
+        if self.then is not None:
+            output = Path(self.then.get("output") or ".")
+            # An absolute path or one upwards would leave the study's folder.
+            if not output.parts or output.is_absolute() or ".." in output.parts:
+                raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
         # A study that follows is made here, so that its faults are known before anything runs.
         self.following()
 
@@ -124,7 +126,8 @@ class StudyConfig(Checked):
         if self.then is None:
             return None
         folder = Path(self.output) / self.then["output"]
-        return dataclasses.replace(self, **{**self.then, "output": str(folder), "then": None})
+        # Read as a file is, which converts values and names an unknown key.
+        return from_plain(type(self), {**vars(self), **self.then, "output": str(folder), "then": None})
 
     @property
     def dense_fields(self) -> dict[str, object]:

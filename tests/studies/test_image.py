@@ -335,6 +335,9 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ),
         ({"seeds": 0}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"then": {"seeds": 2}}, ValueError, "then must name its output, a folder in this study's"),
+        ({"then": {"output": "/b"}}, ValueError, "then must name its output, a folder in this study's"),
+        ({"then": {"output": "../b"}}, ValueError, "then must name its output, a folder in this study's"),
+        ({"then": {"output": "b", "sedes": 2}}, ValueError, "unknown config key 'sedes'; near ones: seeds"),
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
@@ -390,6 +393,16 @@ def test_wrong_studies_fail_before_the_first_run(
     with pytest.raises(error, match=message):
         run_study(ImageStudyConfig(**fields), progress=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_study_that_follows_is_read_as_a_file(study: ImageStudyConfig) -> None:
+    then = {"output": "b", "capacities": [1], "rates": [1, 2]}
+    following = dataclasses.replace(study, then=then).following()
+    assert following == dataclasses.replace(
+        study, output=f"{study.output}/b", capacities=[1.0], rates=[1.0, 2.0], then=None
+    )
+    assert isinstance(following, ImageStudyConfig)
+    assert [type(value) for value in (*following.capacities, *(following.rates or []))] == [float] * 3
 
 
 @pytest.mark.parametrize("tune", [True, False])
