@@ -77,8 +77,9 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
                     f"{len(chosen)}: pass capacity too, one number or one per block"
                 )
     config = RoutingConfig.from_dict(revised(fields, changes))
-    # A loss may read the capacity of a threshold.
-    if "capacity" in changes and isinstance(config.select, Threshold) and not config.losses:
+    # A loss may read the capacity of a threshold, and who names both knows that one decides.
+    is_threshold_of_preset = isinstance(config.select, Threshold) and "select" not in changes
+    if "capacity" in changes and is_threshold_of_preset and not config.losses:
         raise ValueError(
             f"preset {name!r} keeps what reaches a threshold, and no capacity decides: leave out "
             f"capacity={changes['capacity']!r}, or pass select='topk' too"
