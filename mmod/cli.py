@@ -191,6 +191,11 @@ def _check_config(command: str, arguments: Sequence[str]) -> None:
             f"the configs, `{name} --help` their keys"
         )
     path = arguments[0]
+    if command == "tradeoff CONFIG" and (Path(path) / "config.yaml").is_file():
+        _end(
+            f"{path!r} is a run: name it as the dense model of a study of its kind, as `mmod tradeoff my-model --dense "
+            f"{path}` does for images"
+        )
     # A folder may be that of a run.
     if path.startswith("-") or Path(path).is_dir():
         return

@@ -154,6 +154,14 @@ def test_a_config_of_another_command_names_it(words: list[str], meant: str, caps
     assert f"error: {words[-1]!r} is a config of another kind: run `{meant}" in capsys.readouterr().err
 
 
+def test_a_run_in_place_of_a_study_is_told_where_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("kind: image\n")
+    with pytest.raises(SystemExit) as end:
+        main(["tradeoff", str(tmp_path)])
+    assert end.value.code == 2
+    assert f"as `mmod tradeoff my-model --dense {tmp_path}` does" in capsys.readouterr().err
+
+
 def test_a_config_without_its_kind_is_not_taken_for_one_of_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
