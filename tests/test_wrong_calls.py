@@ -132,7 +132,12 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, Merge(r=8)), TypeError, r"got Merge\(r=8.*; a method goes to mmod\.apply_$"),
     (lambda m: mmod.route_(m, mmod.preset("gradual", start=6)), ValueError, "start=6 keeps all .* at least 7, got 6$"),
     (lambda m: mmod.preset("gradual", depth=1), ValueError, "start=1 keeps all blocks dense: depth must be at least 2"),
-    (lambda m: mmod.unroute_(m), ValueError, "nothing in this VisionTransformer is routed"),
+    (lambda m: mmod.unroute_(m), ValueError, r"nothing in this VisionTransformer is routed: .* first$"),
+    (
+        lambda _: mmod.unroute_(mmod.apply_(timm.create_model("test_vit"), Merge(r=8))),
+        ValueError,
+        r"is routed: .* first; mmod\.undo_ undoes its merge$",
+    ),
     (lambda m: mmod.RoutingConfig(language="all"), TypeError, "must be options of LanguageRouting, got 'all'"),
     (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
     (lambda m: mmod.set_capacity_(m, 0.5), ValueError, "nothing in this VisionTransformer is routed"),

@@ -33,6 +33,7 @@ from mmod.config import Merged, Preset, RoutingConfig, Threshold, rational, read
 from mmod.methods.base import (
     Method,
     method_owners,
+    methods_inside,
     methods_of,
     owner_of,
     refuse_evaluated,
@@ -302,7 +303,11 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     blocks = {name: module for name, module in model.named_modules() if isinstance(module, RoutedBlock)}
     if not blocks:
         refuse_evaluated(model)
-        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
+        others = " and ".join(method.kind for method in methods_inside(model))
+        hint = f"; mmod.undo_ undoes its {others}" if others else ""
+        raise ValueError(
+            f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first{hint}"
+        )
     return blocks
 
 
