@@ -109,7 +109,7 @@ def check_read(model: nn.Module, kept: object) -> None:
     if kept is not None and not isinstance(kept, Trace) and not by_data(model):
         raise ValueError(
             "leave kept out: it is for models that decide by a threshold, whose cost follows from the data; this one's "
-            "follows from its config"
+            "follows from its config. A trace of any model may stand in its place: kept=decisions"
         )
 
 
