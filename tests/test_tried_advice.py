@@ -126,27 +126,32 @@ CALLS = {
         "model = vit()",
         "with mmod.trace(model): pass",
         "no method changed",
-        ("mmod.route_(model)", "mmod.apply_(model, mmod.methods.Merge(r=1))"),
+        ("mmod.route_(model, 'a-mod')", "mmod.apply_(model, mmod.methods.Merge(r=1))"),
     ),
     "saving a dense model": Call(
         "model = vit()",
         "mmod.save_pretrained(model, folder)",
         "no method changed",
-        ("mmod.route_(model)", "mmod.apply_(model, mmod.methods.Merge(r=1))"),
+        ("mmod.route_(model, 'a-mod')", "mmod.apply_(model, mmod.methods.Merge(r=1))"),
     ),
     "capacity of a dense model": Call(
         "model = vit()", "mmod.set_capacity_(model, 0.25)", "nothing in .* is routed", ("mmod.route_(model, 'a-mod')",)
     ),
-    "a routed model": Call("model = mmod.route_(vit())", "mmod.route_(model)", "already", ("mmod.undo_(model)",)),
+    "a routed model": Call(
+        "model = mmod.route_(vit(), 'a-mod')", "mmod.route_(model, 'a-mod')", "already", ("mmod.undo_(model)",)
+    ),
     "another capacity": Call(
-        "model = mmod.route_(vit())",
+        "model = mmod.route_(vit(), 'a-mod')",
         "mmod.route_(model, mmod.RoutingConfig(capacity=0.25))",
         "already",
         ("mmod.set_capacity_(model, 0.25)",),
         replaces=True,
     ),
     "a method after another": Call(
-        "model = mmod.route_(vit())", "mmod.apply_(model, mmod.methods.Merge(r=1))", "already", ("mmod.undo_(model)",)
+        "model = mmod.route_(vit(), 'a-mod')",
+        "mmod.apply_(model, mmod.methods.Merge(r=1))",
+        "already",
+        ("mmod.undo_(model)",),
     ),
     "a preset by keyword": Call(
         "model = vit()",
@@ -208,13 +213,13 @@ CALLS = {
         ("losses['membership'] = 0.01",),
     ),
     "thresholds of a routed model": Call(
-        "model = mmod.route_(vit()); images = torch.randn(2, 3, 160, 160)",
+        "model = mmod.route_(vit(), 'a-mod'); images = torch.randn(2, 3, 160, 160)",
         "mmod.lab.calibrate_thresholds(model, images, budget=0.7)",
         "is routed already",
         ("mmod.unroute_(model)",),
     ),
     "advice for a changed model": Call(
-        "model = mmod.route_(vit()); images = [torch.randn(2, 3, 160, 160)]\n"
+        "model = mmod.route_(vit(), 'a-mod'); images = [torch.randn(2, 3, 160, 160)]\n"
         "candidates = [mmod.planning.Candidate('a-mod', routing={'preset': 'a-mod'})]",
         "mmod.advise(model, images, batch_size=2, candidates=candidates, progress=False)",
         "is changed already",
@@ -227,7 +232,7 @@ CALLS = {
         ("mmod.undo_(model)",),
     ),
     "a folder of a class of one's own": Call(
-        "dense = own(); mmod.save_pretrained(mmod.route_(own()), folder)",
+        "dense = own(); mmod.save_pretrained(mmod.route_(own(), 'a-mod'), folder)",
         "mmod.load_pretrained(folder)",
         "which mmod cannot build",
         ("mmod.load_pretrained(folder, model=dense)",),
@@ -287,13 +292,13 @@ CALLS = {
     ),
     "a model of images of unknown shape": Call(
         "model = oblong(); images = torch.zeros(1, 3, 40, 72); tokens = None",
-        "mmod.route_(model, tokens=tokens)",
+        "mmod.route_(model, 'a-mod', tokens=tokens)",
         "no input reached",
         ("tokens = mmod.Tokens('stages', example=images)",),
     ),
     "an example that the model does not take": Call(
         "model = oblong(); example = torch.zeros(1, 3, 40, 40)",
-        "mmod.route_(model, tokens=mmod.Tokens('stages', example=example))",
+        "mmod.route_(model, 'a-mod', tokens=mmod.Tokens('stages', example=example))",
         r"no input reached .* the example must be these, in fp32 on a CPU too",
         ("example = torch.zeros(1, 3, 40, 72); model(example)",),
     ),
