@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from mmod.planning.options import FIT
 _TOLERANCE = 0.03
 # A fitted share of tokens has three decimals.
 _STEPS = 1000
+# Shares that are equal in these are those of models of one cost.
+_DECIMALS = 4
 Share = Callable[[Candidate], float | None]
 """From a candidate to its share of the dense model's FLOPs; None where that depends on the data."""
 
@@ -200,14 +202,27 @@ def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> tuple[li
         if candidate.name not in shares:
             named.append(candidate)
             continue
-        share = shares[candidate.name]
-        names[candidate.name] = f"{candidate.series}-{share:.2f}"
         equal = next((other for other in (*on_budget, *named) if _are_equal(candidate, other)), None)
         if equal is None:
-            named.append(dataclasses.replace(candidate, name=names[candidate.name], budget=round(share, 2)))
+            renamed = _renamed(candidate, shares[candidate.name], {one.name for one in (*on_budget, *named)})
+            names[candidate.name] = renamed.name
+            named.append(renamed)
         else:
+            # What it is the control of is compared with the same model.
+            names[candidate.name] = equal.name
             left_out[candidate.name] = f"nothing is nearer to {candidate.budget:g} of the dense FLOPs than {equal.name}"
     return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named], left_out
+
+
+def _renamed(candidate: Candidate, share: float, taken: Collection[str]) -> Candidate:
+    """Return a candidate that is named by its share, with as many decimals as tell it from names that are taken."""
+    decimals = 2
+    while (name := f"{candidate.series}-{share:.{decimals}f}") in taken:
+        # Models of one cost that are not equal would have one name with any number of decimals.
+        if decimals == _DECIMALS:
+            return candidate
+        decimals += 1
+    return dataclasses.replace(candidate, name=name, budget=round(share, decimals))
 
 
 def _are_equal(one: Candidate, other: Candidate) -> bool:

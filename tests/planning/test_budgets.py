@@ -66,6 +66,31 @@ def test_of_equal_models_of_several_budgets_one_stays_with_its_share() -> None:
     # One whose name tells the truth is not renamed for one whose name does not.
     named, _ = named_by_share(smaller, lambda _: 0.71)
     assert [one.name for one in named] == ["small-0.71"]
+    # What a model that is left out was the control of has the one that stays.
+    named, _ = named_by_share([*smaller, other], lambda candidate: 0.72 if candidate.image_size == 80 else 0.5)
+    assert [(one.name, one.control) for one in named] == [("small-0.71", None), ("a-0.5", "small-0.71")]
+
+
+@pytest.mark.parametrize(
+    ("shares", "names"),
+    [
+        ((0.5714, 0.5662), ["small-0.57", "small-0.566"]),
+        ((0.5703, 0.57), ["small-0.57", "small-0.570"]),
+        # Of one cost and not equal: one keeps the name of its budget.
+        ((0.57, 0.57, 0.57, 0.57), ["small-0.57", "small-0.570", "small-0.5700", "small-0.3"]),
+        # Another model has the name.
+        ((0.501, 0.4), ["small-0.50", "small-0.40"]),
+    ],
+)
+def test_models_of_shares_that_round_alike_have_names_of_their_own(shares: tuple[float, ...], names: list[str]) -> None:
+    budgets = (0.9, 0.7, 0.4, 0.3)
+    smaller = [
+        Candidate(f"small-{budget:g}", image_size=8 * place, series="small", budget=budget)
+        for place, budget in enumerate(budgets[: len(shares)], 1)
+    ]
+    named, left_out = named_by_share(smaller, lambda candidate: shares[candidate.image_size // 8 - 1])
+    assert [one.name for one in named] == names
+    assert not left_out
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
