@@ -108,7 +108,9 @@ def places_of(config: IsoflopConfig) -> list[Place]:
 
 def _dense(config: IsoflopConfig) -> LoopConfig:
     fields = merged(read_yaml(config.dense), config.changes)
-    dense = config_class("text").from_dict({**fields, "output": config.output, "routing": None})
+    # Rates of the study are factors of this one, whatever the file has, which may be 0.
+    fields = merged(fields, {"output": config.output, "routing": None, "optim": {"lr": 1.0}})
+    dense = config_class("text").from_dict(fields)
     assert isinstance(dense, LoopConfig)
     return dense
 
@@ -130,21 +132,20 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     places = places_of(config)
     runner = Runner(config.processes, progress)
     dense = _dense(config)
-    # Of equal losses the lowest rate is taken.
-    rates = {rate / dense.optim.lr: rate for rate in sorted(config.rates)}
     result: StudyResult | None = None
 
     def each(table: Table, run: Run) -> None:
         nonlocal result
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(place.name, {}) for place in places):
-            points = [place.row(rates[table.rates[place.name]], table.figures(place.name)) for place in places]
+            points = [place.row(table.rates[place.name], table.figures(place.name)) for place in places]
             result = _write(config, points, runner)
 
     compare(
         Comparison(candidates=[place.candidate for place in places], dense=dense, train=dense, seeds=config.seeds),
         # The results of this seed are not reported.
-        rates=Rates(list(rates), _GAIN, _gain, seed=config.seeds),
+        # Of equal losses the lowest rate is taken.
+        rates=Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds),
         measure=_train,
         each=each,
         runner=runner,

@@ -32,6 +32,8 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
         "model": {"config": {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 1}},
         "data": {"length": 32, "batch_size": 2, "val_limit": 4},
         "epochs": 2,
+        # The study sets it.
+        "optim": {"lr": 0},
         "device": "cpu",
     }
     base.write_text(json.dumps(fields))
