@@ -17,9 +17,11 @@ import torch
 
 import mmod
 from mmod.cli import COMMANDS, main, read_command
+from mmod.config.parse import read_config
 from mmod.io.configs import config_names, existing_config, find_config
 from mmod.io.environment import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS, name_missing_extra
+from mmod.training.kinds import config_class
 from tests.kit.scripts import ROOT, run_script
 
 CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]
@@ -117,7 +119,9 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
         (["advise", "vit", "--image", "x"], "unrecognized arguments: --image x; near ones: --images, "),
         (["advise", "vit", "--faster", "fast"], "error: argument --faster: invalid float value: 'fast'; `mmod advise"),
         (["report", "--out=x", "y"], "arguments: --out=x; near ones: --output; `mmod report --help`"),
-        (["tradeoff", "digits", "vlm"], "unrecognized arguments: vlm; further configs are merged by --config FILE"),
+        (["tradeoff", "digits", "vlm"], "unrecognized arguments: vlm"),
+        # The kind of a command line is that of its config.
+        (["tradeoff", "my-model", "--kind", "chat"], "unknown config key 'isoflop'; valid keys"),
         (["train", "image", "digits/dense", "digits/mod"], "unrecognized arguments: digits/mod"),
         (["trian", "image"], "no command 'mmod trian'; near ones: train; `mmod --help` lists all"),
         (["train", "images", "x.yaml"], "no command 'mmod train images'; near ones: image; `mmod train --help` lists"),
@@ -130,6 +134,11 @@ def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pyte
     shown = capsys.readouterr().err
     assert said in shown
     assert shown.splitlines()[-1].startswith("error: ")
+
+
+def test_a_config_behind_a_run_is_refused() -> None:
+    with pytest.raises(ValueError, match="unrecognized arguments: digits/mod; further configs are merged by --config"):
+        read_config(["digits/mod", "--seed", "1"], config_class("image"), {"output": "run"})
 
 
 @pytest.mark.parametrize(

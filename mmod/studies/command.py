@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmod.config.parse import parse_config
-from mmod.io.yaml import stack_configs
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
@@ -17,7 +16,7 @@ from mmod.studies.config import (
     PairsStudyConfig,
     StudyConfig,
 )
-from mmod.values import one_of
+from mmod.training.engine.arguments import kind_named
 
 if TYPE_CHECKING:
     from mmod.studies.report import StudyResult
@@ -41,10 +40,8 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     if command == ISOFLOP:
         yield from _isoflop(arguments)
         return
-    fields, options = stack_configs(arguments)
-    kind = (fields or {}).get("kind", "image")
-    one_of("kind", kind, list(CONFIGS))
-    config: StudyConfig | None = parse_config(options, CONFIGS[kind], fields)
+    kind = kind_named(arguments, CONFIGS)
+    config: StudyConfig | None = parse_config(arguments, CONFIGS[kind])
     # Imported late: help is answered without torch.
     from mmod.studies.study import run_study
 
