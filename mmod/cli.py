@@ -85,7 +85,7 @@ _REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that a command line names; only that command's modules are imported.
 
-    It exits with code 2 if the command line is invalid, and with 1 if the command fails.
+    It exits with code 2 if the command line, or a config or file that it names, is wrong, and with 1 for other errors.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     # What a shell adds to this are the words that it completes, not a command.

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from mmod.data.embedded import SETS
 from mmod.data.synthetic.build import Config, Scene, SyntheticSet, save_montage
 from mmod.data.synthetic.questions import export_questions, measure_prior
 from mmod.io.options import add_fields, split_options, with_options
-from mmod.io.refusals import OneLineParser
+from mmod.io.refusals import OneLineParser, one_line_exit
 from mmod.values import from_plain
 
 CONVERSIONS = ("pairs", "conversations")
@@ -42,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
             for question_type, share in measure_prior(config).items():
                 print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
     except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
-        sys.exit(f"error: {error}")
+        raise one_line_exit(error) from error
 
 
 def _convert(module: Any, arguments: Sequence[str], prog: str) -> None:

@@ -18,6 +18,8 @@ from mmod.values import near_names
 
 _PACKAGE = Path(__file__).parents[1]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
+# What the user gave is wrong: a value, a file or its name. Anything else may be right elsewhere or another time.
+_WRONG = (ValueError, TypeError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 # EX_TEMPFAIL of sysexits.h: the same command may succeed.
 _LOST = 75
@@ -47,6 +49,8 @@ class LostProcessError(RuntimeError):
 def one_line_errors(*folders: Path) -> Iterator[None]:
     """Context that ends the program with one line if mmod refuses something; other errors keep their traceback.
 
+    `one_line_exit` has the exit code.
+
     Args:
         folders: Further code whose refusals are one line.
 
@@ -74,7 +78,16 @@ def one_line_errors(*folders: Path) -> Iterator[None]:
             # Python writes what is left when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(_READER_LEFT)
-        sys.exit(f"error: {error}")
+        raise one_line_exit(error) from error
+
+
+def one_line_exit(error: BaseException) -> SystemExit:
+    """Print an error in one line and return the exit with its code: 2 if what the user gave is wrong, else 1."""
+    end = SystemExit(f"error: {error}")
+    # Python prints a message only of an exit that has no code of its own.
+    print(end, file=sys.stderr)
+    end.code = 2 if isinstance(error, _WRONG) else 1
+    return end
 
 
 @contextmanager

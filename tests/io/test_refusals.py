@@ -30,10 +30,16 @@ def fail() -> None:
     ("arguments", "code", "message"),
     [
         (["configs", "digits/dense"], 0, ""),
-        (["train", "image", "digits/dense", "--model.checkpoint", "nowhere"], 1, "error: no checkpoint at 'nowhere'"),
+        (["train", "image", "digits/dense", "--model.checkpoint", "nowhere"], 2, "error: no checkpoint at 'nowhere'"),
+        (["evaluate", "tests"], 2, "error: no config file at 'tests': it is a folder"),
+        (["tradeoff", "tests"], 2, "error: no config file at 'tests': it is a folder"),
+        (["configs", "my-modle"], 2, "error: no config file at 'my-modle'; near ones: my-model"),
+        (["advise", "test_vit"], 2, "error: advice needs --images FOLDER"),
+        (["advise", "test_vit", "--images", "tests", "--tolerance", "2"], 2, "error: --tolerance must be a number"),
         (["train", "image"], 2, "CONFIG is missing"),
         (["train", "image", "digits/dense", "--epochz", "3"], 2, "unknown config key 'epochz'"),
         (["train", "image", "digits/dense", "--epochs", "0"], 2, "epochs must be an integer of at least 1"),
+        (["data", "conversations", "nowhere", "here"], 2, "error: "),
         (["trian"], 2, "no command 'mmod trian'; near ones: train"),
     ],
 )
