@@ -131,9 +131,8 @@ class Candidate:
 
 
 def without_weights(config: Any) -> Any:
-    """Return the training config of a model of the same name and arguments that starts from random weights."""
-    model = type(config.model)(name=config.model.name, args=config.model.args)
-    return dataclasses.replace(config, model=model)
+    """Return the training config of the same model that starts from random weights; a ValueError if it has no other."""
+    return dataclasses.replace(config, model=config.model.started_from(None))
 
 
 def copy_of(model: Model) -> Model:

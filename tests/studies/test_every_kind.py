@@ -14,6 +14,7 @@ import mmod
 from mmod.analysis.table import DENSE
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
+from mmod.planning.candidate import without_weights
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.compare import Measurer, Run, measure_run
@@ -117,6 +118,18 @@ def test_a_config_says_its_kind(path: Path) -> None:
         fields = read_yaml(path)
         assert kind_named([str(path)], KINDS) == kinds.get(path.parent.name, "image")
         assert config_class(kind_named([str(path)], KINDS)).from_dict(fields).output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_without_its_weights_is_the_same_model(kind: str, tmp_path: Path) -> None:
+    config = _tiny(kind, tmp_path)
+    started = config.started_from("run")
+    if kind == "chat":
+        with pytest.raises(ValueError, match=r"give either model\.checkpoint or model\.config"):
+            without_weights(started)
+        return
+    assert started.model.has_weights
+    assert without_weights(started) == config
 
 
 def test_only_a_config_of_a_kind_has_a_recipe() -> None:

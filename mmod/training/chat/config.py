@@ -92,8 +92,8 @@ class ModelConfig(Checked, group="model"):
         """Whether training starts from trained weights."""
         return self.checkpoint is not None
 
-    def started_from(self, folder: str) -> ModelConfig:
-        """Return the config of the final model in a run folder."""
+    def started_from(self, folder: str | None) -> ModelConfig:
+        """Return the config of the final model in a run folder, which says what the model is; None is refused."""
         return ModelConfig(checkpoint=folder, args=self.args)
 
     @property

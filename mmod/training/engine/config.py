@@ -183,8 +183,8 @@ class StartConfig(Checked, group="model"):
         """Whether training starts from trained weights."""
         return self.pretrained not in (None, False) or self.checkpoint is not None
 
-    def started_from(self, checkpoint: str) -> Self:
-        """Return the same model with the weights of a checkpoint, a file or a run folder."""
+    def started_from(self, checkpoint: str | None) -> Self:
+        """Return the same model with the weights of a checkpoint, a file or a run folder; None for random ones."""
         return dataclasses.replace(self, checkpoint=checkpoint, pretrained=type(self).pretrained)
 
 

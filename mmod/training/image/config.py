@@ -50,7 +50,7 @@ class ModelConfig(engine.StartConfig):
         """Whether training starts from a trained model, classifier included."""
         return super().has_weights and self.head is None
 
-    def started_from(self, checkpoint: str) -> Self:
+    def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with all weights of a checkpoint, classifier included."""
         return dataclasses.replace(super().started_from(checkpoint), head=None)
 

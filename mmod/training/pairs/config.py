@@ -49,7 +49,7 @@ class ModelConfig(StartConfig):
         """Whether training starts from trained weights; a folder and a repository bring theirs."""
         return super().has_weights or ":" in self.name or is_of_transformers(self.name)
 
-    def started_from(self, checkpoint: str) -> Self:
+    def started_from(self, checkpoint: str | None) -> Self:
         """Return the same model with all weights of a checkpoint, the image tower's included."""
         return dataclasses.replace(self, image_checkpoint=None, checkpoint=checkpoint, pretrained=None)
 
