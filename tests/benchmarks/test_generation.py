@@ -61,13 +61,13 @@ def test_a_report_names_every_cell(tmp_path: Path) -> None:
     ("target", "message"),
     [
         ("mmod.blocks.rows.write_kept", "against dense|pass"),
-        ("mmod.adapters.transformers.layers._narrow_rows", "against dense|pass"),
+        ("mmod.adapters.transformers.layers.narrow_batch", "against dense|pass"),
     ],
 )
 def test_a_wrong_path_is_never_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, message: str
 ) -> None:
-    wrong = {"write_kept": lambda x, z, y, routing: x, "_narrow_rows": lambda rows, index: rows[:, : index.shape[1]]}
+    wrong = {"write_kept": lambda x, z, y, routing: x, "narrow_batch": lambda rows, index: rows[:, : index.shape[1]]}
     monkeypatch.setattr(target, wrong[target.rpartition(".")[2]])
     monkeypatch.setattr("mmod.analysis.timing._time_on_cpu", lambda *_: pytest.fail("timed"))
     with pytest.raises(WrongOutputError, match=message):

@@ -235,6 +235,7 @@ def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(stud
 def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(
         study,
+        dense={**DENSE, "model": {**DENSE["model"], "checkpoint": "dense.safetensors"}},
         seeds=3,
         train_dense=False,
         tune=False,
