@@ -133,18 +133,20 @@ class Advice:
 
     @property
     def best(self) -> AdviceRow | None:
-        """The fastest candidate within the tolerance, or one as fast that clearly is or loses less.
+        """The fastest candidate that clearly keeps the tolerance, or one as fast that loses less.
 
-        None if the dense model is. Where a speed-up is wanted, the candidate that reaches it, within the noise, and
-        loses least.
+        Where none is clear, the fastest whose measured loss is within the tolerance; None if the dense model is. Where
+        a speed-up is wanted, the candidate that reaches it, within the noise, and loses least.
         """
         if self.faster is not None:
             reaching = [row for row in self.rows if LEAST_SPEEDUP * row.speedup.median >= self.faster]
             return min(reaching, key=lambda row: row.loss.value, default=None)
-        fitting = [row for row in self._faster if row.loss.value <= self.tolerance]
+        # What may be faster is named as undecided beside it: a stricter tolerance must not allow more.
+        keeping = [row for row in self._faster if keeps(row.loss, self.tolerance)]
+        fitting = keeping or [row for row in self._faster if row.loss.value <= self.tolerance]
         # Times of a few rounds cannot tell these apart: the loss does.
         as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
-        return min(as_fast, key=lambda row: (not self.is_decided(row), row.loss.value), default=None)
+        return min(as_fast, key=lambda row: row.loss.value, default=None)
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
@@ -216,7 +218,7 @@ class Advice:
         open_one = f" Undecided: {self._missing([row])} whether more than {100 * self.tolerance:g} % is lost."
         return (
             f"For {self.faster:g} times the speed {action}: {self._times(row)} at "
-            f"{self._measured(row)}, which is the least lost at that speed.{open_one if is_open else ''}"
+            f"{self._measured(row)}, the least lost of these few.{open_one if is_open else ''}"
         )
 
     def _missing(self, rows: Sequence[AdviceRow]) -> str:
