@@ -160,6 +160,12 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.advise(m, None), TypeError, r"batches must be an Iterable, got None$"),
     (lambda m: mmod.search_plan(m, None, 0.5), TypeError, r"batches must be an Iterable, got None$"),
     (lambda m: mmod.planning.attention_ranks(m, None), TypeError, r"batches must be an Iterable, got None$"),
+    (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got \(3, 8, 8\); a single batch goes into a list"),
+    (
+        lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]),
+        TypeError,
+        r"labels must be indices of classes \(B,\), got \(2, 2\)",
+    ),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),

@@ -33,7 +33,11 @@ BYTE_MODEL = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": 0, "eos_t
 _PARTS = {"image": "image", "text": "language"}
 _OF_CONFIG = "name the folder of a run that was trained by it"
 # What to do in place of naming a file, by its ending; others may hold weights.
-_IN_PLACE_OF = {".py": "call mmod in Python, as docs/your_model.md does", ".yaml": _OF_CONFIG, ".yml": _OF_CONFIG}
+_IN_PLACE_OF = {
+    ".py": "call mmod in Python, as docs/before_you_commit.md does",
+    ".yaml": _OF_CONFIG,
+    ".yml": _OF_CONFIG,
+}
 
 
 def open_model(

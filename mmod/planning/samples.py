@@ -326,9 +326,14 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
     for batch in batches:
         x, *more = batch if isinstance(batch, (tuple, list)) else (batch,)
         if not isinstance(x, Tensor) or x.ndim != 4:
-            raise TypeError(f"batches must hold images (B, C, H, W), or pairs of images and labels, got {_shape(x)}")
+            hint = "; a single batch goes into a list" if isinstance(x, Tensor) and x.ndim == 3 else ""
+            raise TypeError(
+                f"batches must hold images (B, C, H, W), or pairs of images and labels, got {_shape(x)}{hint}"
+            )
         if x.shape[1:] != (pixels or [x])[0].shape[1:]:
             raise ValueError(f"images must have one size, got {_shape(pixels[0])} and {_shape(x)}")
+        if more and not (isinstance(more[0], Tensor) and more[0].ndim == 1):
+            raise TypeError(f"labels must be indices of classes (B,), got {_shape(more[0])}")
         if any(len(label_B) != len(x) for label_B in more[:1]):
             raise ValueError(f"a batch has {len(x)} images and {len(more[0])} labels: pass one for each")
         pixels.append(x)

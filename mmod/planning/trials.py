@@ -147,7 +147,7 @@ def advise(
             "candidates": {candidate.name: candidate.code(part, depth) for candidate in chosen},
             "batch_size": samples.batch_size,
             "faster": faster,
-            "model and samples": samples.identity,
+            "model or samples": samples.identity,
         }
         if folder is not None:
             _check_question(Path(folder), results, question)
@@ -202,7 +202,7 @@ def _check_question(folder: Path, results: Store, question: Mapping[str, object]
         return
     raise FolderTakenError(
         f"{str(folder / taken[0])!r} is advice on another question, which differs in {', '.join(changed)}; name "
-        "another folder: `folder`, or --output FOLDER of `mmod advise`"
+        "another folder: `folder=...` in Python, or --output FOLDER of `mmod advise`"
     )
 
 

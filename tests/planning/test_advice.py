@@ -114,8 +114,8 @@ def test_advice_on_another_question_is_not_replaced(clock: Callable[..., None], 
     assert "10 %" in mmod.advise(model, [images], tolerance=0.1, **options).sentence
     mmod.advise(model, [images], **options)
     others: list[tuple[str, nn.Module, torch.Tensor, dict[str, Any]]] = [
-        ("model and samples", model, pictures(4).flip(0) + 1, {}),
-        ("model and samples", make(num_classes=5), images, {}),
+        ("model or samples", model, pictures(4).flip(0) + 1, {}),
+        ("model or samples", make(num_classes=5), images, {}),
         ("batch_size", model, images, {"batch_size": 2}),
         ("candidates", model, images, {"candidates": None}),
         ("candidates, faster", model, images, {"candidates": None, "faster": 1.2}),
