@@ -366,10 +366,7 @@ def beside_controls(points: Sequence[Point]) -> str:
     tested = {name: value for name, value in differences.items() if value.has_interval}
     if not tested or any(value.low > 0 for value in tested.values()):
         return ""
-    verb = "is" if len(tested) == 1 else "are"
-    return (
-        f"Not clearly better than the control {verb} {listed(list(tested))}: this does not test what a router chooses."
-    )
+    return f"No clear gain over the control: {listed(list(tested))}. These samples do not test what a router chooses."
 
 
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:

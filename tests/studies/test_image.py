@@ -189,8 +189,8 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
 @pytest.mark.parametrize(
     ("to_control", "told"),
     [
-        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, -0.1, 4.0)}, "control are a and b: this does not test"),
-        ({"a": Estimate(-2.0, -3.0, -1.0), "b": None}, "control is a: this does not test"),
+        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, -0.1, 4.0)}, "control: a and b. These samples do not test"),
+        ({"a": Estimate(-2.0, -3.0, -1.0), "b": None}, "control: a. These samples do not test"),
         ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)}, ""),
         # Of one seed it is not known.
         ({"a": Estimate(0.0, seeds=1), "b": None}, ""),
