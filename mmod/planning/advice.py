@@ -181,7 +181,7 @@ class Advice:
         limit = f"{100 * self.tolerance:g} %"
         row = self.best
         if self.faster is not None:
-            return self._at_speed(row)
+            return self._at_speed(self.faster, row)
         others = [other for other in self.undecided if other is not row]
         names = ", ".join(map(_named, others))
         lost = f"whether more than {limit} is lost"
@@ -202,7 +202,7 @@ class Advice:
         too = f" Undecided too: {names}." if others else ""
         return f"{text}{too} Until then keep the dense model."
 
-    def _at_speed(self, row: AdviceRow | None) -> str:
+    def _at_speed(self, faster: float, row: AdviceRow | None) -> str:
         """Return what to do for the speed-up that is wanted."""
         if row is None:
             fastest = max(self.rows, key=lambda row: row.speedup.median, default=None)
@@ -210,16 +210,16 @@ class Advice:
             if fastest is not None:
                 nearest = f"; the fastest is {fastest.name}: {self._times(fastest)} at {self._measured(fastest)}"
             return (
-                f"None of these few is {self.faster:g} times as fast{nearest}. Time larger batches, or leave out "
+                f"None of these few is {faster:g} times as fast{nearest}. Time larger batches, or leave out "
                 "`faster`: then smaller sizes are tried too."
             )
         action = row.advice or f"use `{row.code}`"
         is_open = not self.is_decided(row)
         # What reaches it within the noise counts.
-        about = "" if row.speedup.median >= self.faster else "about "
+        about = "" if row.speedup.median >= faster else "about "
         open_one = f" Undecided: {self._missing([row])} whether more than {100 * self.tolerance:g} % is lost."
         return (
-            f"For {about}{self.faster:g} times the speed {action}: {self._times(row)} at "
+            f"For {about}{faster:g} times the speed {action}: {self._times(row)} at "
             f"{self._measured(row)}, the least lost of these few.{open_one if is_open else ''}"
         )
 
