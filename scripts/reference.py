@@ -243,7 +243,7 @@ def _rows(kind: Any, prefix: str) -> Iterator[str]:
             values = re.sub(rf"an? {group.__name__}", f"the group `{item.name}`", values)
         # A list stays one in a cell.
         meaning = re.sub(r"\n\s*- ", "<br>- ", meanings.get(item.name, ""))
-        cells = [f"`{prefix}{item.name}`", values, _shown(item), meaning]
+        cells = [f"`{prefix}{item.name}`", values, _shown(kind, item), meaning]
         yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -253,10 +253,12 @@ def _limit(hint: Any) -> Any:
     return metadata[0] if metadata else None
 
 
-def _shown(item: dataclasses.Field[Any]) -> str:
+def _shown(kind: Any, item: dataclasses.Field[Any]) -> str:
     if item.default_factory is not dataclasses.MISSING:
         return f"`{json.dumps(item.default_factory(), default=vars)}`"
-    return "required" if item.default is dataclasses.MISSING else f"`{json.dumps(item.default)}`"
+    # Not the field's: an `__init__` that converts what it gets has defaults of its own.
+    default = inspect.signature(kind).parameters[item.name].default
+    return "required" if default is inspect.Parameter.empty else f"`{json.dumps(default)}`"
 
 
 def rewritten() -> Iterator[tuple[Path, str]]:
