@@ -62,11 +62,9 @@ def image_candidates(
     budgets: dict[str, tuple[float, ...]] = {}
     for name in _SERIES:
         budgets[name] = (0.85, 0.7, 0.55) if name in _MILD else (0.7, 0.55)
-    further = [Candidate("pixelprune", routing={"preset": "pixelprune"})]
     if faster is not None:
         series = _FASTER
         budgets = dict.fromkeys(_FASTER, tuple(round(share / faster, 2) for share in (1, 0.85, 0.65)))
-        further = []
     is_only = len(find_stacks(model)) <= 1
     inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
     size: Any = tuple(image.shape[1:]) if is_only else inputs
@@ -99,7 +97,9 @@ def image_candidates(
             Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]
         ]
     fitted, unfitted = at_budgets(candidates, flops_of, sizes, patches, strict=False)
-    return [*map(_advised, fitted), *further], left_out | unfitted
+    # Its cost follows from the images, so that no budget is fitted.
+    pixelprune = Candidate("pixelprune", routing={"preset": "pixelprune"})
+    return [*map(_advised, fitted), pixelprune], left_out | unfitted
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object]:

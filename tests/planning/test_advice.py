@@ -569,8 +569,8 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     model = timm.create_model("test_vit", dynamic_img_size=True).eval()
     images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)
-    tried = {row.name.rpartition("-")[0] for row in advice.rows}
-    assert tried <= {"gradual", "merge late", "a-mod", "smaller-image"}
+    tried = {row.name.rpartition("-")[0] or row.name for row in advice.rows}
+    assert tried <= {"gradual", "merge late", "a-mod", "smaller-image", "pixelprune"}
     assert len(tried) >= 3 or faster > 2
     reaching = [row for row in advice.rows if 1.03 * row.speedup.median >= faster]
     if not reaching:
@@ -579,7 +579,8 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
         return
     assert advice.best is not None
     assert advice.best.loss.value == min(row.loss.value for row in reaching)
-    assert advice.sentence.startswith(f"For {faster:g} times the speed")
+    about = "" if advice.best.speedup.median >= faster else "about "
+    assert advice.sentence.startswith(f"For {about}{faster:g} times the speed")
 
 
 def test_a_wanted_speed_chooses_candidates_itself() -> None:
