@@ -157,10 +157,18 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.score("duplicate", std=(58, 57, 57)), ValueError, r"std must be .* in \(0, 1\].*58"),
     (lambda m: mmod.flops(m, 70), ValueError, r"this VisionTransformer cannot take image \(3, 70, 70\): "),
     (lambda m: mmod.flops(make_own("einsum"), 40), ValueError, r"this OwnViT cannot take image \(3, 40, 40\): "),
-    (lambda m: mmod.advise(m, None), TypeError, r"batches must be an Iterable, got None$"),
-    (lambda m: mmod.search_plan(m, None, 0.5), TypeError, r"batches must be an Iterable, got None$"),
-    (lambda m: mmod.planning.attention_ranks(m, None), TypeError, r"batches must be an Iterable, got None$"),
-    (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got \(3, 8, 8\); a single batch goes into a list"),
+    (lambda m: mmod.advise(m, None), TypeError, r"batches must be a list or a loader of batches, got a NoneType$"),
+    (
+        lambda m: mmod.search_plan(m, None, 0.5),
+        TypeError,
+        r"batches must be a list or a loader of batches, got a NoneType$",
+    ),
+    (
+        lambda m: mmod.planning.attention_ranks(m, None),
+        TypeError,
+        r"batches must be a list or a loader of batches, got a NoneType$",
+    ),
+    (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got a Tensor alone: put it into a list"),
     (
         lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]),
         TypeError,

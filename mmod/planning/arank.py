@@ -17,7 +17,7 @@ from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
-from mmod.planning.divergence import check_batch
+from mmod.planning.divergence import check_batch, check_batches
 from mmod.values import check_value
 
 
@@ -126,7 +126,7 @@ def attention_ranks(
         >>> len(ranks.ranks), ranks.samples
         (6, 2)
     """
-    check_value("batches", batches, Iterable)
+    check_batches(batches)
     _, stack = find_part(model, part)
     totals = [0.0] * len(stack.blocks)
     maps = tokens = samples = 0

@@ -326,10 +326,7 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
     for batch in batches:
         x, *more = batch if isinstance(batch, (tuple, list)) else (batch,)
         if not isinstance(x, Tensor) or x.ndim != 4:
-            hint = "; a single batch goes into a list" if isinstance(x, Tensor) and x.ndim == 3 else ""
-            raise TypeError(
-                f"batches must hold images (B, C, H, W), or pairs of images and labels, got {_shape(x)}{hint}"
-            )
+            raise TypeError(f"batches must hold images (B, C, H, W), or pairs of images and labels, got {_shape(x)}")
         if x.shape[1:] != (pixels or [x])[0].shape[1:]:
             raise ValueError(f"images must have one size, got {_shape(pixels[0])} and {_shape(x)}")
         if more and not (isinstance(more[0], Tensor) and more[0].ndim == 1):

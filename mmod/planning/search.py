@@ -117,7 +117,6 @@ def search_plan(
         >>> search.share(search.plan) <= 0.7
         True
     """
-    check_value("batches", batches, Iterable)
     one_of("cost", cost, COSTS)
     check_value("budget", budget, float, "(0, inf)" if cost == "milliseconds" else "(0, 1)")
     check_value("rounds", rounds, int, "[0, inf)")

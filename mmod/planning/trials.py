@@ -22,6 +22,7 @@ from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate, copy_of
+from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
@@ -112,7 +113,7 @@ def advise(
     check_value("tolerance", tolerance, float, "[0, 1)")
     check_value("faster", faster, float | None, "(1, inf)")
     _check_candidates(candidates)
-    check_value("batches", batches, Iterable)
+    check_batches(batches)
     part, stack, is_only = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
