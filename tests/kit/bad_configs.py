@@ -103,7 +103,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"output": ""}, "output must name a folder"),
     (TrainConfig, {"data.batch_size": 0}, "an integer of at least 1"),
     (TrainConfig, {"data.workers": -1}, "an integer of at least 0"),
-    (TrainConfig, {"data.std": [0.0]}, "each a number above 0"),
+    (TrainConfig, {"data.std": [0.0]}, "each a number in (0, 1]"),
     (TrainConfig, {"data.interpolation": "cubic"}, "one of 'nearest', 'bilinear', 'bicubic'"),
     (TrainConfig, {"data.interpolation": "random"}, "one of 'nearest', 'bilinear', 'bicubic'"),
     (TrainConfig, {"data.augment.interpolation": "cubic"}, "one of 'nearest', 'bilinear', 'bicubic'"),
