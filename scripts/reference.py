@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import json
 import re
 import textwrap
 import typing
@@ -19,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mmod.config.parse import shown_default
 from mmod.io.options import field_meanings
 from mmod.values import dataclass_in, describe
 
@@ -243,7 +243,8 @@ def _rows(kind: Any, prefix: str) -> Iterator[str]:
             values = re.sub(rf"an? {group.__name__}", f"the group `{item.name}`", values)
         # A list stays one in a cell.
         meaning = re.sub(r"\n\s*- ", "<br>- ", meanings.get(item.name, ""))
-        cells = [f"`{prefix}{item.name}`", values, _shown(kind, item), meaning]
+        default = shown_default(kind, item)
+        cells = [f"`{prefix}{item.name}`", values, f"`{default}`" if default else "required", meaning]
         yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -251,14 +252,6 @@ def _limit(hint: Any) -> Any:
     """Return the limit in `Annotated[TYPE, LIMIT]`; None for a type alone."""
     metadata = getattr(hint, "__metadata__", ())
     return metadata[0] if metadata else None
-
-
-def _shown(kind: Any, item: dataclasses.Field[Any]) -> str:
-    if item.default_factory is not dataclasses.MISSING:
-        return f"`{json.dumps(item.default_factory(), default=vars)}`"
-    # Not the field's: an `__init__` that converts what it gets has defaults of its own.
-    default = inspect.signature(kind).parameters[item.name].default
-    return "required" if default is inspect.Parameter.empty else f"`{json.dumps(default)}`"
 
 
 def rewritten() -> Iterator[tuple[Path, str]]:

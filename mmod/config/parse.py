@@ -109,19 +109,25 @@ def _describe(config_class: Any, prefix: str) -> str:
     """Return the fields of a dataclass that are no groups with descriptions, types and defaults, as options."""
     meanings = field_meanings(config_class)
     hints = typing.get_type_hints(config_class)
-    parameters = inspect.signature(config_class).parameters
     lines = [parse(config_class.__doc__ or "").short_description or config_class.__name__]
     for item in dataclasses.fields(config_class):
         hint = hints[item.name]
-        factory = item.default_factory
         if dataclasses.is_dataclass(hint):
             continue
-        default = parameters[item.name].default if factory is dataclasses.MISSING else factory()
-        shown = json.dumps(default, default=vars) if default is not inspect.Parameter.empty else ""
+        shown = shown_default(config_class, item)
         known = f"default: {shown}" if shown else "required"
         meaning = meanings.get(item.name, "")
         lines.append(_entry(f"{prefix}{item.name}", f"{meaning} ({describe(hint)}; {known})"))
     return "\n".join(lines)
+
+
+def shown_default(config_class: Any, item: dataclasses.Field[Any]) -> str:
+    """Return the default of a field as JSON; empty if the field is required."""
+    if item.default_factory is not dataclasses.MISSING:
+        return json.dumps(item.default_factory(), default=vars)
+    # Not the field's: an `__init__` that converts what it gets has defaults of its own.
+    default = inspect.signature(config_class).parameters[item.name].default
+    return "" if default is inspect.Parameter.empty else json.dumps(default, default=vars)
 
 
 def _entry(option: str, text: str) -> str:
