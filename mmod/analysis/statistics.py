@@ -122,7 +122,7 @@ def estimate_of(value: float, resampled: Values) -> Estimate:
 def share_of(is_so_I: Values) -> Estimate:
     """Return the share of ones among zeros and ones; the interval has a width even where all are equal.
 
-    That of shares in between is at most as wide.
+    Values between zero and one have an interval at most as wide.
 
     Source: Wilson, Journal of the American Statistical Association 22 (1927).
 
