@@ -25,7 +25,7 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
-from mmod.analysis.table import DENSE, Measured, Table, fill
+from mmod.analysis.table import DENSE, Measured, Table
 from mmod.analysis.timing import sample_times
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
@@ -71,9 +71,11 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     table = Table()
     (dense,) = look_at([DENSE], 0, len(places))
     table.add(DENSE, 0, evaluate(dense))
-    looks = look_at(candidates, 0, min(FIRST_LOOK, len(places)))
-    more = near_front(AGREEMENT, len(places))
-    fill(table, looks, evaluate, Runner(progress=False), time=lambda: {BATCH: recorded.times}, more=more)
+    runner = Runner(progress=False)
+    table.fill(runner.run(look_at(candidates, 0, min(FIRST_LOOK, len(places))), evaluate))
+    table.times = {BATCH: recorded.times}
+    for looks in near_front(table, AGREEMENT, len(places)):
+        table.fill(runner.run(looks, evaluate))
     rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS, is_only=True)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from mmod import cli
 from mmod.analysis import timing
 from mmod.planning import budgets
-from mmod.studies.study import comparison_of
+from mmod.studies.candidates import comparison_of
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
@@ -282,7 +282,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
         # What candidates cost, `test_study_configs_plan_their_runs` in tests/studies/test_image.py counts.
         return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
 
-    monkeypatch.setattr("mmod.studies.image.at_budgets", first_guess)
+    monkeypatch.setattr("mmod.studies.candidates.at_budgets", first_guess)
     monkeypatch.setattr("mmod.studies.study.run_study", make)
     # What says on what, how often and in how many processes models are compared makes no other model.
     same = r" --(seeds|processes|images|limit|checkpoint|latency_\w+) \S+"

@@ -25,8 +25,7 @@ from mmod.analysis.statistics import (
     estimate_of,
     share_of,
 )
-from mmod.analysis.timing import Times
-from mmod.io.jobs import AnyJob, Callback, Runner
+from mmod.io.jobs import Job
 from mmod.io.store import Store
 
 DENSE = "dense"
@@ -94,47 +93,14 @@ class Table:
             rows = rows._replace(samples=before.samples + rows.samples, outcomes=joined)
         by_seed[seed] = rows
 
+    def fill(self, done: Iterable[tuple[Job[Any], Measured]]) -> None:
+        """Add the rows of jobs as they are done, see `Runner.run`."""
+        for job, rows in done:
+            self.add(job.name, job.seed, rows)
+
     def figures(self, name: str) -> dict[int, Mapping[str, float]]:
         """Return all figures of a candidate by seed."""
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
-
-
-def fill(
-    table: Table,
-    jobs: Sequence[AnyJob],
-    measure: Callable[[AnyJob, Callback], Measured],
-    runner: Runner,
-    *,
-    after: Callable[[AnyJob], None] = lambda job: None,
-    time: Callable[[], Times[Any]] = dict,
-    more: Callable[[Table], Sequence[AnyJob]] = lambda table: (),
-) -> None:
-    """Fill a table with the rows of jobs, then with times, then with the rows of further jobs until there are none.
-
-    Args:
-        jobs: One for each candidate and seed, by whose name and seed the table knows its rows.
-        measure: Returns the rows of a job, once (`measured_once`), so that a stopped comparison resumes; other
-            processes get it pickled.
-        after: Called with each job once its rows are in the table.
-        time: Returns the times of all candidates, measured while nothing else runs.
-        more: Returns the jobs that the rows and times so far ask for, such as further samples of good candidates.
-    """
-    _fill(table, jobs, measure, runner, after)
-    table.times = time()
-    while jobs := more(table):
-        _fill(table, jobs, measure, runner, after)
-
-
-def _fill(
-    table: Table,
-    jobs: Sequence[AnyJob],
-    measure: Callable[[AnyJob, Callback], Measured],
-    runner: Runner,
-    after: Callable[[AnyJob], None],
-) -> None:
-    for job, rows in runner.run(jobs, measure):
-        table.add(job.name, job.seed, rows)
-        after(job)
 
 
 def measured_once(store: Store, identity: Mapping[str, object], measure: Callable[[], Measured]) -> Measured:

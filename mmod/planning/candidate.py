@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from mmod.io.yaml import merged
 from mmod.methods import METHODS
 from mmod.methods.base import Model
 from mmod.methods.resolve import resolve_methods
@@ -63,26 +62,6 @@ class Candidate:
         # Only methods that learn what they choose are trained from scratch.
         return not has_router and not (self.methods and self.from_scratch)
 
-    def configure(self, dense: Any, tuned: Any) -> Any:
-        """Return the training config of the model.
-
-        Args:
-            dense: The dense model's config.
-            tuned: The config of fine-tuning the dense model.
-        """
-        if self.from_scratch:
-            config = without_weights(dense)
-        # What is changed says its routing, even none; the dense model keeps that of its config.
-        elif self.methods or not self.is_baseline:
-            config = dataclasses.replace(tuned, routing=self.routing)
-        else:
-            config = tuned
-        if self.methods:
-            config = dataclasses.replace(config, methods=[dict(method) for method in self.methods])
-        if self.changes:
-            config = type(config).from_dict(merged(config.to_dict(), self.changes))
-        return config if self.image_size is None else config.at_size(self.image_size)
-
     def apply_(self, model: nn.Module, part: str, depth: int) -> None:
         """Change a dense model in place, without training.
 
@@ -128,11 +107,6 @@ class Candidate:
                 config = f"mmod.preset({preset!r}, {_arguments({'depth': depth, **fields})})"
             lines.append(f"mmod.route_(model, {part}={config})")
         return "\n".join(lines)
-
-
-def without_weights(config: Any) -> Any:
-    """Return the training config of the same model that starts from random weights; a ValueError if it has no other."""
-    return dataclasses.replace(config, model=config.model.started_from(None))
 
 
 def copy_of(model: Model) -> Model:

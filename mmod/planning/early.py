@@ -5,8 +5,9 @@ For `mmod.advise`; studies evaluate all candidates on all samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.table import DENSE, Table, evaluated, mean_of
@@ -32,32 +33,27 @@ def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
     return [Look(name, 0, range(start, stop), work=stop - start) for name in names]
 
 
-def near_front(figure: str, samples: int) -> Callable[[Table], list[Look]]:
-    """Return what asks for all samples of the candidates near the Pareto front, see `mmod.analysis.table.fill`.
+def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look]]:
+    """Yield what asks for all samples of the candidates near the Pareto front, then of those on it that have few.
 
     Args:
+        table: Gets the rows of what was asked for before more is asked for.
         figure: The outcome that decides who is better.
         samples: Number of all samples, which the dense model has.
     """
-    is_first = True
 
-    def more(table: Table) -> list[Look]:
-        nonlocal is_first
-        near = []
-        if is_first:
-            ms = milliseconds(table, BATCH)
-            means = {name: mean_of(table, figure, name) for name in ms}
-            near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
-            near = [name for name in near if evaluated(table, name) < samples]
-            is_first = False
+    def looks(names: Iterable[str]) -> list[Look]:
+        few = [name for name in names if evaluated(table, name) < samples]
+        return list(chain.from_iterable(look_at([name], evaluated(table, name), samples) for name in few))
+
+    ms = milliseconds(table, BATCH)
+    means = {name: mean_of(table, figure, name) for name in ms}
+    near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
+    asked = looks(near) or looks(front_in(table, figure))
+    while asked:
+        yield asked
         # More samples may have taken from the front what had beaten others on few.
-        near = near or [name for name in front_in(table, figure) if evaluated(table, name) < samples]
-        looks: list[Look] = []
-        for name in near:
-            looks += look_at([name], evaluated(table, name), samples)
-        return looks
-
-    return more
+        asked = looks(front_in(table, figure))
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:

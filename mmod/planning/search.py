@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part, find_parts, own_name
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import Measured, Table, evaluated, fill, measured_once
+from mmod.analysis.table import Measured, Table, evaluated, measured_once
 from mmod.config import RoutingConfig, Score
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store, fingerprint
@@ -207,43 +207,33 @@ def divergences(
         diverge: From the outputs of the dense and of the routed model to a divergence of each row.
         shown: Show a bar over the plans for each batch.
     """
-    reading = enumerate(batches, 1)
     runner = Runner(progress=shown, leave=False)
     jobs = [Job(name, 0, None) for name in plans]
-    batch: Any = None
-    dense_RF = torch.empty(0)
-    # The dense outputs of a batch stand for the model and the batch.
-    outputs_known = ""
+    table = Table()
 
-    def next_batch(table: Table) -> list[Job[None]]:
-        nonlocal batch, dense_RF, outputs_known
-        number, batch = next(reading, (0, None))
-        if not number:
-            return []
-        runner.title = f"search plan, batch {number}"
-        dense_RF = outputs(model, batch, part)
-        outputs_known = fingerprint(dense_RF)
-        return jobs
-
-    def added(plan: RoutingConfig) -> Measured:
-        with routed(model, part, plan):
-            changed_RF = outputs(model, batch, part)
-        total = float(diverge(dense_RF, changed_RF).double().sum())
-        return Measured({}, samples=len(dense_RF), outcomes={_SUM: np.array([total])})
-
-    def measure(job: Job[None], callback: Callback) -> Measured:
+    def measure(batch: Any, dense_RF: Tensor, known: str, job: Job[None], callback: Callback) -> Measured:
         plan = plans[job.name]
+
+        def added() -> Measured:
+            with routed(model, part, plan):
+                changed_RF = outputs(model, batch, part)
+            total = float(diverge(dense_RF, changed_RF).double().sum())
+            return Measured({}, samples=len(dense_RF), outcomes={_SUM: np.array([total])})
+
         identity = {
             "work": "divergence of a plan",
             "plan": plan.to_dict(),
             "part": part,
             "divergence": diverge.__name__,
-            "outputs": outputs_known,
+            # The dense outputs of a batch stand for the model and the batch.
+            "outputs": known,
         }
-        return measured_once(store, identity, lambda: added(plan))
+        return measured_once(store, identity, added)
 
-    table = Table()
-    fill(table, next_batch(table), measure, runner, more=next_batch)
+    for number, batch in enumerate(batches, 1):
+        runner.title = f"search plan, batch {number}"
+        dense_RF = outputs(model, batch, part)
+        table.fill(runner.run(jobs, partial(measure, batch, dense_RF, fingerprint(dense_RF))))
     check_rows(max((evaluated(table, name) for name in plans), default=0))
     return table
 

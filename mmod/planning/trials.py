@@ -14,7 +14,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_library, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import DENSE, Measured, Table, evaluated, fill, gap, interval_of, mean_of, measured_once
+from mmod.analysis.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
 from mmod.analysis.timing import Times, ratios, times_once
 from mmod.io.jobs import Callback, Runner
 from mmod.io.records import FolderTakenError, differences
@@ -159,14 +159,12 @@ def advise(
         table = Table()
         # On all samples, since every look is compared with it.
         table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
-        fill(
-            table,
-            look_at(by_name, 0, samples.first),
-            partial(evaluate_once, results, entrants),
-            Runner(progress=progress, title="advise", leave=False),
-            time=partial(_times, results, entrants),
-            more=near_front(figure, len(samples)),
-        )
+        runner = Runner(progress=progress, title="advise", leave=False)
+        measure = partial(evaluate_once, results, entrants)
+        table.fill(runner.run(look_at(by_name, 0, samples.first), measure))
+        table.times = _times(results, entrants)
+        for looks in near_front(table, figure, len(samples)):
+            table.fill(runner.run(looks, measure))
         caches = {name: one.samples.cache_bytes(one.model) for name, one in entrants.items()}
         rows = tuple(rows_of(table, figure, by_name, caches, part, depth, is_only))
         if not is_named:

@@ -13,9 +13,8 @@ from mmod.training.kinds import all_configs, kind_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from mmod.analysis.table import Measured, Table
+    from mmod.analysis.table import Table
     from mmod.analysis.timing import Reading
-    from mmod.studies.compare import Measurer, Run
     from mmod.training.engine.kind import Kind
 
 _SAMPLES = (1, 8, 32)
@@ -33,34 +32,25 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """
     from functools import partial
 
-    from mmod.analysis.table import DENSE
+    from mmod.analysis.table import DENSE, Table
     from mmod.io.jobs import Runner
     from mmod.io.store import Store
     from mmod.planning.candidate import Candidate
-    from mmod.studies.compare import Comparison, Timing, compare, measure_run
+    from mmod.studies.compare import Comparison, Measurer, compare, measure_run, times_of
 
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
-    return compare(
-        Comparison(candidates=[Candidate(DENSE)], dense=config),
-        store=Store(),
-        measure=partial(measure_run, progress=progress),
-        count=_count,
-        timing=Timing(_SAMPLES, _ROUNDS, _full_batches),
-        runner=Runner(progress=False),
-    )
-
-
-def _count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
-    """Count the FLOPs of a sample by its type, and parameters."""
-    model = measurer.final(run)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    kind = kind_of(run.config)
-    costs = {_PARAMETERS: parameters, **kind.cost(model, rows.kept)}
-    dense = _dense_of(model)
-    if dense is not None:
-        costs |= {sample + _DENSE: flops for sample, flops in kind.cost(dense, {}).items()}
-    return costs
+    runs = Comparison(candidates=[Candidate(DENSE)], dense=config).checked_runs()
+    runner = Runner(progress=False)
+    measurer = Measurer(partial(measure_run, progress=progress), Store(), keeps_all=True)
+    table = Table()
+    for run in compare(runs, table, measurer, runner):
+        model = measurer.final(run)
+        dense = _dense_of(model)
+        table.costs[run.name] = _costs(kind_of(run.config), model, dense, table.runs[run.name][run.seed].kept)
+        readings = partial(_full_batches, dense)
+        table.times = times_of({run.name: run}, measurer, readings, _SAMPLES, _ROUNDS, shown=False)
+    return table
 
 
 def _dense_of(model: nn.Module) -> nn.Module | None:
@@ -71,10 +61,20 @@ def _dense_of(model: nn.Module) -> nn.Module | None:
     return undo_(copy_of(model)) if methods_inside(model) else None
 
 
-def _full_batches(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+def _costs(kind: Kind, model: nn.Module, dense: nn.Module | None, kept: Mapping[str, float]) -> dict[str, float]:
+    """Count the FLOPs of a sample by its type, and parameters."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    costs = {_PARAMETERS: parameters, **kind.cost(model, kept)}
+    if dense is not None:
+        costs |= {sample + _DENSE: flops for sample, flops in kind.cost(dense, {}).items()}
+    return costs
+
+
+def _full_batches(
+    dense: nn.Module | None, kind: Kind, model: nn.Module, size: int, batches: int
+) -> Mapping[str, Reading]:
     """Return the pass over one batch by type of sample; a set may have fewer samples than that."""
     readings = dict(kind.readings(model, size))
-    dense = _dense_of(model)
     if dense is not None:
         readings |= {sample + _DENSE: reading for sample, reading in kind.readings(dense, size).items()}
     # A set may end within a batch, whose time is not that of a full one.

@@ -6,9 +6,10 @@ import dataclasses
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,11 +26,9 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.report import Chosen, Facts, Lines, Runs, StudyKind, Told, named_columns, verdict
-from mmod.training.chat.config import TrainConfig
+from mmod.studies.report import Facts, Lines, Runs, StudyKind, Told, named_columns, verdict
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
 
@@ -62,110 +61,93 @@ _COLUMNS = (
 )
 
 
-def _tell(config: ChatStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-    """Say which models are significantly better, and draw right answers by type of question."""
-    prior = facts["prior"]
-    shares = {_RIGHT + kind: share for kind, share in prior.items()}
-    right = {}
-    for row in rows:
-        right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
-    return Told(
-        rows=rows,
-        measure="right answers",
-        columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
-        axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {config.latency_batch}"},
-        text=verdict(table, config.score, list(runs)),
-        last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
-        pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
-    )
+@dataclass(frozen=True)
+class ChatStudy(StudyKind):
+    """A study of LLaVA-style models of transformers."""
 
+    config: ChatStudyConfig
 
-def _describe(dense: TrainConfig, tuned: TrainConfig) -> Facts:
-    """Return percent right for the answer that is most frequent in training, by type of question."""
-    data = tuned.data
-    train = open_conversations(str(data.train), data)
-    val = open_conversations(str(data.val), data)
-    prior = prior_of(train.turns(), val.turns(last=True))
-    return {"prior": {kind: 100 * share for kind, share in prior.items()}}
+    times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")}
+    weigh: ClassVar = {RIGHT: right_answers}
 
+    def describe(self) -> Facts:
+        """Return percent right for the answer that is most frequent in training, by type of question."""
+        data = self.tuned.data
+        train = open_conversations(str(data.train), data)
+        val = open_conversations(str(data.val), data)
+        prior = prior_of(train.turns(), val.turns(last=True))
+        return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
-def _candidates(config: ChatStudyConfig, routed: Sequence[Candidate], dense: TrainConfig, tuned: TrainConfig) -> Chosen:
-    """Return candidates with baselines of smaller images."""
-    return [*routed, *(Candidate(**fields) for fields in config.baseline_models(epochs=0))], {}
+    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+        """Count FLOPs and cache of reading a prompt of mean length."""
+        kind = ChatKind(run.config)
+        prompts, text, image = kind.prompts(self.config.latency_batch)
+        # Shares refer to the dense model's prompts; a baseline's images may be smaller.
+        full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
+        _, _, full_image = ChatKind(full).prompts(self.config.latency_batch)
+        kept = needed_shares(model, rows.kept)
+        routed = flops(model, Prompt(text, image), kept).routed
+        dense = flops(model, Prompt(text, full_image), kept).dense
+        # What image tokens add is compared with what they add in the dense model.
+        text_alone = flops(model, Prompt(text), kept).dense
+        with torch.inference_mode():
+            cache = fill_cache(model, prompts)
+        cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+        return {
+            "gflops": routed / 1e9,
+            "flops_share": routed / dense,
+            "image_share": (routed - text_alone) / (dense - text_alone),
+            "cache_bytes": cache_bytes // len(prompts["input_ids"]),
+        }
 
+    def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:
+        """Draw which image tokens are kept."""
+        if not is_routed(model):
+            return {}
+        kind = ChatKind(run.config)
+        figure = draw_kept(model, kind.collator, kind.chats(self.config.maps))
+        return {} if figure is None else {f"maps-{run.name}": figure}
 
-def _count(config: ChatStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-    """Count FLOPs and cache of reading a prompt of mean length."""
-    kind = ChatKind(run.config)
-    prompts, text, image = kind.prompts(config.latency_batch)
-    # Shares refer to the dense model's prompts; a baseline's images may be smaller.
-    full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
-    _, _, full_image = ChatKind(full).prompts(config.latency_batch)
-    kept = needed_shares(model, rows.kept)
-    routed = flops(model, Prompt(text, image), kept).routed
-    dense = flops(model, Prompt(text, full_image), kept).dense
-    # What image tokens add is compared with what they add in the dense model.
-    text_alone = flops(model, Prompt(text), kept).dense
-    with torch.inference_mode():
-        cache = fill_cache(model, prompts)
-    cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-    return {
-        "gflops": routed / 1e9,
-        "flops_share": routed / dense,
-        "image_share": (routed - text_alone) / (dense - text_alone),
-        "cache_bytes": cache_bytes // len(prompts["input_ids"]),
-    }
+    def readings(self, kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+        """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
+        prefill = kind.readings(model, size, batches)["prompt"]
+        prompts = kind.prompts(size)[0]
+        answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
+        return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
 
+    def derive(self, times: Mapping[str, dict[str, float]]) -> None:
+        """Add the rate of decoding within a batch."""
+        for columns in times.values():
+            # The first token comes from the prefill, which noise may make longer than the whole.
+            ms = max(columns["answer_ms"] - columns["prefill_ms"], 1e-6)
+            columns["decode_per_s"] = (_TIMED_TOKENS - 1) / (ms / 1e3)
 
-def _draw(config: ChatStudyConfig, run: Run, model: nn.Module) -> dict[str, Figure]:
-    """Draw which image tokens are kept."""
-    if not config.maps or not is_routed(model):
-        return {}
-    kind = ChatKind(run.config)
-    figure = draw_kept(model, kind.collator, kind.chats(config.maps))
-    return {} if figure is None else {f"maps-{run.name}": figure}
+    def baselines(self, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
+        """Return the models of other series that are about as cheap as each."""
+        share = {name: table.costs[name]["flops_share"] for name in runs}
 
+        def is_baseline(other: str, name: str) -> bool:
+            is_other = runs[other].candidate.series != runs[name].candidate.series
+            return is_other and share[other] <= _AS_CHEAP * share[name]
 
-def _baselines(table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
-    """Return the models of other series that are about as cheap as each."""
-    share = {name: table.costs[name]["flops_share"] for name in runs}
+        return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
 
-    def is_baseline(other: str, name: str) -> bool:
-        is_other = runs[other].candidate.series != runs[name].candidate.series
-        return is_other and share[other] <= _AS_CHEAP * share[name]
-
-    return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
-
-
-def _readings(kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
-    """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
-    prefill = kind.readings(model, size, batches)["prompt"]
-    prompts = kind.prompts(size)[0]
-    answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
-    return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}
-
-
-def _derive(times: Mapping[str, dict[str, float]]) -> None:
-    """Add the rate of decoding within a batch."""
-    for columns in times.values():
-        # The first token comes from the prefill, which noise may make longer than the whole.
-        ms = max(columns["answer_ms"] - columns["prefill_ms"], 1e-6)
-        columns["decode_per_s"] = (_TIMED_TOKENS - 1) / (ms / 1e3)
-
-
-STUDY = StudyKind(
-    candidates=_candidates,
-    weigh={RIGHT: right_answers},
-    times={"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")},
-    describe=_describe,
-    count=_count,
-    draw=_draw,
-    readings=_readings,
-    derive=_derive,
-    baselines=_baselines,
-    tell=_tell,
-)
-"""LLaVA-style models of transformers."""
+    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+        """Say which models are significantly better, and draw right answers by type of question."""
+        prior = facts["prior"]
+        shares = {_RIGHT + kind: share for kind, share in prior.items()}
+        right = {}
+        for row in rows:
+            right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
+        return Told(
+            rows=rows,
+            measure="right answers",
+            columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
+            axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"},
+            text=verdict(table, self.config.score, list(runs)),
+            last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
+            pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
+        )
 
 
 def draw_kept(model: Any, collator: ChatCollator, chats: Sequence[ChatSample]) -> Figure | None:

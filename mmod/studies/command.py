@@ -12,10 +12,10 @@ from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
     ImageStudyConfig,
-    IsoflopConfig,
     PairsStudyConfig,
     StudyConfig,
 )
+from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.training.engine.arguments import kind_named
 
 if TYPE_CHECKING:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, Table, Weigh, by_seed, fill, measured_once
+from mmod.analysis.table import DENSE, Measured, Table, by_seed, measured_once
 from mmod.analysis.timing import Reading, Readings, Times, times_once
-from mmod.io.files import make_folder, sha256
+from mmod.io.files import sha256
 from mmod.io.jobs import Callback, Job, Runner
-from mmod.io.store import STORE, Store
+from mmod.io.store import Store
+from mmod.io.yaml import merged
 from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
@@ -39,8 +40,7 @@ Measure = Callable[["Run", Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
 Load = Callable[[RunConfig], nn.Module]
 """Loads the model that a run starts from, see `Kind.load`."""
-Count = Callable[["Run", "Measurer", Measured], dict[str, float]]
-"""From a run, the measurer that loads its final model, and its rows to the costs of a sample, by column."""
+Config = TypeVar("Config", bound=RunConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,32 +119,13 @@ class Measurer:
         return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), searches=())
 
 
-def readings_of(kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
-    """Return the passes of a kind, see `Kind.readings`."""
-    return kind.readings(model, size, batches)
-
-
-class Timing(NamedTuple):
-    """The passes of a comparison that are timed.
-
-    Attributes:
-        sizes: Sizes of their batches.
-        rounds: Interleaved rounds.
-        readings: See `Kind.readings`; its first argument is the kind.
-    """
-
-    sizes: Sequence[int]
-    rounds: int
-    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
-
-
 class Rates(NamedTuple):
     """Factors of the learning rate, of which every trained candidate uses the best, the first of equal ones.
 
     Attributes:
         factors: Those that are tried; one at which the loss is no longer finite is not chosen.
         figure: The figure that decides; the highest is best.
-        measure: Does a trial, see `compare`.
+        measure: Does a trial.
         data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
         seed: The seed of trials.
     """
@@ -180,89 +161,91 @@ class Comparison:
 
     def runs(self) -> list[Run]:
         """Return the runs in the order they must be done."""
-        # A dense model that is fine-tuned is another one than that which all start from.
-        untuned = [one for one in self.candidates if one.name == DENSE and not self._trains(one)]
-        base = untuned[0] if untuned else Candidate(BASE)
-        others = [candidate for candidate in self.candidates if candidate is not base]
+        is_repeated = self.train_dense or any(map(self._trains, self.candidates))
         runs = []
-        for seed in range(self.seeds if self.train_dense or any(map(self._trains, others)) else 1):
-            root = Path(self.dense.output) / f"seed{seed}"
+        for seed in range(self.seeds if is_repeated else 1):
+            runs += self._runs_of(seed)
+        return runs
+
+    def checked_runs(self) -> list[Run]:
+        """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
+        runs = self.runs()
+        _check_runs(self.dense, runs)
+        return runs
+
+    def _runs_of(self, seed: int) -> list[Run]:
+        """Return the runs of a seed: that of the dense config, if there is one, and those that start from its model.
+
+        | the dense model is | run of the dense config | the others start from |
+        | :----------------- | :---------------------- | :-------------------- |
+        | trained, then tuned like the others | "base" | "base" |
+        | trained | "dense" | "dense" |
+        | loaded, and tuned like the others | none | what `train` names |
+        | loaded | "dense", which is evaluated alone | what `train` names |
+        """
+        root = Path(self.dense.output) / f"seed{seed}"
+        dense = dataclasses.replace(self.dense, seed=seed)
+        start = dataclasses.replace(self.train or self.dense, seed=seed)
+        runs = []
+        is_tuned = not any(one.name == DENSE and not self._trains(one) for one in self.candidates)
+        if self.train_dense or not is_tuned:
+            base = Candidate(BASE) if is_tuned else next(one for one in self.candidates if one.name == DENSE)
             folder = Path(self.bases) / root.name / BASE if self.bases else root / base.name
-            dense = dataclasses.replace(self.dense, output=str(folder), seed=seed)
-            start = dataclasses.replace(self.train or self.dense, seed=seed)
+            # It starts from what its config says, like a model from scratch.
+            base = dataclasses.replace(base, from_scratch=True)
+            runs.append(_run(base, dataclasses.replace(dense, output=str(folder)), self.train_dense))
             if self.train_dense:
                 start = start.started_from(str(folder))
-            if self.train_dense or untuned:
-                # It starts from what its config says, like a model from scratch.
-                first = dataclasses.replace(base, from_scratch=True)
-                runs.append(_run(first, dense, self.train_dense))
-            for candidate in others:
-                config = dataclasses.replace(candidate.configure(dense, start), output=str(root / candidate.name))
-                run = _run(candidate, config, self._trains(candidate))
-                if self.train_dense and not candidate.from_scratch:
-                    run = dataclasses.replace(run, starts_from=(base.name, seed))
-                if candidate.search is not None:
-                    series = [other.search for other in others if other.series == candidate.series]
-                    searches = tuple(filter(None, series))
-                    run = dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans")
-                runs.append(run)
+        done = {run.name for run in runs}
+        for candidate in self.candidates:
+            if candidate.name in done:
+                continue
+            config = config_of(candidate, dense.started_from(None) if candidate.from_scratch else start)
+            run = _run(
+                candidate, dataclasses.replace(config, output=str(root / candidate.name)), self._trains(candidate)
+            )
+            if self.train_dense and not candidate.from_scratch:
+                run = dataclasses.replace(run, starts_from=(runs[0].name, seed))
+            if candidate.search is not None:
+                series = [other.search for other in self.candidates if other.series == candidate.series]
+                searches = tuple(filter(None, series))
+                run = dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans")
+            runs.append(run)
         return runs
 
     def _trains(self, candidate: Candidate) -> bool:
         return candidate.from_scratch or (candidate.is_trained and self.train is not None)
 
 
-def compare(
-    comparison: Comparison,
-    store: Store | None = None,
-    *,
-    rates: Rates | None = None,
-    measure: Measure | None = None,
-    weigh: Mapping[str, Weigh] | None = None,
-    count: Count | None = None,
-    timing: Timing | None = None,
-    each: Callable[[Table, Run], None] = lambda table, run: None,
-    runner: Runner | None = None,
-) -> Table:
-    """Compare candidates with the dense model that they are made from; a stopped comparison resumes.
-
-    A run that would be refused, perhaps after hours of the runs before it, is refused before the first.
+def config_of(candidate: Candidate, start: Config) -> Config:
+    """Return the training config of a candidate.
 
     Args:
-        store: Keeps evaluations without training, and times; None keeps them in the folder of all runs.
-        rates: The learning rates that are tried first; None trains as configs say.
-        measure: Does a run; None is `measure_run`.
-        weigh: See `Table.weigh`.
-        count: Counts the costs of a candidate's first seed; None counts nothing.
-        timing: The passes that are timed at the end, when nothing else runs, by input and size; None times nothing.
-        each: Called after each run, with its searched plan, once its rows and costs are in the table.
+        start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
     """
-    runs = comparison.runs()
-    _check_runs(comparison.dense, runs)
-    folder = comparison.dense.output
-    if store is None:
-        # A folder that cannot be written is no news for the end of a run.
-        store = Store(make_folder(folder) / STORE)
-    table = Table(weigh=weigh or {})
-    runner = Runner(progress=False) if runner is None else runner
-    if rates is not None:
-        table.rates = _best_rates(runs, rates, store, runner, Path(folder) / "rates")
-        runs = [dataclasses.replace(run, config=_with_rate(run.config, table.rates.get(run.name, 1.0))) for run in runs]
-    measurer = Measurer(measure or measure_run, store, keeps_all=timing is not None)
-    first: dict[str, Run] = {}
+    config = start
+    if candidate.routing is not None:
+        config = dataclasses.replace(config, routing=candidate.routing)
+    if candidate.methods:
+        config = dataclasses.replace(config, methods=[dict(method) for method in candidate.methods])
+    if candidate.changes:
+        config = type(config).from_dict(merged(config.to_dict(), candidate.changes))
+    if candidate.image_size is None:
+        return config
+    # A size that is still to be fitted is refused there, as any text is.
+    return config.at_size(cast(int, candidate.image_size))
 
-    def after(run: Run) -> None:
-        if run.seed == 0 and run.name != BASE:
-            run = first[run.name] = measurer.ready(run)
-            if count is not None:
-                table.costs[run.name] = count(run, measurer, table.runs[run.name][0])
-        each(table, run)
 
-    def time() -> Times[tuple[str, int]]:
-        return {} if timing is None else _times(first, timing, measurer, shown=runner.progress)
+def compare(runs: Sequence[Run], table: Table, measurer: Measurer, runner: Runner) -> Iterator[Run]:
+    """Do the runs of a comparison; yield that of each candidate and seed once its rows are in the table.
 
-    fill(table, runs, measurer, runner, after=after, time=time)
-    return table
+    A stopped comparison resumes.
+    """
+    for run, rows in runner.run(runs, measurer):
+        # Nothing is compared with the model that the others start from.
+        if run.name != BASE:
+            table.add(run.name, run.seed, rows)
+            yield run
 
 
 def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
@@ -413,29 +396,44 @@ def _sha256(file: Path, changed: int) -> str:
     return sha256(file)
 
 
-def _times(runs: Mapping[str, Run], timing: Timing, measurer: Measurer, *, shown: bool) -> Times[tuple[str, int]]:
-    """Return the times of final models, by input and size of batches."""
-    kinds = {name: kind_of(_final_config(run)) for name, run in runs.items()}
-    identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(timing.sizes)}
+def times_of(
+    runs: Mapping[str, Run],
+    measurer: Measurer,
+    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]],
+    sizes: Sequence[int],
+    rounds: int,
+    *,
+    shown: bool,
+) -> Times[tuple[str, int]]:
+    """Return the times of the final models of runs, by input and size of batches, in interleaved rounds.
 
-    def readings() -> Readings[tuple[str, int]]:
+    Args:
+        runs: By name; that of the dense model among them.
+        readings: The passes that are timed, as `Kind.readings`, whose first argument is the kind.
+    """
+    kinds = {name: kind_of(_final_config(run)) for name, run in runs.items()}
+    identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(sizes)}
+
+    def all_readings() -> Readings[tuple[str, int]]:
         passes: dict[str, dict[tuple[str, int], Reading]] = {}
         for name, kind in kinds.items():
             model = measurer.load(kind.config)
             passes[name] = {}
-            for size in timing.sizes:
+            for size in sizes:
                 # As many samples at every size, where that takes few passes.
-                passes_of_size = min(max(timing.sizes) // size, _PASSES)
-                by_input = timing.readings(kind, model, size, passes_of_size)
+                passes_of_size = min(max(sizes) // size, _PASSES)
+                by_input = readings(kind, model, size, passes_of_size)
                 passes[name] |= {(inputs, size): reading for inputs, reading in by_input.items()}
         return passes
 
     device = device_of(kinds[DENSE])
-    return times_once(measurer.store, identity, readings, device, rounds=timing.rounds, shown=shown)
+    return times_once(measurer.store, identity, all_readings, device, rounds=rounds, shown=shown)
 
 
-def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
-    """Return the best factor of the learning rate of each trained candidate; one alone is not tried.
+def at_best_rates(
+    runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path
+) -> tuple[list[Run], dict[str, float]]:
+    """Return runs at the best factor of the learning rate of each trained candidate, and the factors by its name.
 
     Args:
         runs: Those of a comparison, of which the first may train the dense model that trials start from.
@@ -444,9 +442,15 @@ def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner,
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
+    best = _best_rates(runs, rates, store, runner, folder)
+    return [dataclasses.replace(run, config=_with_rate(run.config, best.get(run.name, 1.0))) for run in runs], best
+
+
+def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
     # Trials start from the dense model too, which may not be trained yet.
     jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
     tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
+    # One alone is not tried.
     if len(rates.factors) == 1:
         return {run.name: rates.factors[0] for run in tried}
     trials: dict[str, dict[str, float]] = {}
@@ -460,7 +464,7 @@ def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner,
             jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
             trials[run.name][name] = factor
     table = Table()
-    fill(table, jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure), runner)
+    table.fill(runner.run(jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure)))
     best = {}
     for name, factors in trials.items():
         score = {trial: by_seed(table, rates.figure, trial)[rates.seed] for trial in factors}

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
-from mmod.io.yaml import merged, read_yaml
-from mmod.opening.runs import RUN_CONFIG
+from mmod.io.yaml import merged
 from mmod.planning.options import FIT, PlanOptions
-from mmod.training.kinds import config_class
-from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
+from mmod.values import Checked, from_plain, one_of, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.data.config import DataConfig
@@ -22,6 +20,21 @@ RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
 # The control of series for which a study names no other.
 _CONTROL = "random"
+_TOWERS = ("image", "text")
+
+
+class Variant(NamedTuple):
+    """A series of `routers` at one of its budgets.
+
+    Attributes:
+        series: Name of the series.
+        budget: A budget that it names, or one of the study's capacities; None where the series is run once.
+        fields: Its fields, with those that the budget sets.
+    """
+
+    series: str
+    budget: float | None
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +97,12 @@ class StudyConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_settings()
+        self._check_variants()
+        self._check_following()
+
+    def check_settings(self) -> None:
+        """Raise unless the fields fit each other; no model is described yet."""
         if not self.series or not self.capacities:
             raise ValueError("a study needs at least one entry in routers or baselines, and in capacities")
         for capacity in self.capacities:
@@ -92,22 +111,26 @@ class StudyConfig(Checked):
         if self.tune_dense and not self.tune:
             raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
-        # Faults of a search are told now, and not after the training of the dense model.
-        for name in self.routers:
-            self._search_of(name, None)
-        # A name that promises the method of a paper must keep it.
-        for model in self.routed_models():
-            routing = model["routing"]
-            if model["series"] in PRESETS and routing is not None:
-                self.check_named(model["series"], routing)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
+
+    def _check_variants(self) -> None:
+        """Raise for what is wrong in a series: now, and not after the training of the dense model."""
+        for variant in self.variants():
+            name = self.name_at(variant.series, variant.budget)
+            refuse_set_by_study(f"{name}: changes", variant.fields.get("changes", {}))
+            routing = self.routing_of(variant)
+            # A name that promises the method of a paper must keep it.
+            if variant.series in PRESETS and routing is not None:
+                self.check_named(variant.series, routing)
+
+    def _check_following(self) -> None:
+        """Raise for what is wrong in the study that follows, before this one runs."""
         if self.then is not None:
             output = Path(self.then.get("output") or ".")
             # An absolute path or one upwards would leave the study's folder.
             if not output.parts or output.is_absolute() or ".." in output.parts:
                 raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
-        # A study that follows is made here, so that its faults are known before anything runs.
         self.following()
 
     @property
@@ -130,58 +153,16 @@ class StudyConfig(Checked):
         return from_plain(type(self), {**vars(self), **self.then, "output": str(folder), "then": None})
 
     @property
-    def dense_fields(self) -> dict[str, object]:
-        """Fields of the dense model's training config."""
-        # Each run sets a folder of its own in place of the output.
-        fields = self._read_dense(self.dense) if isinstance(self.dense, str) else self.dense
-        return {**merged(fields, self.changes), "output": self.output}
-
-    def _read_dense(self, path: str) -> dict[str, Any]:
-        """Read a config; that of a run, by its folder or file, is changed to start from the run's final model."""
-        file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
-        fields = read_yaml(str(file))
-        # What a run records besides its config.
-        if fields.pop("world_size", None) is None:
-            return fields
-        return config_class(self.trains).from_dict(fields).finished(str(file.parent)).to_dict()
-
-    @property
-    def tuned_fields(self) -> dict[str, object]:
-        """Fields of the training config by which models are fine-tuned from the dense one."""
-        return merged(self.dense_fields, self.finetune)
-
-    @property
     def size_suffixes(self) -> dict[int, str]:
         """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
         sizes = sorted({*self.latency_batches, self.latency_batch})
         # The size that is drawn has the plain names, as where it is the only one.
         return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
-    def run_configs(self) -> tuple[RunConfig, RunConfig]:
-        """Return the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit."""
-        run_config = config_class(self.trains)
-        dense = run_config.from_dict(self.dense_fields)
-        tuned = run_config.from_dict(self.tuned_fields)
-        self._check_dense(dense, tuned)
-        self.check(dense, tuned)
-        return dense, tuned
-
-    def _check_dense(self, dense: RunConfig, tuned: RunConfig) -> None:
-        """Refuse routing and methods, except those for training alone, of what all models are compared with."""
-        for config in (dense, tuned):
-            kinds = [method.get("kind") for method in config.methods if not method.get("training_only")]
-            if config.routing is not None:
-                kinds.append("routing")
-            if kinds:
-                raise ValueError(
-                    f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
-                    "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
-                )
-        if not self.train_dense and not self.tune_dense and not self.starts_trained(dense):
-            raise ValueError(
-                "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
-                "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
-            )
+    def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
+        # Each run sets a folder of its own in place of the output.
+        return {**merged(fields, self.changes), "output": self.output}
 
     def starts_trained(self, dense: RunConfig) -> bool:
         """Whether a config starts from trained weights, as far as the study uses them."""
@@ -192,7 +173,7 @@ class StudyConfig(Checked):
         """The kind of its runs."""
         return self.kind
 
-    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
+    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
 
     def check_named(self, series: str, routing: Mapping[str, object]) -> None:
@@ -215,67 +196,50 @@ class StudyConfig(Checked):
                     f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
                 )
 
-    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, object]:
+    def variants(self) -> Iterator[Variant]:
+        """Yield every series of `routers` at every budget that is run."""
+        for series, fields in self.routers.items():
+            if "budgets" in fields:
+                for budget, differing in fields["budgets"].items():
+                    if self.is_run(budget):
+                        yield Variant(series, budget, {**fields, **differing})
+            elif self._is_one(series):
+                yield Variant(series, None, fields)
+            else:
+                for capacity in self.capacities:
+                    yield Variant(series, capacity, fields)
+
+    def routing_of(self, variant: Variant) -> dict[str, object] | None:
+        """Return the `routing` of a variant's training config; None where it is searched."""
+        if self.search_of(variant) is not None:
+            return None
+        fields = {key: value for key, value in variant.fields.items() if key not in RUN_FIELDS}
+        # A series that names its budgets says what each of them sets.
+        return self.routing_at(fields, None if "budgets" in variant.fields else variant.budget)
+
+    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
         return dict(fields) if capacity is None else {**fields, "capacity": capacity}
 
-    def routed_models(self) -> Iterator[dict[str, Any]]:
-        """Yield the fields of a `Candidate` for every routed model."""
-        for series, fields in self.routers.items():
-            budgets: list[tuple[float | None, Mapping[str, Any]]] = []
-            if "budgets" in fields:
-                budgets += [(budget, more) for budget, more in fields["budgets"].items() if self.is_run(budget)]
-            else:
-                capacities = [None] if self._is_one(series) else self.capacities
-                budgets += [(capacity, {}) for capacity in capacities]
-            control = self.controls.get(series, _CONTROL)
-            for budget, differing in budgets:
-                name = self._name_at(series, budget)
-                settings = {**fields, **differing}
-                changes = settings.get("changes", {})
-                refuse_set_by_study(f"{name}: changes", changes)
-                search = self._search_of(series, budget)
-                routing = None
-                if search is None:
-                    routing = {key: value for key, value in settings.items() if key not in RUN_FIELDS}
-                    # A series that names its budgets says what each of them sets.
-                    routing = self.routing_at(routing, None if "budgets" in fields else budget)
-                yield {
-                    "name": name,
-                    "series": series,
-                    "budget": budget,
-                    "control": None if control is None else self._name_at(control, budget),
-                    "search": search,
-                    "routing": routing,
-                    "image_size": settings.get("image_size"),
-                    "changes": changes,
-                    "is_trained": self.tune and settings.get("tune", True),
-                }
+    def search_of(self, variant: Variant) -> PlanOptions | None:
+        """Return how the plan of a variant is searched; None where its routing is fixed."""
+        series, capacity, fields = variant
+        if "search" not in fields:
+            return None
+        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *RUN_FIELDS))
+        # A series without a capacity says its budget among the options.
+        budget = {} if capacity is None else {"budget": capacity}
+        return from_plain(PlanOptions, {**fields["search"], **budget}, f"routers.{series}.search")
 
-    def baseline_models(self, epochs: int) -> Iterator[dict[str, Any]]:
-        """Yield the fields of a `Candidate` for every baseline, a model without a router; some kinds have them.
+    def control_at(self, series: str, budget: float | None) -> str | None:
+        """Return the name of what a series is compared with at a budget besides the dense model; None for nothing."""
+        # Baselines have a control only where the study names one.
+        control = self.controls.get(series, _CONTROL if series in self.routers else None)
+        return None if control is None else self.name_at(control, budget)
 
-        Args:
-            epochs: Length of a training from scratch.
-        """
-        baselines: dict[str, dict[float, dict[str, Any]]] = getattr(self, "baselines", {})
-        for series, budgets in baselines.items():
-            control = self.controls.get(series)
-            for budget, fields in budgets.items():
-                if not self.is_run(budget):
-                    continue
-                name = f"{series}-{budget:g}"
-                refuse_set_by_study(f"{name}: changes", fields.get("changes", {}))
-                special = _baseline(name, dict(fields), epochs)
-                yield {
-                    "name": name,
-                    "series": series,
-                    "budget": budget,
-                    "control": None if control is None else f"{control}-{budget:g}",
-                    "image_size": fields.get("image_size"),
-                    "is_trained": self.tune or special.get("from_scratch", False),
-                    **special,
-                }
+    def name_at(self, series: str, budget: float | None) -> str:
+        """Return the name of a series' model at a budget."""
+        return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
 
     def is_run(self, budget: float) -> bool:
         """Whether models of a budget that a series names are run."""
@@ -285,19 +249,6 @@ class StudyConfig(Checked):
         """Whether a series sets its capacity or budget itself, so that it is run once."""
         fields = self.routers.get(series, {})
         return "capacity" in fields or "budget" in fields.get("search", {})
-
-    def _name_at(self, series: str, budget: float | None) -> str:
-        return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
-
-    def _search_of(self, series: str, capacity: float | None) -> PlanOptions | None:
-        """Return how the plan of a series in `routers` is searched at a budget; None where its routing is fixed."""
-        fields = self.routers.get(series, {})
-        if "search" not in fields:
-            return None
-        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *RUN_FIELDS))
-        # A series without a capacity says its budget among the options.
-        budget = {} if capacity is None else {"budget": capacity}
-        return from_plain(PlanOptions, {**fields["search"], **budget}, f"routers.{series}.search")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,8 +274,9 @@ class TimmStudyConfig(StudyConfig):
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
     maps: Annotated[int, "[0, inf)"] = 6
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_settings(self) -> None:
+        """Refuse rates that leave nothing to choose; see `StudyConfig.check_settings`."""
+        super().check_settings()
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
@@ -363,7 +315,7 @@ class ImageStudyConfig(TimmStudyConfig):
     kind: Literal["image"] = "image"
     score: Literal["top1", "objects", "mean_iou"] = "top1"
 
-    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
+    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse a score of patches where images have the labels, and training on the images of the evaluation."""
         self.check_splits(dense.data, tuned.data)
         if self.score != "top1" and dense.data.label_patch is None:
@@ -414,8 +366,9 @@ class FeaturesStudyConfig(TimmStudyConfig):
     folds: Annotated[int, "[2, inf)"] = 5
     classifier: Literal["each", "dense"] = "each"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_settings(self) -> None:
+        """Refuse what features are not compared by; see `StudyConfig.check_settings`."""
+        super().check_settings()
         if self.seeds != 1 or self.train_dense:
             raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
         if self.isoflop != "none" or not self.strengths:
@@ -439,7 +392,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
         # A new classifier on trained weights is not used.
         return super().starts_trained(dense) or dense.model.checkpoint is not None
 
-    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
+    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""
         self.check_splits(dense.data, tuned.data)
         data = dense.data
@@ -454,14 +407,13 @@ class FeaturesStudyConfig(TimmStudyConfig):
                 f"data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
             )
 
-    @property
-    def dense_fields(self) -> dict[str, object]:
-        """Fields of the dense model's training config, with the study's images and weights."""
+    def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the dense model's training config, with the study's images and weights."""
         data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
         # Published weights would be downloaded, and replaced at once.
         model = {} if self.checkpoint is None else {"checkpoint": self.checkpoint, "pretrained": False}
         changes = {"data": {name: value for name, value in data.items() if value is not None}, "model": model}
-        return merged(super().dense_fields, changes)
+        return merged(super().fields_of_dense(fields), changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,10 +428,18 @@ class PairsStudyConfig(StudyConfig):
     score = "recall1"
     kind: Literal["pairs"] = "pairs"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, fields in self.routers.items():
-            refuse_unknown(f"tower in routers.{name}", fields, ("image", "text", "changes", "tune", "budgets"))
+    def check_settings(self) -> None:
+        """Refuse series that do not say what they set of which tower; see `StudyConfig.check_settings`."""
+        super().check_settings()
+        for series, _, fields in self.variants():
+            refuse_unknown(f"tower in routers.{series}", fields, (*_TOWERS, "changes", "tune", "budgets"))
+            for tower in _TOWERS:
+                routing = fields.get(tower, {})
+                if not isinstance(routing, Mapping):
+                    raise TypeError(
+                        f"routers.{series}: the routing of tower {tower} must be a mapping of keys to values, got "
+                        f"{routing!r}"
+                    )
 
     def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
         """Check the routing of each tower; see `StudyConfig.check_named`."""
@@ -488,11 +448,6 @@ class PairsStudyConfig(StudyConfig):
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return the routing of both towers at a capacity."""
-        # Asked by what all studies check, before this class checks anything.
-        refuse_unknown("tower in routers", fields, ("image", "text"))
-        for tower, settings in fields.items():
-            if not isinstance(settings, Mapping):
-                raise TypeError(f"the routing of tower {tower} must be a mapping of keys to values, got {settings!r}")
         return {tower: StudyConfig.routing_at(self, settings, capacity) for tower, settings in fields.items()}
 
 
@@ -517,13 +472,14 @@ class ChatStudyConfig(StudyConfig):
     latency_batch: int = 8
     latency_rounds: int = 5
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_settings(self) -> None:
+        """Refuse baselines other than smaller images; see `StudyConfig.check_settings`."""
+        super().check_settings()
         for name, budgets in self.baselines.items():
             for fields in budgets.values():
                 one_of(f"baselines.{name}.kind", fields.get("kind"), ["resolution"])
 
-    def check(self, dense: RunConfig, tuned: RunConfig) -> None:
+    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse training configs without questions."""
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
@@ -532,81 +488,9 @@ class ChatStudyConfig(StudyConfig):
         """Check the routing of the part; see `StudyConfig.check_named`."""
         super().check_named(series, routing[self.part])
 
-    def routing_at(self, fields: Mapping[str, object], capacity: float | None) -> dict[str, object]:
+    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return the routing of the part that is routed."""
         return {self.part: super().routing_at(fields, capacity)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class IsoflopConfig(Checked):
-    """A grid of sizes, budgets and routings of a causal language model, every model with its best learning rate.
-
-    A model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is the
-    best of `rates` with a further seed, whose results are not reported.
-
-    Args:
-        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
-        dense: Training config of the dense model, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr`
-            and `epoch_steps`. A run has its `epochs`, or up to twice as many where its steps then come nearer to the
-            budget; warm-up takes some of them.
-        sizes: Name of each size to the fields of `model.config` that differ.
-        budgets: FLOPs of a training run, forward and backward passes, see `mmod.analysis.prefill.training_flops`.
-        routings: Name of a series to its routing, as in a training config; or to `methods:`, and `routing:` where the
-            model is routed as well; null is the dense model. The first series is what others are compared with.
-        rates: Learning rates that are tried for every size, budget and routing; one needs no trial.
-        changes: Fields of the training config to set differently in all runs, nested as in the file.
-        seeds: Number of seeds.
-        processes: Parallel runs, in processes of one thread.
-
-    Source: Hoffmann et al., arXiv 2203.15556, approach 2; Raposo et al., arXiv 2404.02258, section 4.
-    """
-
-    output: str
-    dense: str
-    sizes: dict[str, dict[str, Any]]
-    budgets: Annotated[list[float], "(0, inf)"]
-    routings: dict[str, dict[str, Any] | None]
-    rates: Annotated[list[float], "(0, inf)"]
-    changes: dict[str, Any] = field(default_factory=dict)
-    seeds: Annotated[int, "[1, inf)"] = 3
-    processes: Annotated[int, "[1, inf)"] = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_distinct(self, "sizes", "budgets", "routings", "rates")
-        refuse_set_by_study("changes", self.changes, "methods", "epoch_steps")
-
-
-def _baseline(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """Return what the kind of a baseline sets of a candidate."""
-    # Methods need torch, without which help is answered.
-    from mmod.methods import METHODS, read_method
-
-    size = fields.pop("image_size", None)
-    changes = fields.pop("changes", {})
-    kind = fields.get("kind")
-    one_of(f"baselines.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
-    if kind == "resolution":
-        refuse_unknown(f"field of baselines.{name}", fields, ["kind", "image_size"])
-        if size is None:
-            raise ValueError(f"baselines.{name} needs image_size")
-        return {"changes": changes}
-    if kind == "smaller":
-        refuse_unknown(f"field of baselines.{name}", fields, ["kind", "args", "checkpoint"])
-        if fields.get("args") is None:
-            raise ValueError(f"baselines.{name} needs args")
-        if "checkpoint" in fields:
-            model = {key: fields[key] for key in ("args", "checkpoint")}
-            return {"changes": merged({"model": model}, changes)}
-        smaller = {"epochs": epochs, "model": {"args": fields["args"]}}
-        return {"from_scratch": True, "changes": merged(smaller, changes)}
-    plain = {key: value for key, value in fields.items() if key != "routing"}
-    known = {key: value for key, value in plain.items() if value != FIT}
-    if read_method(known).replaces:
-        # A model from scratch is not routed: `routing` is refused.
-        read_method(fields)
-        return {"from_scratch": True, "methods": (plain,), "changes": {"epochs": epochs, **changes}}
-    return {"methods": (plain,), "changes": changes, "routing": fields.get("routing")}
 
 
 def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) -> None:

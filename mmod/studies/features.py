@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +22,10 @@ from mmod.io.jobs import Callback
 from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
-from mmod.studies import image
 from mmod.studies.compare import BEFORE, Load, Measurer, Run, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.report import Facts, Lines, Runs, StudyKind, Told, listed
+from mmod.studies.image import ImageStudy, mean_iou, right_patches
+from mmod.studies.report import Facts, Lines, Runs, Told, listed
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
@@ -114,8 +115,8 @@ def classify_patches(features: Sequence[Features], study: FeaturesStudyConfig) -
 
 
 WEIGH: dict[str, Weigh] = {
-    "mean_iou": image.mean_iou,
-    "patches": image.right_patches,
+    "mean_iou": mean_iou,
+    "patches": right_patches,
 }
 """Figures of patches, as functions of the outcomes of images."""
 _MEASURES = {
@@ -133,36 +134,91 @@ def figures_of(outcomes: Mapping[str, np.ndarray], images: int) -> dict[str, flo
     return {name: float(WEIGH[name](outcomes, equal)[0]) for name in ("mean_iou", "patches")}
 
 
-def _evaluated_by(config: FeaturesStudyConfig) -> list[str]:
-    """Return the figures by which features are evaluated."""
-    return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
+@dataclass(frozen=True)
+class FeaturesStudy(ImageStudy):
+    """A study of features of timm's models."""
 
+    config: FeaturesStudyConfig
 
-def measure(
-    config: FeaturesStudyConfig, dense: TrainConfig, run: Run, callback: Callback, measurer: Measurer
-) -> Measured:
-    """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
-    started = run.config
-    further: dict[str, float] = {}
-    outcomes: dict[str, np.ndarray] = {}
-    if run.is_trained:
-        if config.before:
-            start = _probe(config, measurer.store, started)
-            further[BEFORE] = start.figures[config.score]
-            outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
-        further["top1"] = fit(started, callback).best.top1
-        # The features are those of the weights that training has left.
-        started = started.started_from(started.output)
-    rows = _probe(config, measurer.store, started, measurer.load, callback, _classifier_of(config, dense, run))
-    return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
+    weigh: ClassVar = WEIGH
+    measures: ClassVar = _MEASURES
 
+    @property
+    def columns(self) -> Sequence[str]:  # type: ignore[override]
+        """Names of the table's columns."""
+        return _COLUMNS_OF_PATCHES if self.config.feature == "patches" else _COLUMNS
 
-def _classifier_of(config: FeaturesStudyConfig, dense: TrainConfig, run: Run) -> TrainConfig | None:
-    """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
-    is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
-    if config.classifier == "each" or not is_cheaper:
-        return None
-    return dataclasses.replace(dense, output=str(Path(run.config.output).with_name(DENSE)))
+    @property
+    def _figures(self) -> list[str]:
+        """The figures by which features are evaluated."""
+        return ["mean_iou"] if self.config.feature == "patches" else ["knn", "linear"]
+
+    def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+        """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
+        config = self.config
+        started = run.config
+        further: dict[str, float] = {}
+        outcomes: dict[str, np.ndarray] = {}
+        if run.is_trained:
+            if config.before:
+                start = _probe(config, measurer.store, started)
+                further[BEFORE] = start.figures[config.score]
+                outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
+            further["top1"] = fit(started, callback).best.top1
+            # The features are those of the weights that training has left.
+            started = started.started_from(started.output)
+        rows = _probe(config, measurer.store, started, measurer.load, callback, self._classifier_of(run))
+        return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
+
+    def measure_trial(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+        """Do a run at a learning rate that is tried, without its figures before."""
+        trial = dataclasses.replace(self, config=dataclasses.replace(self.config, before=False))
+        return trial.measure(run, callback, measurer)
+
+    def _classifier_of(self, run: Run) -> TrainConfig | None:
+        """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
+        dense: TrainConfig = self.dense
+        is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
+        if self.config.classifier == "each" or not is_cheaper:
+            return None
+        return dataclasses.replace(dense, output=str(Path(run.config.output).with_name(DENSE)))
+
+    def note(self, table: Table) -> str:
+        """Return the number of images that intervals are over."""
+        dense = table.runs[DENSE][0]
+        skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
+        return f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."
+
+    def verdict(self, table: Table, names: Sequence[str]) -> str:
+        """Say which models do not differ significantly from the dense one."""
+        sentences = []
+        for figure in self._figures:
+            to_dense = gaps(table, figure, dict.fromkeys(names, DENSE))
+            close = [name for name, value in to_dense.items() if value is not None and not value.is_clear]
+            few = listed(close, most=6) or "none"
+            sentences.append(f"No significant difference to dense by the {_MEASURES[figure]}: {few}.")
+        return " ".join(sentences)
+
+    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+        """Say the same as of classifiers, of rows with all figures of features."""
+        return super().tell(table, runs, self._completed(table, runs, rows), facts)
+
+    def _completed(self, table: Table, runs: Runs, rows: Lines) -> Lines:
+        """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
+        dense_ND = _tested_features(self.config, runs[DENSE])
+        completed = []
+        for row in rows:
+            partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("baseline_")}}
+            differences = {}
+            for figure in self._figures:
+                for column, partner in partners.items():
+                    differences[f"{figure}_to_{column}"] = gap(table, figure, row["name"], partner)
+            x_ND = _tested_features(self.config, runs[row["name"]])
+            cosine = None
+            if x_ND.shape == dense_ND.shape:
+                cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
+            completed.append({**row, **differences, "cosine": cosine})
+        return completed
 
 
 def _probe(
@@ -248,62 +304,10 @@ def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split:
     return {**known, "config": settings, "work": "features", "feature": study.feature, "data": data}
 
 
-def _completed(config: FeaturesStudyConfig, table: Table, runs: Runs, rows: Lines) -> Lines:
-    """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
-    dense_ND = _tested_features(config, runs[DENSE])
-    completed = []
-    for row in rows:
-        partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("baseline_")}}
-        differences = {}
-        for figure in _evaluated_by(config):
-            for column, partner in partners.items():
-                differences[f"{figure}_to_{column}"] = gap(table, figure, row["name"], partner)
-        x_ND = _tested_features(config, runs[row["name"]])
-        cosine = None
-        if x_ND.shape == dense_ND.shape:
-            cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
-        completed.append({**row, **differences, "cosine": cosine})
-    return completed
-
-
 def _tested_features(config: FeaturesStudyConfig, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
     started = run.config.started_from(run.config.output) if run.is_trained else run.config
     return read_features(features_store(config), identity_of_features(config, started, _TESTED)).x_ND.float()
-
-
-def _tell(config: FeaturesStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-    dense = table.runs[DENSE][0]
-    skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
-    note = f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."
-
-    def verdict(table: Table, score: str, names: Sequence[str]) -> str:
-        """Say which models do not differ significantly from the dense one."""
-        sentences = []
-        for figure in _evaluated_by(config):
-            to_dense = gaps(table, figure, dict.fromkeys(names, DENSE))
-            close = [name for name, value in to_dense.items() if value is not None and not value.is_clear]
-            few = listed(close, most=6) or "none"
-            sentences.append(f"No significant difference to dense by the {_MEASURES[figure]}: {few}.")
-        return " ".join(sentences)
-
-    columns = _COLUMNS_OF_PATCHES if config.feature == "patches" else _COLUMNS
-    completed = _completed(config, table, runs, rows)
-    return image.tell(config, table, runs, completed, facts, columns, _MEASURES, note, verdict)
-
-
-STUDY = StudyKind(
-    candidates=image.STUDY.candidates,
-    measure=measure,
-    weigh=WEIGH,
-    tell=_tell,
-    times=image.TIMES,
-    count=image.count,
-    draw=image.draw,
-    describe=image.describe,
-    baselines=image.baselines,
-)
-"""Features of timm's models."""
 
 
 def _splits(config: DataConfig) -> dict[str, str]:

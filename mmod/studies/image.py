@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 import yaml
 from torch import nn
 
-from mmod.adapters import find_stack, image_facts, patch_grid
-from mmod.analysis.counting import by_data, pass_flops
+from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
 from mmod.analysis.statistics import as_cheap
@@ -31,17 +31,14 @@ from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import Candidate, without_weights
-from mmod.planning.options import FIT
+from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.report import COLUMNS, Chosen, Facts, Lines, Runs, StudyKind, Told, listed, verdict
+from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, listed, verdict
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
-from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,10 +67,6 @@ _COLUMNS = (
     "before",
     "kept",
 )
-TIMES = {"image": ("latency_ms", "speedup")}
-"""Columns of time and speed-up of an image."""
-Verdict = Callable[[Table, str, Sequence[str]], str]
-"""From the table, the score and names to a sentence that says which of them do not differ."""
 
 
 def mean_iou(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
@@ -100,176 +93,127 @@ def _weighed_counts(outcomes: Mapping[str, np.ndarray], weight_SN: np.ndarray) -
     return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
 
 
-def candidates(config: TimmStudyConfig, routed: Sequence[Candidate], dense: TrainConfig, tuned: TrainConfig) -> Chosen:
-    """Return candidates with shallower dense models and baselines, fitted to the budgets that the study names."""
-    chosen = [*routed]
-    # As long as a fine-tuned model has been trained in all.
-    epochs = dense.epochs + (tuned.epochs if config.tune else 0)
-    if config.isoflop == "scratch":
-        chosen += _shallow(chosen, dense, epochs)
-    chosen += [Candidate(**fields) for fields in config.baseline_models(epochs)]
-    return _fitted(chosen, dense) if _names_budgets(config) else (chosen, {})
+@dataclass(frozen=True)
+class ImageStudy(StudyKind):
+    """A study of classifiers of images or of patches.
 
-
-def _names_budgets(config: TimmStudyConfig) -> bool:
-    """Return whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
-    fields: list[Mapping[str, object]] = []
-    for budgets in config.baselines.values():
-        fields += budgets.values()
-    is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
-    return is_fitted or any("budgets" in series for series in config.routers.values())
-
-
-def _fitted(candidates: Sequence[Candidate], dense: TrainConfig) -> Chosen:
-    """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these."""
-    plain = without_weights(dense)
-    model = kind_of(plain).sketch()
-    height, width = patch_grid(model, (dense.data.image_size,) * 2)
-    patch = (image_facts(model).patch or (1, 1))[0]
-    sides = [patch * side for side in range(1, height)]
-
-    def flops_of(candidate: Candidate) -> float | None:
-        if candidate.search is not None:
-            return None
-        kind: Any = kind_of(candidate.configure(plain, plain))
-        try:
-            routed = kind.sketch().eval()
-            image = torch.empty(1, *kind.image_shape, device="meta")
-            return None if by_data(routed) else pass_flops(routed, {"image": image})
-        # Hosts refuse sizes of images by assertions.
-        except (ValueError, AssertionError) as error:
-            raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
-
-    return at_budgets(candidates, flops_of, sides, height * width, strict=True)
-
-
-def _shallow(candidates: Sequence[Candidate], dense: TrainConfig, epochs: int) -> list[Candidate]:
-    """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
-    plain = without_weights(dense)
-    kind = kind_of(plain)
-    model = kind.sketch()
-    report: Any = kind.report(model)
-    depth = len(find_stack(model).blocks)
-    costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
-    depths = set()
-    for candidate in candidates:
-        routed_kind = kind_of(candidate.configure(plain, plain))
-        routed = routed_kind.sketch()
-        # The cost of thresholds depends on the data.
-        if not by_data(routed):
-            routed_report: Any = routed_kind.report(routed)
-            depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed_report.routed)))
-    return [
-        Candidate(
-            f"shallow-{fewer}",
-            series="shallow",
-            budget=1.0,
-            from_scratch=True,
-            changes={"epochs": epochs, "model": {"args": {"depth": fewer}}},
-        )
-        for fewer in sorted(depths - {depth})
-    ]
-
-
-def describe(dense: TrainConfig, tuned: TrainConfig) -> Facts:
-    """Return a sentence on the images, and the number of blocks of the dense model."""
-    model = ImageKind(dense).sketch()
-    return {"images": [_caption(dense, model)], "depth": len(find_stack(model).blocks)}
-
-
-def count(config: TimmStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-    """Count the FLOPs of one image and the memory of a batch."""
-    images = timed_images(run.config, config.latency_batch).to(choose_device(run.config.device))
-    with torch.inference_mode():
-        peak = peak_bytes(partial(model, images), images.device)
-    gflops = ImageKind(run.config).cost(model, rows.kept)["image"] / 1e9
-    return {"gflops": gflops, "peak_mb": peak / 1e6}
-
-
-def draw(config: TimmStudyConfig, run: Run, model: nn.Module) -> dict[str, Figure]:
-    """Draw what a routed model keeps of sample images."""
-    if not config.maps or not is_routed(model):
-        return {}
-    return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.config, config.maps))}
-
-
-def baselines(table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
-    """Return the models without a router that are as fast as each, by batch size."""
-    by_size = {}
-    for size, ms in _known_times(table, runs, least=2).items():
-        by_model = {}
-        for name in runs:
-            by_model[name] = [other for other in as_cheap(ms, name) if runs[other].candidate.is_baseline]
-        by_size[f"_b{size}"] = by_model
-    return by_size
-
-
-def tell(
-    config: TimmStudyConfig,
-    table: Table,
-    runs: Runs,
-    rows: Lines,
-    facts: Facts,
-    columns: Sequence[str] = _COLUMNS,
-    measures: Mapping[str, str] = _MEASURES,
-    note: str = "",
-    verdict: Verdict = verdict,
-) -> Told:
-    """Describe the images, recommend a model for each speed, and state what was not tested.
-
-    Args:
+    Attributes:
         columns: Names of the table's columns, see `COLUMNS`.
         measures: Titles of scores.
-        note: The quantity that confidence intervals refer to; empty if another part of the text says so.
-        verdict: What is said before models are timed.
     """
-    score = config.score
-    names = list(runs)
-    suffixes = config.size_suffixes
-    axes = {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
-    shown = {name: COLUMNS[name] for name in ("name", "gflops")}
-    shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
-    summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
-    axes = {"gflops": "GFLOPs per image", **axes}
-    told = Told(rows, _with_batch_sizes(suffixes, columns), measures[score], axes, "", summary)
-    times = _known_times(table, names, least=1)
-    to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
-    has_intervals = any(difference.has_interval for difference in to_dense)
-    is_by_sample = paired_by_sample(table, score, names)
-    is_repeated = config.train_dense or config.tune
-    # What is fastest is not known yet, so that nothing is recommended.
-    if not times and (is_repeated or has_intervals):
-        return told._replace(text="\n\n".join(filter(None, [note, verdict(table, score, names)])))
-    dense = table.runs[DENSE][0]
-    if is_by_sample:
-        # That of the models that agree least: what is said of all must hold for them.
-        chance = max([(value.high - value.low) / 2 for value in to_dense], default=0.0)
-    else:
-        right = dense.figures[score] / 100
-        # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
-        chance = 196 * math.sqrt(2 * right * (1 - right) / dense.samples)
 
-    def is_better(one: str, other: str) -> bool:
-        difference = gap(table, score, one, other)
-        if difference is None or difference.value <= 0:
-            return False
-        return difference.is_clear if has_intervals else difference.value > chance
+    config: TimmStudyConfig
 
-    texts = [_advice(table, score, ms, size, is_better) for size, ms in times.items()]
-    texts += [*filter(None, [note]), *facts["images"]]
-    limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
-    if not has_intervals or (is_by_sample and not note):
-        limits.append(_of_chance(chance, dense.samples, is_by_sample))
-    if not config.train_dense:
-        limits.append("All models start from one dense model; another may rank them differently.")
-    if is_repeated and not has_intervals:
-        limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
-    texts.append(" ".join(limits))
-    # Recommended are the best models in the largest batches.
-    at_speeds = _best_at_speeds(table, score, times[max(times)]) if times else {}
-    recommended = [name for name in dict.fromkeys(at_speeds.values()) if name is not None]
-    lines = code(config, [runs[name].candidate for name in recommended], facts)
-    return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
+    times: ClassVar = {"image": ("latency_ms", "speedup")}
+    weigh: ClassVar = {"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches}
+    columns: ClassVar[Sequence[str]] = _COLUMNS
+    measures: ClassVar[Mapping[str, str]] = _MEASURES
+
+    def describe(self) -> Facts:
+        """Return a sentence on the images, and the number of blocks of the dense model."""
+        model = ImageKind(self.dense).sketch()
+        return {"images": [_caption(self.dense, model)], "depth": len(find_stack(model).blocks)}
+
+    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+        """Count the FLOPs of one image and the memory of a batch."""
+        images = timed_images(run.config, self.config.latency_batch).to(choose_device(run.config.device))
+        with torch.inference_mode():
+            peak = peak_bytes(partial(model, images), images.device)
+        gflops = ImageKind(run.config).cost(model, rows.kept)["image"] / 1e9
+        return {"gflops": gflops, "peak_mb": peak / 1e6}
+
+    def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:
+        """Draw what a routed model keeps of sample images."""
+        if not is_routed(model):
+            return {}
+        return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.config, self.config.maps))}
+
+    def baselines(self, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
+        """Return the models without a router that are as fast as each, by batch size."""
+        by_size = {}
+        for size, ms in _known_times(table, runs, least=2).items():
+            by_model = {}
+            for name in runs:
+                by_model[name] = [other for other in as_cheap(ms, name) if runs[other].candidate.is_baseline]
+            by_size[f"_b{size}"] = by_model
+        return by_size
+
+    def note(self, table: Table) -> str:
+        """Return the quantity that confidence intervals refer to; empty if another part of the text says so."""
+        return ""
+
+    def verdict(self, table: Table, names: Sequence[str]) -> str:
+        """Return what is said before models are timed: which of them do not differ."""
+        return verdict(table, self.config.score, names)
+
+    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+        """Describe the images, recommend a model for each speed, and state what was not tested."""
+        config = self.config
+        score = config.score
+        names = list(runs)
+        suffixes = config.size_suffixes
+        axes = {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
+        shown = {name: COLUMNS[name] for name in ("name", "gflops")}
+        shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
+        summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
+        axes = {"gflops": "GFLOPs per image", **axes}
+        told = Told(rows, _with_batch_sizes(suffixes, self.columns), self.measures[score], axes, "", summary)
+        note = self.note(table)
+        times = _known_times(table, names, least=1)
+        to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
+        has_intervals = any(difference.has_interval for difference in to_dense)
+        is_by_sample = paired_by_sample(table, score, names)
+        is_repeated = config.train_dense or config.tune
+        # What is fastest is not known yet, so that nothing is recommended.
+        if not times and (is_repeated or has_intervals):
+            return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
+        dense = table.runs[DENSE][0]
+        if is_by_sample:
+            # That of the models that agree least: what is said of all must hold for them.
+            chance = max([(value.high - value.low) / 2 for value in to_dense], default=0.0)
+        else:
+            right = dense.figures[score] / 100
+            # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
+            chance = 196 * math.sqrt(2 * right * (1 - right) / dense.samples)
+
+        def is_better(one: str, other: str) -> bool:
+            difference = gap(table, score, one, other)
+            if difference is None or difference.value <= 0:
+                return False
+            return difference.is_clear if has_intervals else difference.value > chance
+
+        texts = [_advice(table, score, ms, size, is_better) for size, ms in times.items()]
+        texts += [*filter(None, [note]), *facts["images"]]
+        limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
+        if not has_intervals or (is_by_sample and not note):
+            limits.append(_of_chance(chance, dense.samples, is_by_sample))
+        if not config.train_dense:
+            limits.append("All models start from one dense model; another may rank them differently.")
+        if is_repeated and not has_intervals:
+            limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
+        texts.append(" ".join(limits))
+        # Recommended are the best models in the largest batches.
+        at_speeds = _best_at_speeds(table, score, times[max(times)]) if times else {}
+        recommended = [name for name in dict.fromkeys(at_speeds.values()) if name is not None]
+        lines = self.code([runs[name].candidate for name in recommended], facts)
+        return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
+
+    def code(self, candidates: Sequence[Candidate], facts: Facts) -> str:
+        """Return the lines of Python, or the keys of a training config, that apply models."""
+        blocks = []
+        for candidate in candidates:
+            lines = candidate.code(TrainConfig.part, facts["depth"])
+            # Its weights are no longer the dense ones, so that no line on these makes it.
+            if lines and self.config.tune and candidate.is_trained:
+                lines = f"model = mmod.load_pretrained({f'{self.config.output}/seed0/{candidate.name}/model'!r})"
+            if lines:
+                blocks.append(f"{candidate.name} in Python:\n\n```python\nimport mmod\n\n{lines}\n```")
+                continue
+            side = candidate.image_size
+            size = {} if side is None else {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
+            keys = yaml.safe_dump(merged(candidate.changes, size), default_flow_style=None, sort_keys=False).rstrip()
+            blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
+        return "\n\n".join(blocks)
 
 
 def _against_advice(is_tuned: bool, candidates: Sequence[Candidate]) -> list[str]:
@@ -283,24 +227,6 @@ def _against_advice(is_tuned: bool, candidates: Sequence[Candidate]) -> list[str
             "`mmod.methods.Resize`, it may answer a few pictures differently."
         )
     return reasons
-
-
-def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts) -> str:
-    """Return the lines of Python, or the keys of a training config, that apply models."""
-    blocks = []
-    for candidate in candidates:
-        lines = candidate.code(TrainConfig.part, facts["depth"])
-        # Its weights are no longer the dense ones, so that no line on these makes it.
-        if lines and config.tune and candidate.is_trained:
-            lines = f"model = mmod.load_pretrained({f'{config.output}/seed0/{candidate.name}/model'!r})"
-        if lines:
-            blocks.append(f"{candidate.name} in Python:\n\n```python\nimport mmod\n\n{lines}\n```")
-            continue
-        side = candidate.image_size
-        size = {} if side is None else {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
-        keys = yaml.safe_dump(merged(candidate.changes, size), default_flow_style=None, sort_keys=False).rstrip()
-        blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
-    return "\n\n".join(blocks)
 
 
 def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict[str, Column]:
@@ -321,19 +247,6 @@ def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict
         if name == gap_names[-1]:
             columns |= {f"baseline_b{size}": (f"baseline b{size}", "") for size in suffixes}
     return columns
-
-
-STUDY = StudyKind(
-    candidates=candidates,
-    weigh={"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches},
-    times=TIMES,
-    count=count,
-    draw=draw,
-    describe=describe,
-    baselines=baselines,
-    tell=tell,
-)
-"""Classifiers of images or of patches."""
 
 
 def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, dict[str, float]]:

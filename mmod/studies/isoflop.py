@@ -18,12 +18,14 @@ from mmod.analysis.statistics import Estimate, difference, published
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
 from mmod.analysis.table import Measured, Table, means_over_seeds
 from mmod.data.loader import text_stream
+from mmod.io.files import make_folder
 from mmod.io.jobs import Callback, Runner
+from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Comparison, Measurer, Rates, Run, compare, fit, measured_of
-from mmod.studies.config import IsoflopConfig
+from mmod.studies.compare import Comparison, Measurer, Rates, Run, at_best_rates, compare, config_of, fit, measured_of
+from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.training.engine.config import LoopConfig
 from mmod.training.kinds import config_class, kind_of
@@ -84,7 +86,7 @@ def places_of(config: IsoflopConfig) -> list[Place]:
     for series in _series(config):
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
-            run = sized.configure(dense, dense)
+            run = config_of(sized, dense)
             kind = kind_of(run)
             model = kind.sketch()
             parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -98,7 +100,7 @@ def places_of(config: IsoflopConfig) -> list[Place]:
                 candidate = dataclasses.replace(
                     sized, name=f"{series.name}-{size}-{budget:g}", changes={**sized.changes, **length}
                 )
-                timed = candidate.configure(dense, dense)
+                timed = config_of(candidate, dense)
                 spent = float(step * steps)
                 places.append(Place(series.name, size, budget, parameters, forward, steps, spent, candidate, timed))
     _check_text(places)
@@ -132,24 +134,20 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     places = places_of(config)
     runner = Runner(config.processes, progress)
     dense = _dense(config)
+    candidates = [place.candidate for place in places]
+    runs = Comparison(candidates=candidates, dense=dense, train=dense, seeds=config.seeds).checked_runs()
+    # A folder that cannot be written is no news for the end of a run.
+    store = Store(make_folder(config.output) / STORE)
+    # The results of this seed are not reported. Of equal losses the lowest rate is taken.
+    rates = Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds)
+    table = Table()
+    runs, table.rates = at_best_rates(runs, rates, store, runner, Path(config.output) / "rates")
     result: StudyResult | None = None
-
-    def each(table: Table, run: Run) -> None:
-        nonlocal result
+    for run in compare(runs, table, Measurer(_train, store), runner):
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(place.name, {}) for place in places):
             points = [place.row(table.rates[place.name], table.figures(place.name)) for place in places]
             result = _write(config, points, runner)
-
-    compare(
-        Comparison(candidates=[place.candidate for place in places], dense=dense, train=dense, seeds=config.seeds),
-        # The results of this seed are not reported.
-        # Of equal losses the lowest rate is taken.
-        rates=Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds),
-        measure=_train,
-        each=each,
-        runner=runner,
-    )
     assert result is not None
     return result
 

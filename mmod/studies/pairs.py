@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -32,32 +34,29 @@ _COLUMNS = (
 )
 
 
-def _tell(config: PairsStudyConfig, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
-    """Say which models are significantly better."""
-    axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {config.latency_batch}"}
-    measure = "recall at 1, mean of both directions,"
-    return Told(rows, named_columns(_COLUMNS), measure, axes, verdict(table, config.score, list(runs)))
+@dataclass(frozen=True)
+class PairsStudy(StudyKind):
+    """A study of models of open_clip."""
 
+    config: PairsStudyConfig
 
-def _count(config: PairsStudyConfig, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-    """Count the FLOPs of one image, of one caption, and of both."""
-    # By tower: what both save together hides which of them does.
-    cost = PairsKind(run.config).cost(model, rows.kept)
-    by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
-    return {**by_tower, "gflops": sum(by_tower.values())}
+    times: ClassVar = {"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")}
 
+    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+        """Count the FLOPs of one image, of one caption, and of both."""
+        # By tower: what both save together hides which of them does.
+        cost = PairsKind(run.config).cost(model, rows.kept)
+        by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
+        return {**by_tower, "gflops": sum(by_tower.values())}
 
-def _derive(times: Mapping[str, dict[str, float]]) -> None:
-    """Add the latency of a pair."""
-    for columns in times.values():
-        # The towers run one after the other, and no timed pass has both.
-        columns["latency_ms"] = columns["image_ms"] + columns["text_ms"]
+    def derive(self, times: Mapping[str, dict[str, float]]) -> None:
+        """Add the latency of a pair."""
+        for columns in times.values():
+            # The towers run one after the other, and no timed pass has both.
+            columns["latency_ms"] = columns["image_ms"] + columns["text_ms"]
 
-
-STUDY = StudyKind(
-    times={"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")},
-    count=_count,
-    derive=_derive,
-    tell=_tell,
-)
-"""Models of open_clip."""
+    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+        """Say which models are significantly better."""
+        axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {self.config.latency_batch}"}
+        measure = "recall at 1, mean of both directions,"
+        return Told(rows, named_columns(_COLUMNS), measure, axes, verdict(table, self.config.score, list(runs)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -28,9 +28,10 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Reading, relative_times
 from mmod.io.files import write_atomically, write_json
+from mmod.io.jobs import Callback
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import BEFORE, Comparison, Run, readings_of
+from mmod.studies.compare import BEFORE, Measurer, Run, measure_run
 from mmod.studies.config import StudyConfig
 from mmod.training.engine.kind import Kind
 
@@ -41,11 +42,6 @@ Runs = Mapping[str, Run]
 """The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
 Facts = Mapping[str, Any]
 """What is known of the data and the dense model, also for the study's record."""
-Study = TypeVar("Study", bound=StudyConfig)
-Draw = Callable[[Study, Run, nn.Module], Mapping[str, "Figure"]]
-"""From a study's config, a run and its final model to pictures by name."""
-Chosen = tuple[list[Candidate], Mapping[str, str]]
-"""The candidates of a study, and why others are left out, by name."""
 Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
 
@@ -78,37 +74,63 @@ class Told(NamedTuple):
     pictures: Mapping[str, Figure] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyKind(Generic[Study]):
-    """What a kind of model contributes to a study: functions of its config and of what was measured.
+@dataclass(frozen=True)
+class StudyKind:
+    """What a kind of model contributes to a study; a kind overrides what differs.
 
     Attributes:
         times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
-        candidates: What is compared and why other candidates are left out, from the study's config, the routed models
-            of its series, and the training configs of the dense model and of fine-tuning it; None compares the dense
-            model with the routed ones alone.
-        count: Counts the costs of a candidate.
-        draw: Draws the tokens that a candidate keeps, by the name of the picture.
-        tell: Says what follows from the table.
         weigh: See `Table.weigh`.
-        measure: Does a run, after the study's config and that of the dense model; None is `measure_run`.
-        describe: Facts, from the training configs of the dense model and of fine-tuning it.
-        readings: The passes that are timed, see `Timing`.
-        derive: Adds columns that follow from those of times, by candidate.
-        baselines: The candidates that each is compared with where they are as cheap, by a suffix of columns.
+
+    Args:
+        config: The study's config.
+        dense: The training config of the dense model.
+        tuned: That of fine-tuning the dense model; the same where nothing is tuned.
     """
 
-    times: Mapping[str, tuple[str, str]]
-    count: Callable[[Study, Run, nn.Module, Measured], dict[str, float]]
-    tell: Callable[[Study, Table, Runs, Lines, Facts], Told]
-    candidates: Callable[[Study, list[Candidate], Any, Any], Chosen] | None = None
-    measure: Callable[..., Measured] | None = None
-    weigh: Mapping[str, Weigh] = field(default_factory=dict)
-    describe: Callable[[Any, Any], Facts] | None = None
-    draw: Draw[Study] | None = None
-    readings: Callable[[Kind, nn.Module, int, int], Mapping[str, Reading]] = readings_of
-    derive: Callable[[Mapping[str, dict[str, float]]], None] | None = None
-    baselines: Callable[[Table, Runs], Mapping[str, Mapping[str, Sequence[str]]]] | None = None
+    config: StudyConfig
+    dense: Any
+    tuned: Any
+
+    times: ClassVar[Mapping[str, tuple[str, str]]]
+    weigh: ClassVar[Mapping[str, Weigh]] = {}
+
+    def describe(self) -> Facts:
+        """Return what is known of the data and the dense model before anything runs."""
+        return {}
+
+    def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+        """Do a run; other processes get the study pickled."""
+        before = self.config.score if self.config.before else None
+        # Models of several seeds are paired by seed.
+        return measure_run(run, callback, measurer, before=before, by_sample=self.config.seeds == 1)
+
+    def measure_trial(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+        """Do a run at a learning rate that is tried, of which the trained model alone counts."""
+        return measure_run(run, callback, measurer)
+
+    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+        """Count the costs of a candidate by column, from its final model and its rows."""
+        raise NotImplementedError
+
+    def draw(self, run: Run, model: nn.Module) -> Mapping[str, Figure]:
+        """Draw the tokens that a candidate keeps, by the name of the picture."""
+        return {}
+
+    def readings(self, kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+        """Return the passes that are timed, see `Kind.readings`."""
+        return kind.readings(model, size, batches)
+
+    def derive(self, times: Mapping[str, dict[str, float]]) -> None:
+        """Add columns that follow from those of times, by candidate."""
+
+    def baselines(self, table: Table, runs: Runs) -> Mapping[str, Mapping[str, Sequence[str]]]:
+        """Return the candidates that each is compared with where they are as cheap, by a suffix of columns."""
+        return {}
+
+    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+        """Say what follows from the table."""
+        raise NotImplementedError
 
 
 # Groups of models without significant differences that a sentence names.
@@ -199,29 +221,25 @@ class StudyResult:
 
 
 def write_study(
-    config: StudyConfig,
-    kind: StudyKind[StudyConfig],
-    comparison: Comparison,
-    table: Table,
-    runs: Runs,
-    facts: Facts,
-    machine: Mapping[str, Any],
+    study: StudyKind, left_out: Sequence[str], table: Table, runs: Runs, facts: Facts, machine: Mapping[str, Any]
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
+        left_out: Why some candidates are not compared, a sentence each.
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
-    points = _points(config, kind, table, runs)
+    config = study.config
+    points = _points(study, table, runs)
     rows = [point.row() for point in points]
-    epochs = comparison.dense.epochs
+    epochs = study.dense.epochs
     # Where a trainer counts steps, there are no epochs to show.
     if epochs is not None:
         before = epochs if config.train_dense else None
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
-    told = kind.tell(config, table, runs, rows, facts)
+    told = study.tell(table, runs, rows, facts)
     names = list(runs)
-    parts = [*harm(table, config.score, names), told.text, *comparison.left_out, *_of_one_seed(config, table, names)]
+    parts = [*harm(table, config.score, names), told.text, *left_out, *_of_one_seed(config, table, names)]
     text = "\n\n".join(filter(None, [*parts, beside_controls(points)]))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
@@ -246,19 +264,18 @@ def write_study(
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
-def _points(config: StudyConfig, kind: StudyKind[StudyConfig], table: Table, runs: Runs) -> list[Point]:
+def _points(study: StudyKind, table: Table, runs: Runs) -> list[Point]:
     """Return candidates with their differences to the dense model, to their control and to the best baselines."""
-    score = config.score
+    score = study.config.score
     to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
     to_baselines: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in runs}
-    baselines = {} if kind.baselines is None else kind.baselines(table, runs)
-    for suffix, others in baselines.items():
+    for suffix, others in study.baselines(table, runs).items():
         best_baseline = {name: best(table, score, names) for name, names in others.items()}
         for name, gap in gaps(table, score, best_baseline).items():
             to_baselines[name] |= {f"to_baseline{suffix}": gap, f"baseline{suffix}": best_baseline[name]}
-    times = _columns_of_time(kind, table, config.size_suffixes)
+    times = _columns_of_time(study, table)
     return [
         Point(
             name,
@@ -274,18 +291,16 @@ def _points(config: StudyConfig, kind: StudyKind[StudyConfig], table: Table, run
     ]
 
 
-def _columns_of_time(
-    kind: StudyKind[StudyConfig], table: Table, suffixes: Mapping[int, str]
-) -> dict[str, dict[str, float]]:
+def _columns_of_time(study: StudyKind, table: Table) -> dict[str, dict[str, float]]:
     """Return times and speed-ups by candidate; empty before they are measured."""
+    suffixes = study.config.size_suffixes
     by_name: dict[str, dict[str, float]] = {}
     for (inputs, size), ms in table.times.items():
-        columns = [f"{column}{suffixes[size]}" for column in kind.times[inputs]]
+        columns = [f"{column}{suffixes[size]}" for column in study.times[inputs]]
         # By round, as the load of the machine changes between rounds.
         for name, figures in relative_times(ms, DENSE).items():
             by_name.setdefault(name, {}).update(zip(columns, figures))
-    if kind.derive is not None:
-        kind.derive(by_name)
+    study.derive(by_name)
     return by_name
 
 

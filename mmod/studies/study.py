@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections import Counter
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from mmod.analysis.style import save_picture
-from mmod.analysis.table import DENSE, Measured, Table
+from mmod.analysis.table import DENSE, Table
+from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
+from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
-from mmod.planning.candidate import Candidate
-from mmod.studies.compare import (
-    BASE,
-    Comparison,
-    Measure,
-    Measurer,
-    Rates,
-    Run,
-    Timing,
-    compare,
-    identity_of_final,
-    measure_run,
-)
+from mmod.studies.candidates import comparison_of
+from mmod.studies.compare import Measurer, Rates, Run, at_best_rates, compare, identity_of_final, times_of
 from mmod.studies.config import StudyConfig, TimmStudyConfig
-from mmod.studies.report import Draw, Facts, StudyKind, StudyResult, write_study
-from mmod.training.engine.config import RunConfig
+from mmod.studies.report import StudyKind, StudyResult, write_study
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -38,115 +23,74 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
-    study = study_kind(config.kind)
     comparison = comparison_of(config)
+    runs = comparison.checked_runs()
+    study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
     names = [candidate.name for candidate in comparison.candidates]
     runner = Runner(config.processes, progress)
-    facts: Facts = {}
-    if study.describe is not None:
-        facts = study.describe(comparison.dense, comparison.train or comparison.dense)
+    facts = study.describe()
     runner.say(". ".join([f"{len(names)} models", *comparison.left_out]))
-    # The runs of the first seed that are done.
+    # A folder that cannot be written is no news for the end of a run.
+    measurer = Measurer(study.measure, Store(make_folder(config.output) / STORE), keeps_all=True)
+    table = Table(weigh=study.weigh)
+    if isinstance(config, TimmStudyConfig) and config.rates is not None:
+        rates = Rates(config.rates, config.score, study.measure_trial, {"val_split": config.rate_split})
+        runs, table.rates = at_best_rates(runs, rates, measurer.store, runner, Path(config.output) / "rates")
+    # The runs of the first seed, whose models are counted, drawn and timed.
     done: dict[str, Run] = {}
+
+    def write() -> StudyResult:
+        ordered = {name: done[name] for name in names if name in done}
+        return write_study(study, comparison.left_out, table, ordered, facts, runner.facts)
+
     is_announced = False
-
-    def count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
-        identity = {"work": "costs", "batch": config.latency_batch}
-        costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.count(config, run, model, rows))
-        if study.draw is not None:
-            _draw_once(config, run, measurer, study.draw)
-        return costs
-
-    def write(table: Table) -> StudyResult:
-        runs = {name: done[name] for name in names if name in table.costs}
-        return write_study(config, study, comparison, table, runs, facts, runner.facts)
-
-    def each(table: Table, run: Run) -> None:
-        nonlocal is_announced
-        # It is no candidate: the others start from it.
-        if run.name == BASE:
-            return
+    for run in compare(runs, table, measurer, runner):
         if run.seed == 0:
-            done[run.name] = run
+            done[run.name] = measurer.ready(run)
+            table.costs[run.name] = _counted(study, done[run.name], measurer, table)
+            _draw_once(study, done[run.name], measurer)
         # Where nothing is trained, the next model is there before a picture is drawn.
-        is_first = run.seed == 0 and (len(table.costs) == 2 or run.is_trained)
+        is_first = run.seed == 0 and (len(done) == 2 or run.is_trained)
         is_seed_done = all(run.seed in table.runs.get(name, {}) for name in names)
-        if len(table.costs) > 1 and DENSE in table.costs and (is_first or is_seed_done):
-            write(table)
+        if len(done) > 1 and DENSE in done and (is_first or is_seed_done):
+            write()
             if not is_announced:
                 runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
             is_announced = True
-
-    measure, rates = _measures(config, study, comparison.dense)
-    table = compare(
-        comparison,
-        rates=rates,
-        measure=measure,
-        weigh=study.weigh,
-        count=count,
-        timing=Timing(list(config.size_suffixes), config.latency_rounds, study.readings),
-        each=each,
-        runner=runner,
-    )
-    return write(table)
+    sizes = list(config.size_suffixes)
+    table.times = times_of(done, measurer, study.readings, sizes, config.latency_rounds, shown=runner.progress)
+    return write()
 
 
-def _draw_once(config: Any, run: Run, measurer: Measurer, draw: Draw[StudyConfig]) -> None:
-    """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
-    name = {"work": "pictures", "name": run.name}
-    shown = json.dumps({"maps": config.maps, **identity_of_final(run)}, sort_keys=True)
-    drawn = measurer.store.get(name) or {"shown": "", "titles": []}
-    # A user may have deleted some.
-    is_whole = all((Path(config.output) / f"{title}.svg").exists() for title in drawn["titles"])
-    if drawn["shown"] == shown and is_whole:
-        return
-    pictures = draw(config, run, measurer.final(run))
-    for title, figure in pictures.items():
-        save_picture(config.output, title, figure)
-    measurer.store.put(name, {"shown": shown, "titles": list(pictures)})
-
-
-def study_kind(kind: str) -> StudyKind[StudyConfig]:
-    """Return what a kind contributes to a study: `STUDY` of the module with its name. Imports its libraries."""
-    study: StudyKind[StudyConfig] = import_path(f"mmod.studies.{kind}:STUDY")
+def study_kind(kind: str) -> type[StudyKind]:
+    """Return what a kind contributes to a study: the class of its name in its module. Imports its libraries."""
+    study: type[StudyKind] = import_path(f"mmod.studies.{kind}:{kind.title()}Study")
     return study
 
 
-def comparison_of(config: StudyConfig) -> Comparison:
-    """Return what a study compares."""
-    study = study_kind(config.kind)
-    dense, tuned = config.run_configs()
-    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense)]
-    candidates += [Candidate(**fields) for fields in config.routed_models()]
-    left_out: Mapping[str, str] = {}
-    if study.candidates is not None:
-        candidates, left_out = study.candidates(config, candidates, dense, tuned)
-    names = Counter([BASE, *(candidate.name for candidate in candidates)])
-    if max(names.values()) > 1:
-        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
-    return Comparison(
-        candidates=candidates,
-        dense=dense,
-        # Untuned models are evaluated on the data and in the precision of the dense one.
-        train=tuned if config.tune else None,
-        seeds=config.seeds,
-        train_dense=config.train_dense,
-        bases=config.bases,
-        left_out=[f"Left out: {name}: {reason}" for name, reason in left_out.items()],
-    )
+def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
+    """Return the costs of a run's final model, which are counted once."""
+    identity = {"work": "costs", "batch": study.config.latency_batch}
+    rows = table.runs[run.name][run.seed]
+    costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.count(run, model, rows))
+    return costs
 
 
-def _measures(config: StudyConfig, study: StudyKind[StudyConfig], dense: RunConfig) -> tuple[Measure, Rates | None]:
-    """Return what does the runs of a study, and the learning rates that are tried first."""
-    if study.measure is None:
-        before = config.score if config.before else None
-        # Models of several seeds are paired by seed.
-        measure: Measure = partial(measure_run, before=before, by_sample=config.seeds == 1)
-        trial: Measure = measure_run
-    else:
-        measure = partial(study.measure, config, dense)
-        # Of a trial, only the trained model counts.
-        trial = partial(study.measure, dataclasses.replace(config, before=False), dense)
-    if not isinstance(config, TimmStudyConfig) or config.rates is None:
-        return measure, None
-    return measure, Rates(config.rates, config.score, trial, {"val_split": config.rate_split})
+def _draw_once(study: StudyKind, run: Run, measurer: Measurer) -> None:
+    """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
+    # Configs of kinds that draw nothing have no such field.
+    maps = getattr(study.config, "maps", 0)
+    if not maps:
+        return
+    name = {"work": "pictures", "name": run.name}
+    shown = json.dumps({"maps": maps, **identity_of_final(run)}, sort_keys=True)
+    drawn = measurer.store.get(name) or {"shown": "", "titles": []}
+    folder = Path(study.config.output)
+    # A user may have deleted some.
+    is_whole = all((folder / f"{title}.svg").exists() for title in drawn["titles"])
+    if drawn["shown"] == shown and is_whole:
+        return
+    pictures = study.draw(run, measurer.final(run))
+    for title, figure in pictures.items():
+        save_picture(folder, title, figure)
+    measurer.store.put(name, {"shown": shown, "titles": list(pictures)})

@@ -20,7 +20,6 @@ from mmod.analysis.table import (
     Table,
     best,
     close_groups,
-    fill,
     gap,
     gaps,
     interval_of,
@@ -265,12 +264,10 @@ def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
 
     jobs = [Job(name, seed, 0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
     with pytest.raises(KeyboardInterrupt):
-        fill(Table(), jobs, measure, Runner(progress=False))
+        Table().fill(Runner(progress=False).run(jobs, measure))
     done.clear()
     table = Table()
-    finished: list[Job[float]] = []
-    fill(table, jobs, measure, Runner(progress=False), after=finished.append)
-    assert finished == jobs
+    table.fill(Runner(progress=False).run(jobs, measure))
     assert done == ["dense", "a"]
     assert table.figures("a") == {0: {"top1": 0.25}, 1: {"top1": 1.25}}
     rows = table.runs["dense"][1]

@@ -17,8 +17,9 @@ from mmod.analysis.counting import pass_flops
 from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
-from mmod.planning import Candidate
 from mmod.registry.hub import model_card
+from mmod.studies.candidates import baselines_of
+from mmod.studies.compare import config_of
 from mmod.studies.config import ImageStudyConfig
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter
@@ -242,8 +243,8 @@ def test_a_method_from_outside_is_trained_evaluated_and_studied(half: Any, tmp_p
     assert methods_of(model) == (half(),)
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
     baselines = {"half": {0.5: {"kind": "half", "block": 1}}}
-    (fields,) = ImageStudyConfig(output="", dense={}, baselines=baselines).baseline_models(epochs=1)
-    assert Candidate(**fields).configure(config, config).applied == (half(1),)
+    (candidate,) = baselines_of(ImageStudyConfig(output="", dense={}, baselines=baselines), epochs=1)
+    assert config_of(candidate, config).applied == (half(1),)
 
 
 @torch.no_grad()

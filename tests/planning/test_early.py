@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.analysis.table import DENSE, Measured, Table, evaluated, fill
+from mmod.analysis.table import DENSE, Measured, Table, evaluated
 from mmod.io.jobs import Callback, Runner
 from mmod.planning.early import Look, front_in, look_at, milliseconds, near_front
 
@@ -34,8 +34,11 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
     times = {name: [value] * 3 for name, value in ms.items()}
-    more = near_front("right", SAMPLES)
-    fill(table, look_at(models, 0, FIRST), evaluate, Runner(progress=False), time=lambda: {"batch": times}, more=more)
+    runner = Runner(progress=False)
+    table.fill(runner.run(look_at(models, 0, FIRST), evaluate))
+    table.times = {"batch": times}
+    for looks in near_front(table, "right", SAMPLES):
+        table.fill(runner.run(looks, evaluate))
     assert milliseconds(table, "batch") == ms
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from mmod.studies.candidates import comparison_of
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.report import epochs_of
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured
+from mmod.analysis.table import DENSE, Measured, Table
+from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Comparison, Measurer, Run, compare, evaluate_start, measure_run
+from mmod.studies.compare import Comparison, Measurer, compare, evaluate_start, measure_run
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
@@ -49,15 +50,21 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
         loaded.append(weakref.ref(model))
         return model
 
-    def count(run: Run, measurer: Measurer, rows: Measured) -> dict[str, float]:
-        assert measurer.final(run) is loaded[-1]()
-        return {"draw": float(torch.rand(()))}
+    def draws() -> dict[str, float]:
+        store = Store(tmp_path / "compared" / STORE)
+        measurer = Measurer(measure_run, store)
+        drawn = {}
+        for run in compare(comparison.checked_runs(), Table(), measurer, Runner(progress=False)):
+            assert measurer.final(run) is loaded[-1]()
+            drawn[run.name] = float(torch.rand(()))
+        return drawn
 
     monkeypatch.setattr(ImageKind, "load", tracked)
-    draws = compare(comparison, count=count).costs
+    (tmp_path / "compared").mkdir()
+    first = draws()
     assert len(loaded) == len(candidates)
     # Evaluations are read from the store, and the same is drawn.
-    assert compare(comparison, count=count).costs == draws
+    assert draws() == first
 
     kept = Measurer(measure_run, Store())
     kept.load(kind.config)

@@ -14,7 +14,6 @@ import mmod
 from mmod.analysis.table import DENSE
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
-from mmod.planning.candidate import without_weights
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.compare import Measurer, Run, measure_run
@@ -126,10 +125,10 @@ def test_a_model_without_its_weights_is_the_same_model(kind: str, tmp_path: Path
     started = config.started_from("run")
     if kind == "chat":
         with pytest.raises(ValueError, match=r"give either model\.checkpoint or model\.config"):
-            without_weights(started)
+            started.started_from(None)
         return
     assert started.model.has_weights
-    assert without_weights(started) == config
+    assert started.started_from(None) == config
 
 
 def test_only_a_config_of_a_kind_has_a_recipe() -> None:

@@ -29,6 +29,7 @@ from mmod.io.configs import find_config
 from mmod.io.store import STORE, Store
 from mmod.opening.open import open_start
 from mmod.opening.timm import check_published
+from mmod.studies.candidates import comparison_of
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
     features_store,
@@ -38,7 +39,7 @@ from mmod.studies.features import (
     split_by_class,
 )
 from mmod.studies.report import StudyResult
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import extract, feature_of, read_features
 from mmod.training.image.kind import ImageKind

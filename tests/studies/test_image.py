@@ -25,13 +25,13 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
+from mmod.studies.candidates import comparison_of, read_runs, routed_of
 from mmod.studies.compare import Run
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
-from mmod.studies.image import code, tell
+from mmod.studies.image import ImageStudy
 from mmod.studies.report import Point, StudyResult, beside_controls, harm, verdict
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.kind import ImageKind
 from mmod.training.kinds import kind_of
 from tests.kit.fitted import fit_roughly
 from tests.kit.folders import save_image_model
@@ -251,6 +251,10 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
     assert {job.seed for job in comparison_of(following).runs()} == {0, 1}
 
 
+def image_study(config: ImageStudyConfig) -> ImageStudy:
+    return ImageStudy(config, *read_runs(config))
+
+
 def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
     config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False, tune_dense=False)
     right_N = np.arange(80) < 56
@@ -262,7 +266,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
         table.add(name, 0, Measured(figures, samples=80, outcomes={"top1": outcome_N.astype(np.float32)}))
     table.times = {("image", size): {"dense": [3.0], "lucky": [2.0], "same": [2.1]} for size in (1, 16)}
     runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
-    told = tell(config, table, runs, [], {"images": [], "depth": 4})
+    told = image_study(config).tell(table, runs, [], {"images": [], "depth": 4})
     for size in (1, 16):
         assert f"What loses least, in batches of {size}:\n\n- 1.25 times the dense speed: same, +0.0 [" in told.text
     assert "points; no clear difference from lucky" in told.text
@@ -271,7 +275,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
     for rows in table.runs.values():
         rows[0] = rows[0]._replace(samples=8, outcomes={"top1": rows[0].outcomes["top1"][:8]})
-    few = tell(config, table, runs, [], {"images": [], "depth": 4})
+    few = image_study(config).tell(table, runs, [], {"images": [], "depth": 4})
     assert few.text.startswith("What loses least on these images, which are too few to choose by, in batches of 1")
 
 
@@ -286,7 +290,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     runs = {name: Run(name, 0, None, candidate=dataclasses.replace(prune, name=name)) for name in table.runs}
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
-    told = tell(config, timed, runs, [], facts)
+    told = image_study(config).tell(timed, runs, [], facts)
     assert told.text.splitlines() == [
         "What loses least, in batches of 16:",
         "",
@@ -301,23 +305,25 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "`--seeds 5` gives confidence intervals over runs.",
     ]
     assert told.recommended == ["b", "a"]
-    untold = tell(config, table, runs, [], facts)
+    untold = image_study(config).tell(table, runs, [], facts)
     assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
-    text = code(config, [prune, gradual, small], facts)
+    text = image_study(config).code([prune, gradual, small], facts)
     routed, size = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)[1:]
     assert f"mmod.load_pretrained('{config.output}/seed0/prune/model')" in text
     assert yaml.safe_load(size) == {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
     model = timm.create_model("test_vit")
-    (routed,) = re.findall(r"```\w+\n(.*?)\n```", code(config, [gradual], {"depth": len(model.blocks)}), re.DOTALL)
+    lines = image_study(config).code([gradual], {"depth": len(model.blocks)})
+    (routed,) = re.findall(r"```\w+\n(.*?)\n```", lines, re.DOTALL)
     exec(routed, {"model": model})
     assert mmod.is_routed(model)
     # Seeds say nothing where nothing is trained, nor of other dense models.
-    fixed = dataclasses.replace(config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
-    assert tell(fixed, timed, runs, [], facts).text.endswith("one dense model; another may rank them differently.")
-    assert "--seeds" not in tell(fixed, table, runs, [], facts).text
+    untuned = dataclasses.replace(config, train_dense=False, **UNTUNED)
+    fixed = dataclasses.replace(image_study(config), config=untuned)
+    assert fixed.tell(timed, runs, [], facts).text.endswith("one dense model; another may rank them differently.")
+    assert "--seeds" not in fixed.tell(table, runs, [], facts).text
 
 
 UNTUNED = {"tune": False, "tune_dense": False}
@@ -450,7 +456,7 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     controls |= {*config.routers, *(fields.get("router") for fields in config.routers.values())}
     assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls
     routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
-    chosen = [model["series"] for model in config.routed_models() if model["search"] is None]
+    chosen = [model for model in routed_of(config) if model.search is None]
     assert len(routed) == config.seeds * len(chosen)
     assert all(job.config.model.has_weights and job.config.routings for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
@@ -534,7 +540,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
-    kind = ImageKind(TrainConfig.from_dict(config.dense_fields))
+    kind: Any = kind_of(read_runs(config)[0])
     batches = list(image_stream(kind.config.data).batches(0))
     advice = mmod.advise(kind.load(), batches, images=12, progress=False)
     rows = {row.name: row.accuracy for row in advice.rows}
@@ -572,5 +578,5 @@ def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None
     fields = {"train_dense": False, "tune": False, "tune_dense": False, "capacities": [0.5]}
     routers: dict[str, Any] = {"random": {"router": "random"}}
     study = ImageStudyConfig(output=str(tmp_path / "out"), dense=str(run / file), routers=routers, **fields)
-    dense, _ = study.run_configs()
+    dense, _ = read_runs(study)
     assert (dense.model.checkpoint, dense.data) == (str(run), trained.data)

@@ -14,8 +14,8 @@ import torch
 from mmod.analysis.prefill import training_flops
 from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
-from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop import describe, places_of, run_study
+from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.text.kind import TextKind, window_flops
 from tests.kit.counting import flop_counter

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mmod.studies.candidates import routed_of
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
 from mmod.values import from_plain
 
@@ -50,9 +51,15 @@ def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"preset": "a-mod"}, "unknown tower in routers preset; valid ones are image, text"),
-        ({"budgets": {0.5: {"router": "norm"}}}, "unknown tower in routers router; valid ones are image, text"),
-        ({"image": "a-mod"}, "the routing of tower image must be a mapping of keys to values, got 'a-mod'"),
+        ({"preset": "a-mod"}, r"unknown tower in routers\.mine preset; valid ones are image, text"),
+        (
+            {"budgets": {0.5: {"router": "norm"}}},
+            r"unknown tower in routers\.mine router; valid ones",
+        ),
+        (
+            {"image": "a-mod"},
+            r"routers\.mine: the routing of tower image must be a mapping .*, got 'a-mod'",
+        ),
         (
             {"image": {}, "image_size": 32},
             r"unknown tower in routers\.mine image_size",
@@ -64,5 +71,5 @@ def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str
         study({"mine": fields}, PairsStudyConfig)
     tower = {"image": {"router": "norm", "capacity": 0.4}}
     described = study({"mine": {"budgets": {0.7: tower}, "changes": {"epochs": 7}, "tune": False}}, PairsStudyConfig)
-    (model,) = described.routed_models()
-    assert (model["routing"], model["changes"], model["is_trained"]) == (tower, {"epochs": 7}, False)
+    (model,) = routed_of(described)
+    assert (model.routing, model.changes, model.is_trained) == (tower, {"epochs": 7}, False)

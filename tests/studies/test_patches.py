@@ -11,8 +11,10 @@ import yaml
 
 from mmod.analysis import flops
 from mmod.config.parse import parse_config
+from mmod.studies.candidates import comparison_of
+from mmod.studies.compare import config_of
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from mmod.training import TrainConfig
 from mmod.training.image.kind import ImageKind
 from tests.kit.image_study import DENSE
@@ -70,7 +72,7 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
     for candidate in comparison_of(config).candidates:
-        config = candidate.configure(dense, dense)
+        config = config_of(candidate, dense)
         size = config.data.image_size
         costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
     assert len(costs) == 14

@@ -12,9 +12,10 @@ import yaml
 
 from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
+from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, measure_run
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from mmod.training.kinds import kind_of
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS

@@ -257,9 +257,17 @@ class RunConfig:
         """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"kind", "output"})
 
-    def started_from(self, folder: str) -> Self:
-        """Return the config of the same run, started from the final weights in a run folder."""
+    def started_from(self, folder: str | None) -> Self:
+        """Return the config of the same run, started from the final weights in a run folder, or None: from random ones.
+
+        Raises:
+            ValueError: Only weights say which model it is.
+        """
         return dataclasses.replace(self, model=self.model.started_from(folder))
+
+    def at_size(self, side: int) -> Self:
+        """Return the config of the same run on images of `side` pixels."""
+        raise ValueError(f"a run of kind {self.kind!r} has images of one size")
 
     def finished(self, folder: str) -> Self:
         """Return the config of the final model in a run folder of this kind and these settings."""

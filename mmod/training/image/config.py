@@ -194,7 +194,7 @@ class TrainConfig(engine.LoopConfig):
             raise ValueError("elastic cannot be combined with grad_checkpointing")
         self.refuse_training_only("elastic evaluates the model at several capacities")
 
-    def at_size(self, side: int) -> TrainConfig:
+    def at_size(self, side: int) -> Self:
         """Return the same run on images of `side` pixels; position embeddings are resampled."""
         model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))

@@ -1,0 +1,221 @@
+"""What a study compares: from its config to the dense model's training config, and to every model as a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmod.adapters import find_stack, image_facts, patch_grid
+from mmod.analysis.counting import by_data, pass_flops
+from mmod.analysis.table import DENSE
+from mmod.io.yaml import merged, read_yaml
+from mmod.methods import METHODS, read_method
+from mmod.opening.runs import RUN_CONFIG
+from mmod.planning.budgets import at_budgets
+from mmod.planning.candidate import Candidate
+from mmod.planning.options import FIT
+from mmod.studies.compare import BASE, Comparison, config_of
+from mmod.studies.config import StudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.training.engine.config import RunConfig
+from mmod.training.kinds import config_class, kind_of
+from mmod.values import one_of, refuse_unknown
+
+
+def comparison_of(config: StudyConfig) -> Comparison:
+    """Return what a study compares: the dense model, its series, and models without a router."""
+    dense, tuned = read_runs(config)
+    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense), *routed_of(config)]
+    # As long as a fine-tuned model has been trained in all.
+    epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
+    if isinstance(config, TimmStudyConfig) and config.isoflop == "scratch":
+        candidates += _shallow(candidates, dense, epochs)
+    candidates += baselines_of(config, epochs)
+    left_out: Mapping[str, str] = {}
+    if isinstance(config, TimmStudyConfig) and _names_budgets(config):
+        candidates, left_out = _fitted(candidates, dense)
+    names = Counter([BASE, *(candidate.name for candidate in candidates)])
+    if max(names.values()) > 1:
+        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
+    return Comparison(
+        candidates=candidates,
+        dense=dense,
+        # Untuned models are evaluated on the data and in the precision of the dense one.
+        train=tuned if config.tune else None,
+        seeds=config.seeds,
+        train_dense=config.train_dense,
+        bases=config.bases,
+        left_out=[f"Left out: {name}: {reason}" for name, reason in left_out.items()],
+    )
+
+
+def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
+    """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
+    run_config = config_class(config.trains)
+    named = _read_dense(config.dense, run_config) if isinstance(config.dense, str) else config.dense
+    fields = config.fields_of_dense(named)
+    dense = run_config.from_dict(fields)
+    tuned = run_config.from_dict(merged(fields, config.finetune))
+    for run in (dense, tuned):
+        kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
+        if run.routing is not None:
+            kinds.append("routing")
+        if kinds:
+            raise ValueError(
+                f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
+                "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
+            )
+    if not config.train_dense and not config.tune_dense and not config.starts_trained(dense):
+        raise ValueError(
+            "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
+            "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
+        )
+    config.check_runs(dense, tuned)
+    return dense, tuned
+
+
+def _read_dense(path: str, run_config: type[RunConfig]) -> dict[str, Any]:
+    """Read a config; that of a run, by its folder or file, is changed to start from the run's final model."""
+    file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
+    fields = read_yaml(str(file))
+    # What a run records besides its config.
+    if fields.pop("world_size", None) is None:
+        return fields
+    return run_config.from_dict(fields).finished(str(file.parent)).to_dict()
+
+
+def routed_of(config: StudyConfig) -> Iterator[Candidate]:
+    """Yield the model of every series at every budget."""
+    for variant in config.variants():
+        series, budget, fields = variant
+        yield Candidate(
+            config.name_at(series, budget),
+            series=series,
+            budget=budget,
+            control=config.control_at(series, budget),
+            search=config.search_of(variant),
+            routing=config.routing_of(variant),
+            image_size=fields.get("image_size"),
+            changes=fields.get("changes", {}),
+            is_trained=config.tune and fields.get("tune", True),
+        )
+
+
+def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
+    """Yield every baseline, a model without a router; some kinds of study have them.
+
+    Args:
+        epochs: Length of a training from scratch.
+    """
+    named: dict[str, dict[float, dict[str, Any]]] = getattr(config, "baselines", {})
+    for series, budgets in named.items():
+        for budget, fields in budgets.items():
+            if config.is_run(budget):
+                plain = Candidate(
+                    config.name_at(series, budget),
+                    series=series,
+                    budget=budget,
+                    control=config.control_at(series, budget),
+                    image_size=fields.get("image_size"),
+                    changes=fields.get("changes", {}),
+                    is_trained=config.tune,
+                )
+                yield _baseline(plain, fields, epochs)
+
+
+def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candidate:
+    """Return a candidate with what the kind of a baseline sets."""
+    refuse_set_by_study(f"{plain.name}: changes", plain.changes)
+    settings = {name: value for name, value in fields.items() if name not in ("image_size", "changes")}
+    kind = fields.get("kind")
+    one_of(f"baselines.{plain.name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
+    if kind == "resolution":
+        refuse_unknown(f"field of baselines.{plain.name}", settings, ["kind", "image_size"])
+        if plain.image_size is None:
+            raise ValueError(f"baselines.{plain.name} needs image_size")
+        return plain
+    if kind == "smaller":
+        refuse_unknown(f"field of baselines.{plain.name}", settings, ["kind", "args", "checkpoint"])
+        if settings.get("args") is None:
+            raise ValueError(f"baselines.{plain.name} needs args")
+        if "checkpoint" in settings:
+            model = {key: settings[key] for key in ("args", "checkpoint")}
+            return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
+        return _from_scratch(plain, epochs, {"model": {"args": settings["args"]}})
+    method = {key: value for key, value in settings.items() if key != "routing"}
+    if read_method({key: value for key, value in method.items() if value != FIT}).replaces:
+        # A model from scratch is not routed: `routing` is refused.
+        read_method(settings)
+        return dataclasses.replace(_from_scratch(plain, epochs, {}), methods=(method,))
+    return dataclasses.replace(plain, methods=(method,), routing=settings.get("routing"))
+
+
+def _from_scratch(plain: Candidate, epochs: int, changes: Mapping[str, object]) -> Candidate:
+    """Return a candidate that is trained from random weights for some epochs, unless it says its own."""
+    return dataclasses.replace(
+        plain, from_scratch=True, is_trained=True, changes=merged({"epochs": epochs, **changes}, plain.changes)
+    )
+
+
+def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
+    """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
+    plain = dense.started_from(None)
+    kind = kind_of(plain)
+    model = kind.sketch()
+    report: Any = kind.report(model)
+    depth = len(find_stack(model).blocks)
+    costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
+    depths = set()
+    for candidate in candidates:
+        routed_kind = kind_of(config_of(candidate, plain))
+        routed_model = routed_kind.sketch()
+        # The cost of thresholds depends on the data.
+        if not by_data(routed_model):
+            routed_report: Any = routed_kind.report(routed_model)
+            depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed_report.routed)))
+    return [
+        _from_scratch(
+            Candidate(f"shallow-{fewer}", series="shallow", budget=1.0), epochs, {"model": {"args": {"depth": fewer}}}
+        )
+        for fewer in sorted(depths - {depth})
+    ]
+
+
+def _names_budgets(config: TimmStudyConfig) -> bool:
+    """Return whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
+    fields: list[Mapping[str, object]] = []
+    for budgets in config.baselines.values():
+        fields += budgets.values()
+    is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
+    return is_fitted or any("budgets" in series for series in config.routers.values())
+
+
+def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Candidate], Mapping[str, str]]:
+    """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these.
+
+    Returns:
+        The candidates, and why others are left out, by name.
+    """
+    plain = dense.started_from(None)
+    model = kind_of(plain).sketch()
+    height, width = patch_grid(model, (dense.data.image_size,) * 2)
+    patch = (image_facts(model).patch or (1, 1))[0]
+    sides = [patch * side for side in range(1, height)]
+
+    def flops_of(candidate: Candidate) -> float | None:
+        if candidate.search is not None:
+            return None
+        kind: Any = kind_of(config_of(candidate, plain))
+        try:
+            counted = kind.sketch().eval()
+            image = torch.empty(1, *kind.image_shape, device="meta")
+            return None if by_data(counted) else pass_flops(counted, {"image": image})
+        # Hosts refuse sizes of images by assertions.
+        except (ValueError, AssertionError) as error:
+            raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
+
+    return at_budgets(candidates, flops_of, sides, height * width, strict=True)
