@@ -41,17 +41,28 @@ IGNORED = -100
 _FINITE = "(-inf, inf)"
 # Of more names than these, a message lists similar ones alone.
 _MANY = 20
+# Words of papers and other libraries, which no spelling is near to, and our words for them.
+_SYNONYMS = {"tome": ("merge",), "evit": ("prune",), "keep": ("capacity", "r"), "ratio": ("capacity", "keep", "r")}
 
 
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
     """Raise a ValueError unless `value` is one of `valid`."""
     if value not in valid:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}")
+        told = f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}"
+        raise ValueError("; ".join(filter(None, [told, near_names(value, valid)])))
 
 
-def similar(name: object, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return up to three known names that look like a misspelt one, the most similar first."""
-    return difflib.get_close_matches(str(name), known, n=3, cutoff=cutoff)
+def similar(name: object, known: Iterable[str], cutoff: float = 0.65) -> list[str]:
+    """Return up to three known names that mean or look like another one in any case, the most similar first.
+
+    Example:
+        >>> similar("A-MoD", ["a-mod", "gradual"]), similar("ToMe", ["prune", "merge"])
+        (['a-mod'], ['merge'])
+    """
+    folded = {other.casefold(): other for other in known}
+    word = str(name).casefold()
+    meant = [folded[other] for other in _SYNONYMS.get(word, ()) if other in folded]
+    return meant or [folded[other] for other in difflib.get_close_matches(word, folded, n=3, cutoff=cutoff)]
 
 
 def near_names(name: object, known: Iterable[str], listing: str = "") -> str:
@@ -84,8 +95,11 @@ def valid_names(name: object, valid: Sequence[str], lead: str) -> str:
     return "; ".join(filter(None, [near, f"{lead} {', '.join(valid)}"]))
 
 
-def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> None:
+def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str], elsewhere: str = "") -> None:
     """Raise a ValueError unless all `names` are among `valid`; see `valid_names`.
+
+    Args:
+        elsewhere: What a name that is near none may be, and where that goes.
 
     Example:
         >>> refuse_unknown("argument", ["learning_rat"], [*map(str, range(30)), "learning_rate"])
@@ -94,7 +108,8 @@ def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> Non
     """
     unknown = sorted(map(str, set(names) - set(valid)))
     if unknown:
-        raise ValueError(f"unknown {noun} {', '.join(unknown)}; {valid_names(unknown[0], valid, 'valid ones are')}")
+        told = f"unknown {noun} {', '.join(unknown)}; {valid_names(unknown[0], valid, 'valid ones are')}"
+        raise ValueError(told if similar(unknown[0], valid) or not elsewhere else f"{told}; {elsewhere}")
 
 
 def check_distinct(config: object, *names: str) -> None:
@@ -185,7 +200,19 @@ def check_value(name: str, value: object, hint: object, limit: Limit | None = _F
     """Raise unless a value is of a type and within a limit, None for any value; see `check_fields`."""
     fault = _fault(value, hint, limit)
     if fault is not None:
-        raise fault(f"{name} must be {describe(hint, limit)}, got {brief(value)}")
+        told = f"{name} must be {describe(hint, limit)}, got {brief(value)}"
+        near = near_names(value, _choices(hint, limit)) if isinstance(value, str) else ""
+        raise fault("; ".join(filter(None, [told, near])))
+
+
+def _choices(hint: Any, limit: Limit | None) -> list[str]:
+    """Return the texts that a type and a limit allow, where these are a few."""
+    if hint is str and isinstance(limit, tuple):
+        return list(limit)
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return list(filter(lambda option: isinstance(option, str), arguments))
+    return list(itertools.chain.from_iterable(_choices(option, limit) for option in arguments))
 
 
 def _check_named(cls: Any, field: str, name: str, value: object) -> None:

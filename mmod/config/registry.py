@@ -100,13 +100,18 @@ def check_frozen(entry: object, base: type, title: str) -> None:
         )
 
 
+METHODS_ELSEWHERE = (
+    "ToMe, pruning and the like are methods: mmod.apply_(model, mmod.methods.Merge(r=8)), in a config "
+    "methods: [{kind: merge, r: 8}]"
+)
+"""What no option of a routing and no preset is, for messages."""
+
 SCORES: Registry[type[Score]] = Registry("router", "mmod.routing.score", "register_score")
 PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
     "preset",
     "mmod.planning.presets",
     "register_preset",
-    "ToMe, pruning and the like are methods: mmod.apply_(model, mmod.methods.Merge(r=8)), in a config "
-    "methods: [{kind: merge, r: 8}]; ",
+    f"{METHODS_ELSEWHERE}; ",
 )
 LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
 
@@ -229,7 +234,10 @@ def read_part(field: str, value: object) -> Any:
         if name in plain_names:
             return name
     title = f"{field} {value['name']!r}" if "name" in value else field
-    refuse_unknown(f"option of {title}:", options, [item.name for item in dataclasses.fields(cls)])
+    valid_options = [item.name for item in dataclasses.fields(cls)]
+    place = next((place_of(name, options[name], {}) for name in options if name not in valid_options), "")
+    elsewhere = f"it belongs to {place}" if place else ""
+    refuse_unknown(f"option of {title}:", options, valid_options, elsewhere)
     return cls(**options)
 
 
@@ -249,7 +257,7 @@ def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Ma
         place = place_of(name, values[name], {field: value for field, value in parts.items() if value is not None})
         if place:
             raise ValueError(f"unknown routing option {name}: it belongs to {place}")
-    refuse_unknown("routing option", values, valid)
+    refuse_unknown("routing option", values, valid, METHODS_ELSEWHERE)
 
 
 def place_of(option: str, value: object, fields: Mapping[str, object]) -> str:

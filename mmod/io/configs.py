@@ -52,21 +52,25 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
     """
     file = find_config(path)
     if not file.is_file():
-        is_shipped = file.parts[:1] == ("configs",)
-        hint = ""
-        if file.is_dir():
-            hint = f": it is a folder{_in_folder(file)}"
-        # The path of a YAML file elsewhere is no misspelt name.
-        elif is_shipped or file.suffix != ".yaml":
-            parts = file.parts[1:] if is_shipped else file.parts
-            name = Path(*parts).as_posix().removesuffix(".yaml")
-            known = config_names()
-            # A bare name is compared with bare names: a folder in front would make all of them unlike.
-            if "/" not in name:
-                known = sorted({full.rpartition("/")[2] for full in known})
-            hint = f"; {near_names(name, known, '`mmod configs`')}"
+        hint = f": it is a folder{_in_folder(file)}" if file.is_dir() else f"; {_near(file)}".rstrip("; ")
         raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
     return file
+
+
+def _near(file: Path) -> str:
+    """Return what may be meant by a path that does not exist: files and folders beside it, or shipped configs."""
+    beside = list(map(str, file.parent.glob("[!.]*")))
+    is_shipped = file.parts[:1] == ("configs",)
+    # The path of a YAML file elsewhere is no misspelt name.
+    if file.suffix == ".yaml" and not is_shipped:
+        return near_names(str(file), beside)
+    parts = file.parts[1:] if is_shipped else file.parts
+    name = Path(*parts).as_posix().removesuffix(".yaml")
+    known = config_names()
+    # A bare name is compared with bare names: a folder in front would make all of them unlike.
+    if "/" not in name:
+        known = sorted({full.rpartition("/")[2] for full in known})
+    return near_names(name, [*known, *beside], "`mmod configs`")
 
 
 def _in_folder(folder: Path) -> str:

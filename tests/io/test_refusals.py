@@ -33,6 +33,7 @@ def fail() -> None:
         (["train", "image", "digits/dense", "--model.checkpoint", "nowhere"], 2, "error: no checkpoint at 'nowhere'"),
         (["evaluate", "tests"], 2, "error: no config file at 'tests': it is a folder"),
         (["tradeoff", "tests"], 2, "error: no config file at 'tests': it is a folder"),
+        (["evaluate", "docs/imags"], 2, "no run, config or folder at 'docs/imags'; near ones: docs/images"),
         (["configs", "my-modle"], 2, "error: no config file at 'my-modle'; near ones: my-model"),
         (["advise", "test_vit"], 2, "error: advice needs --images FOLDER"),
         (["advise", "test_vit", "--images", "tests", "--tolerance", "2"], 2, "error: --tolerance must be a number"),
