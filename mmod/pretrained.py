@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -257,9 +258,12 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None)
     check_changed(model)
     library = find_library(model) or OWN
     if library == OWN and "mod_methods" not in vars(model):
+        name = next(name for name, module in model.named_modules() if "mod_methods" in vars(module))
+        place = re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")
         raise ValueError(
-            f"cannot save this {type(model).__name__}: it is not the model that mmod changed, but holds it. Save the "
-            "model itself, not what wraps, compiles or extracts features from it"
+            f"cannot save this {type(model).__name__}: it is not the model that mmod changed, but holds it. Save that "
+            f"model, mmod.save_pretrained({place}, folder), and load it into its place, {place} = "
+            "mmod.load_pretrained(folder)"
         )
     saving = _saving(library)
     described = {

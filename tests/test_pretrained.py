@@ -170,8 +170,11 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: mmod.route_(timm.models.VisionTransformer(depth=2, embed_dim=24, num_heads=2), mmod.RoutingConfig()),
         "create_model",
     ),
-    "compiled": (lambda: torch.compile(routed()), "compiles"),
-    "wrapped": (lambda: nn.Sequential(routed()), "wraps"),
+    "compiled": (
+        lambda: torch.compile(routed()),
+        r"mmod\.save_pretrained\(model\._orig_mod, ",
+    ),
+    "wrapped": (lambda: nn.Sequential(routed()), r"place, model\[0\] = mmod\.load_pretrained\(folder\)$"),
     "exchanged head": (lambda: exchange_head(routed()), "exchanged"),
     "class as argument": (lambda: routed(act_layer=nn.ReLU), "JSON"),
     "part": (
@@ -180,7 +183,7 @@ UNSAVED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "features": (
         lambda: mmod.route_(timm.create_model("test_vit", features_only=True), mmod.RoutingConfig()),
-        "forward_intermediates returns",
+        r"load it back inside, features\.model = mmod\.load_pretrained",
     ),
 }
 

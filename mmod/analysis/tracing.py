@@ -14,7 +14,7 @@ from mmod.analysis.maps import draw_maps, runs_of_one_mask
 from mmod.blocks import Deciding, deciding_modules
 from mmod.config import Grid
 from mmod.io.tables import markdown_table
-from mmod.methods.base import check_changed, method_owners
+from mmod.methods.base import method_owners, refuse_evaluated
 from mmod.routing import Routing
 from mmod.values import check_module
 
@@ -217,6 +217,8 @@ class Trace(Mapping[str, Routing]):
         return grid_of_squares(patches, *images.shape[-2:]) if patches > 0 else None
 
     def __str__(self) -> str:
+        if not self._modules:
+            return "no decisions: no method that decides changed this model"
         shares = self.kept_shares()
         if not shares:
             return "no decisions: no forward pass in this thread had tokens to choose from"
@@ -248,13 +250,14 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """Record the decisions of the forward passes that this thread makes inside the block, in evaluation too.
 
     Args:
-        model: A model that `mmod.apply_` or `mmod.route_` changed.
+        model: A model, as a rule one that `mmod.apply_` or `mmod.route_` changed.
 
     Yields:
-        A mapping from names to decisions, filled by each forward pass; empty for a method that decides nothing.
+        A mapping from names to decisions, filled by each forward pass; empty for a dense model, and for a method that
+        decides nothing.
 
     Raises:
-        ValueError: No method changed the model.
+        ValueError: The model is routed in training alone, and in evaluation mode.
 
     Example:
         >>> import timm, mmod
@@ -274,7 +277,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     decisions = Trace(model)
     if not decisions.names:
-        check_changed(model)
+        refuse_evaluated(model)
     with decisions.watching_grid():
         decisions.start()
         try:

@@ -266,7 +266,10 @@ class Deciding(Mixin):
                 f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant "
                 "gradient checkpointing (pass use_reentrant=False), or the router is frozen"
             )
-        raise RuntimeError(f"{name} has routed nothing in training mode since its loss was last collected")
+        raise RuntimeError(
+            f"{name} has routed nothing in training mode since its loss was last collected: call the model after "
+            "`model.train()`, then mmod.auxiliary_loss, once for each step"
+        )
 
 
 def deciding_modules(model: nn.Module) -> dict[str, Deciding]:

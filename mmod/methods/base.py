@@ -390,8 +390,10 @@ def refuse_evaluated(model: nn.Module) -> None:
 def undo_(model: Model) -> Model:
     """Undo all methods of a model, possibly wrapped, the last one first: it has the host's classes and keys again.
 
+    A dense model stays as it is.
+
     Raises:
-        ValueError: No method changed it.
+        ValueError: It is a part of a changed model.
 
     Example:
         >>> import timm, mmod
@@ -399,11 +401,8 @@ def undo_(model: Model) -> Model:
         >>> type(undo_(model).blocks[1]).__name__
         'Block'
     """
-    is_changed = bool(method_owners(model) or training_only_models(model))
-    if not is_changed and methods_inside(model):
+    if methods_inside(model) and not (method_owners(model) or training_only_models(model)):
         raise ValueError(f"this {type(model).__name__} is a part of a changed model: call mmod.undo_ on that model")
-    if not is_changed:
-        check_changed(model)
     return restore_(model)
 
 

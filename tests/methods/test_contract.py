@@ -75,8 +75,11 @@ def test_what_is_saved_has_flops_a_trace_and_a_card(name: str, tmp_path: Path) -
     mmod.undo_(model)
     assert torch.equal(model(IMAGES), dense)
     assert list(model.state_dict()) == keys
-    with pytest.raises(ValueError, match="no method changed"):
-        mmod.undo_(model)
+    # A dense model stays as it is.
+    assert mmod.undo_(model) is model
+    with mmod.trace(model) as decisions:
+        assert torch.equal(model(IMAGES), dense)
+    assert not decisions
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if name not in ("exit", "threshold")])
