@@ -12,7 +12,7 @@ from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
 from mmod.methods.prepare import check_budget
-from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
+from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks, warn_of_zero
 from mmod.values import brief, check_value, similar
 
 HowToRoute = RoutingConfig | str | None
@@ -105,6 +105,8 @@ def route_(
         if training_only is not None:
             configs = {name: value.replace(training_only=training_only) for name, value in configs.items()}
         Route(configs).apply_(inner)
+    # Here alone: searches and plans that were saved try and use such blocks knowingly.
+    warn_of_zero(inner)
     return model
 
 

@@ -140,7 +140,7 @@ def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> N
 
 
 class MethodWarning(UserWarning):
-    """A method was applied that saves little in this model, or runs no patch; not repeated where it is loaded."""
+    """A method was applied that saves little in this model; not repeated where it is loaded."""
 
 
 def warn_of_halves(halved: Mapping[str, BlockCall], depth: int, remedy: str = "") -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_parts, own_name
 from mmod.blocks import (
     GridHook,
-    MethodWarning,
     ModelHook,
     RoutedBlock,
     RoutedState,
@@ -40,11 +39,8 @@ from mmod.methods.base import (
     register_method,
 )
 from mmod.methods.prepare import Conversion, prepare
-from mmod.routing import BorrowedScore, Router, Routing, share_score, unshare_score
+from mmod.routing import BorrowedScore, DecoderRouter, Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
-
-# Capacity, operator and context of a block in which tokens that are always kept see no others.
-_ZERO = (0, "block", "kept")
 
 
 @register_method("routing")
@@ -234,30 +230,12 @@ class Route(Method):
                 len(stack.blocks),
                 ", or decide before the block, as mmod.preset('gradual', skipped={'before': 'block'}) does",
             )
-            _warn_of_zero(stack, self.parts[name])
 
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""
         super().restore(model)
         for module in model.modules():
             unshare_score(module)
-
-
-def _warn_of_zero(stack: BlockStack, config: RoutingConfig) -> None:
-    """Warn if whole blocks of a model of images run on class and register tokens alone."""
-    if stack.language or config.select != "topk":
-        return
-    # Where they attend to all, or miss one branch alone, they see the patches.
-    rows = config.resolved(len(stack.blocks)).rows
-    numbers = [block for block, capacity, operator, context in rows if (capacity, operator, context) == _ZERO]
-    if numbers:
-        names = ", ".join(stack.names[number] for number in numbers)
-        warnings.warn(
-            f"capacity 0: no patch runs in {names}, only tokens that are always kept, such as the class token, which "
-            "see no patch. Set a capacity above 0, such as 0.5",
-            MethodWarning,
-            stacklevel=7,
-        )
 
 
 def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:
@@ -309,6 +287,25 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
             f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first{hint}"
         )
     return blocks
+
+
+def warn_of_zero(model: nn.Module) -> None:
+    """Warn if whole routed blocks of images run on class and register tokens alone."""
+    names = []
+    for name, block in model.named_modules():
+        if not isinstance(block, RoutedBlock) or isinstance(block.router, DecoderRouter):
+            continue
+        config = block.router.config
+        # Where they attend to all, or miss one branch alone, they see the patches.
+        sees_patches = config.operator != "block" or config.context == "all"
+        if not block.router.capacity and config.select == "topk" and not sees_patches:
+            names.append(name)
+    if names:
+        warnings.warn(
+            f"capacity 0: no patch runs in {', '.join(names)}, only tokens that are always kept, such as the class "
+            "token, which see no patch. Set a capacity above 0, such as 0.5",
+            stacklevel=3,
+        )
 
 
 def _check_plan(model: nn.Module, part: str, config: RoutingConfig) -> None:
