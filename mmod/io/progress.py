@@ -75,6 +75,11 @@ class Bar(tqdm):
     def __str__(self) -> str:
         return super().__str__().replace(_UNKNOWN, "")
 
+    def keep_line(self) -> None:
+        """Print the bar as it is, above those to come."""
+        if not self.disable:
+            say(str(self), file=self.fp)
+
 
 class _Lines(Bar):
     """A bar that prints lines."""
@@ -95,6 +100,11 @@ class _Lines(Bar):
 
     def clear(self, nolock: bool = False) -> None:
         """Do nothing: printed lines stay."""
+
+    def keep_line(self) -> None:
+        """Print the line as it is, whenever the next is due."""
+        if not self.disable:
+            self._write()
 
     def close(self) -> None:
         if self.leave and not self.disable:

@@ -156,98 +156,114 @@ class _Trainer:
         evaluation = average = None
         if self.step and self.progress:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
-        while self.epoch < self.epochs:
-            if self.epoch >= (self.config.training_only_epochs or self.epochs):
-                undo_training_only_(self.model)
-            self._train_epoch()
-            row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
-            self.meters.gather(keep=True)
-            row |= {f"train_{name}": value for name, value in self.meters.means().items()}
-            if self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0:
-                self.parallel.average_statistics()
-                # An evaluation may fail, or outlast what a signal leaves.
-                self._save()
-                # Agreed by all: a process that left alone would leave the others waiting.
-                if self.stop.agreed():
-                    self._leave()
-                evaluation, average = self._evaluate()
-                for data, evaluated_model in (("val", evaluation), ("ema", average)):
-                    if evaluated_model is not None:
-                        result = evaluated_model.result
-                        prefix = "" if data == "val" else "ema_"
-                        if self.progress:
-                            of_average = " of the moving average" if prefix else ""
-                            note(f"epoch {self.epoch + 1}/{self.epochs}: validation{of_average} {result}")
-                        row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
-                        self.routers += evaluated(self.step, data, result.kept)
-            row |= self.usage.figures()
-            self.history.append(row)
-            # Before the save, which belongs to the next epoch.
-            self.meters = Meters(self.process.device)
-            self.epoch += 1
-            self._save()
-            if self.process.is_first:
-                write_csv(self.folder / "metrics.csv", self.history)
-            self.board.write(row, self.step)
-            if self.epoch < self.epochs and self.stop.agreed():
-                self._leave()
+        with self._bar() as bar:
+            while self.epoch < self.epochs:
+                evaluation, average = self._do_epoch(bar)
         if evaluation is None:
             # Interrupted between its last epoch and its result, a run has nothing left to train.
             self.parallel.average_statistics()
             evaluation, average = self._evaluate()
         return self._finish(evaluation, average)
 
-    def _train_epoch(self) -> None:
+    def _bar(self) -> Bar:
+        """Return a bar over the samples of all epochs, and say what no epoch reads."""
+        stream = self.train_stream
+        batch_samples = self.config.data.batch_size * self.process.world
+        batches = min(self.steps_per_epoch * self.config.accumulate, stream.steps_per_epoch)
+        # Also those batches that `epoch_steps` leaves to later epochs.
+        in_batches = stream.steps_per_epoch * batch_samples
+        # Streams of a caller may not say how many samples they have.
+        available = getattr(stream, "num_samples", in_batches)
+        if available > in_batches and self.progress:
+            note(f"each epoch leaves out {available - in_batches:,} of {available:,} samples, which fill no batch")
+        return progress_bar(
+            total=self.epochs * batches * batch_samples,
+            initial=self.epoch * batches * batch_samples + self._done * self.step_samples,
+            unit="samples",
+            shown=self.progress,
+            leave=False,
+        )
+
+    @property
+    def _done(self) -> int:
+        """Finished steps of the present epoch."""
+        return self.step - self.epoch * self.steps_per_epoch
+
+    def _do_epoch(self, bar: Bar) -> tuple[Evaluated | None, Evaluated | None]:
+        """Train an epoch, evaluate the model and its moving average where they are due, and save."""
+        evaluation = average = None
+        if self.epoch >= (self.config.training_only_epochs or self.epochs):
+            undo_training_only_(self.model)
+        self._train_epoch(bar)
+        row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
+        self.meters.gather(keep=True)
+        row |= {f"train_{name}": value for name, value in self.meters.means().items()}
+        if self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0:
+            self.parallel.average_statistics()
+            # An evaluation may fail, or outlast what a signal leaves.
+            self._save()
+            # Agreed by all: a process that left alone would leave the others waiting.
+            if self.stop.agreed():
+                self._leave()
+            evaluation, average = self._evaluate()
+            for data, evaluated_model in (("val", evaluation), ("ema", average)):
+                if evaluated_model is not None:
+                    result = evaluated_model.result
+                    prefix = "" if data == "val" else "ema_"
+                    if self.progress:
+                        of_average = " of the moving average" if prefix else ""
+                        note(f"epoch {self.epoch + 1}/{self.epochs}: validation{of_average} {result}")
+                    row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
+                    self.routers += evaluated(self.step, data, result.kept)
+        row |= self.usage.figures()
+        self.history.append(row)
+        # Before the save, which belongs to the next epoch.
+        self.meters = Meters(self.process.device)
+        self.epoch += 1
+        self._save()
+        if self.process.is_first:
+            write_csv(self.folder / "metrics.csv", self.history)
+        self.board.write(row, self.step)
+        if self.epoch < self.epochs and self.stop.agreed():
+            self._leave()
+        return evaluation, average
+
+    def _train_epoch(self, bar: Bar) -> None:
         config = self.config
         self.wrapped.train()
         first = self.step + 1
         # A resumed epoch goes on behind the batches of its finished steps; the last group may be shorter.
-        done = self.step - self.epoch * self.steps_per_epoch
+        done = self._done
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
-        epoch_batches = min(self.steps_per_epoch * config.accumulate, self.train_stream.steps_per_epoch)
-        samples_per_epoch = epoch_batches * config.data.batch_size * self.process.world
-
-        # Also those batches that `epoch_steps` leaves to later epochs.
-        in_batches = self.train_stream.steps_per_epoch * config.data.batch_size * self.process.world
-        # Streams of a caller may not say how many samples they have.
-        available = getattr(self.train_stream, "num_samples", in_batches)
-        left_out = ""
-        if available > in_batches:
-            left_out = f", {available - in_batches:,} of {available:,} samples in no full batch"
-
-        bar = progress_bar(
-            desc=f"epoch {self.epoch + 1}/{self.epochs}{left_out}",
-            total=samples_per_epoch,
-            initial=done * self.step_samples,
-            unit="samples",
-            shown=self.progress,
-        )
-        with bar:
-            # The last group of an epoch may be shorter.
-            groups = iter(lambda: list(islice(batches, config.accumulate)), [])
-            for group in islice(groups, self.steps_per_epoch - done):
-                is_last = self.step + 1 == (self.epoch + 1) * self.steps_per_epoch
-                logged = is_last or (self.step + 1) % config.log_every == 0
-                samples = sum(len(targets) for _, targets in group) * self.process.world
-                with self.usage.step(samples):
-                    self._step(group, logged=logged)
-                bar.update(samples)
-                if self.step == first and self.process.is_first:
-                    # A start that fails before its first step leaves the folder free.
-                    self.write_config()
-                    if self.classes is not None:
-                        record_classes(self.folder, self.classes.numbers)
-                average = None if self.ema is None else self.ema.module
-                total = self.epochs * self.steps_per_epoch
-                self.after_step(Step(self.step, total, self.model, average, self.optimizer))
-                if logged:
-                    self._log(bar)
-                if config.checkpoint_every and self.step % config.checkpoint_every == 0:
-                    self._save()
-                if self.stop.agreed():
-                    self._save()
-                    self._leave()
+        bar.set_description_str(f"epoch {self.epoch + 1}/{self.epochs}", refresh=False)
+        # The time since the epoch before went into its evaluation.
+        bar.unpause()
+        # The last group of an epoch may be shorter.
+        groups = iter(lambda: list(islice(batches, config.accumulate)), [])
+        for group in islice(groups, self.steps_per_epoch - done):
+            is_last = self.step + 1 == (self.epoch + 1) * self.steps_per_epoch
+            logged = is_last or (self.step + 1) % config.log_every == 0
+            samples = sum(len(targets) for _, targets in group) * self.process.world
+            with self.usage.step(samples):
+                self._step(group, logged=logged)
+            bar.update(samples)
+            if self.step == first and self.process.is_first:
+                # A start that fails before its first step leaves the folder free.
+                self.write_config()
+                if self.classes is not None:
+                    record_classes(self.folder, self.classes.numbers)
+            average = None if self.ema is None else self.ema.module
+            total = self.epochs * self.steps_per_epoch
+            self.after_step(Step(self.step, total, self.model, average, self.optimizer))
+            if logged:
+                self._log(bar)
+            if config.checkpoint_every and self.step % config.checkpoint_every == 0:
+                self._save()
+            if self.stop.agreed():
+                self._save()
+                self._leave()
+        bar.keep_line()
 
     def _leave(self) -> None:
         self.board.close()

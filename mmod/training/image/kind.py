@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,7 +145,16 @@ class ImageKind:
             return train, self._stream(process, None)
         if teacher is not None:
             check_same_classes(trained.numbers, teacher, "the teacher")
-        return train, self._stream(process, ModelClasses(trained.numbers, "the training data"))
+        test = self._stream(process, ModelClasses(trained.numbers, "the training data"))
+        present = None if test.classes is None else test.classes.present
+        known = trained.present or len(trained.numbers)
+        if process.is_first and present is not None and present < known:
+            warnings.warn(
+                f"the evaluation images have {present} of the {known} classes of the training images: their score says "
+                "nothing of the others",
+                stacklevel=2,
+            )
+        return train, test
 
     def _stream(self, process: Process, classes: ModelClasses | None, seed: int | None = None) -> BatchStream:
         return image_stream(self.config.data, seed, process.rank, process.world, model=classes)

@@ -128,6 +128,10 @@ def test_training_on_a_subset_goes_on_with_the_outputs_of_the_run(trained: Path,
     assert read_classes(tmp_path / "run" / "classes.json") == read_classes(trained / "run" / "classes.json")
     stream = ImageKind(config).create_stream(Process(0, 1, torch.device("cpu")), ImageKind(config).create(), seed=0)
     assert {int(label) for _, labels in stream.batches(0) for label in labels} == {3, 5}
+    # Of the classes that are trained, not of those that the run knows.
+    shutil.rmtree(tmp_path / "val" / "dog")
+    with pytest.warns(UserWarning, match="the evaluation images have 1 of the 2 classes of the training images"):
+        fit(replace(config, output=str(tmp_path / "other")), progress=False)
 
 
 def test_without_names_another_number_of_classes_is_refused_and_each_advice_works(
