@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -158,6 +159,8 @@ def completions(line: str) -> list[str]:
 def run(command: str, arguments: Sequence[str]) -> None:
     """Run a command; studies and audits end with a report page."""
     wait_passively()
+    # peft imports bitsandbytes, which would begin the output with a line on a kernel that no command needs.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     with one_line_errors(), one_line_warnings():
         _check_config(command, arguments)
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
