@@ -20,6 +20,7 @@ import pytest
 
 import mmod
 from mmod.cli import COMMANDS
+from tests.kit.fitted import fit_once
 from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
@@ -64,7 +65,6 @@ def names_of(paths: list[Path]) -> dict[str, Path]:
 
 NAMES = names_of(SOURCES)
 EXAMPLES = {name: path for name, path in names_of([*SOURCES, *BENCHMARKS]).items() if ">>> " in path.read_text()}
-HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
 
 
 def imports(path: Path) -> list[tuple[str, str]]:
@@ -169,18 +169,6 @@ def test_batches_stay_symbolic() -> None:
     assert not [line for line in lines if re.search(r"\blen\([\w.]+_[A-Z]*B[A-Z0-9]*\)", line)]
 
 
-def test_import_is_lean_and_names_need_no_host_library() -> None:
-    code = (
-        "import sys, mmod; print(len([m for m in sys.modules if m.split('.')[0] == 'mmod']));"
-        f" print([m for m in {HEAVY!r} if m in sys.modules]); [getattr(mmod, name) for name in mmod.__all__];"
-        f" print([m for m in {HEAVY!r} if m != 'torch' and m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    modules, *heavy = out.stdout.splitlines()
-    assert int(modules) < 40
-    assert heavy == ["[]", "[]"]
-
-
 def test_type_checkers_read_the_names_of_lazy_packages() -> None:
     packages = 0
     for path in PACKAGE.rglob("__init__.py"):
@@ -210,7 +198,8 @@ def test_package_is_imported_without_its_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name: str) -> None:
+def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit_once(monkeypatch)
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted
     assert result.failed == 0
@@ -339,47 +328,6 @@ def test_options_are_never_guessed(command: list[str]) -> None:
     assert done.returncode == 2
     assert command[-2].lstrip("-") in done.stderr
     assert not (ROOT / "folder").exists()
-
-
-MISSING = """
-import runpy, sys
-sys.modules[sys.argv[1]] = None
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-EACH_WITHOUT = """
-import sys
-from tests.kit.scripts import run_script
-sys.modules.update(open_clip=None, transformers=None)
-for command in sys.argv[1:]:
-    done = run_script(*command.split())
-    print(done.returncode, done.stderr)
-"""
-
-
-def test_tools_say_which_extra_to_install() -> None:
-    commands = {
-        "tools/train_clip.py configs/clip/scenes.yaml": "open_clip",
-        "tools/tradeoff.py configs/tradeoff/clip-scenes.yaml": "open_clip",
-        "tools/train_open_clip.py --image {}": "open_clip",
-        "tools/finetune_vlm.py configs/vlm/tiny-llava.yaml": "transformers",
-        "tools/tradeoff.py configs/tradeoff/vlm.yaml": "transformers",
-    }
-    command = [sys.executable, "-c", EACH_WITHOUT, *commands]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    for package, message in zip(commands.values(), done.stdout.strip().split("\n\n"), strict=True):
-        assert message.startswith(f"1 error: this needs the package {package}, which is not installed: pip install")
-        assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    "tool", [f"tools/{name}.py" for name in ("train", "evaluate", "audit", "plan", "train_clip", "finetune_vlm")]
-)
-def test_help_needs_no_torch(tool: str) -> None:
-    command = [sys.executable, "-c", MISSING, "torch", tool, "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert "  --output\n" in done.stdout
 
 
 @pytest.mark.parametrize(

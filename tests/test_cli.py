@@ -20,7 +20,7 @@ from mmod.cli import COMMANDS, main, read_command
 from mmod.config.parse import read_config
 from mmod.io.configs import config_names, existing_config, find_config
 from mmod.io.environment import on_timing_threads, timing_threads
-from mmod.lazy import EXTRAS, name_missing_extra
+from mmod.lazy import EXTRAS
 from mmod.training.kinds import config_class
 from tests.kit.scripts import ROOT, run_script
 
@@ -231,46 +231,6 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/my-model.yaml").read_text().strip()
 
 
-EACH_MISSING = """
-import importlib, json, sys
-from tests.kit.scripts import run_script
-
-# As on Windows, in all that follows.
-sys.modules["fcntl"] = None
-
-def without(package, do):
-    sys.modules[package] = None
-    try:
-        return do()
-    except ModuleNotFoundError as error:
-        return str(error)
-    finally:
-        del sys.modules[package]
-
-def draw():
-    importlib.import_module("mmod.analysis.style").new_figure(2, 2)
-
-def tradeoff():
-    ended = run_script("-m mmod", "tradeoff", "digits-smallest")
-    return [ended.returncode, ended.stderr.strip()]
-
-said = {"matplotlib": without("matplotlib", draw)}
-said |= {f"command without {package}": without(package, tradeoff) for package in ("yaml", "timm")}
-said["timm"] = without("timm", lambda: importlib.import_module("mmod.training").EvalResult)
-print(json.dumps(said))
-importlib.import_module("mmod.io.files").locked, importlib.import_module("mmod.training").fit
-"""
-
-
-def test_a_missing_extra_is_named_and_locks_need_nothing_of_unix() -> None:
-    done = subprocess.run([sys.executable, "-c", EACH_MISSING], capture_output=True, text=True, check=True, cwd=ROOT)
-    missing = 'this needs the package {}, which is not installed: pip install "mmod[train]"'
-    assert json.loads(done.stdout) == {
-        **{package: missing.format(package) for package in ("matplotlib", "timm")},
-        **{f"command without {p}": [1, f"error: {missing.format(p)}"] for p in ("yaml", "timm")},
-    }
-
-
 def test_extras_are_those_of_the_installation() -> None:
     distributions = metadata.packages_distributions()
     text = (ROOT / "pyproject.toml").read_text()
@@ -324,10 +284,8 @@ def test_threads_of_commands_and_their_children_wait_without_spinning(program: s
     assert waiting_after(PROGRAMS[program]) == ["passive", "0", "0"]
 
 
-def test_a_policy_of_the_user_stays_and_importing_the_library_sets_nothing() -> None:
+def test_a_policy_of_the_user_stays() -> None:
     assert waiting_after(PROGRAMS["mmod"], OMP_WAIT_POLICY="active") == ["active", None, None]
-    # Nor does a command in a program that has torch already, where it would have no effect.
-    assert waiting_after(f"import mmod, mmod.cli; mmod.route_; {PROGRAMS['mmod']}") == [None, None, None]
 
 
 def test_every_tool_is_a_command() -> None:
@@ -351,25 +309,3 @@ def test_models_are_timed_on_one_thread_unless_the_user_names_a_number(monkeypat
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path: Path) -> None:
-    (tmp_path / "datasets").mkdir()
-    (tmp_path / "datasets/digits.py").touch()
-    code = (
-        "import importlib.abc, sys\n"
-        "class Without(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name != 'datasets': return None\n"
-        "        import importlib.machinery\n"
-        f"        return importlib.machinery.PathFinder.find_spec(name, [{str(tmp_path)!r}])\n"
-        "sys.meta_path.insert(0, Without())\n"
-        "from mmod.data.readers.hf_datasets import open_dataset\n"
-        "try: open_dataset('hf-datasets:json:x.json', ())\n"
-        "except ModuleNotFoundError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout == 'this needs the package datasets, which is not installed: pip install "mmod[datasets]"\n'
-    # A name that an installed package lacks is not a missing package.
-    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'yaml'"), name_missing_extra():
-        exec("from yaml import nothing")

@@ -105,8 +105,8 @@ def advise(
         >>> import timm, torch
         >>> model = timm.create_model("test_vit", dynamic_img_size=True)
         >>> advice = advise(model, [torch.randn(4, 3, 160, 160)], batch_size=2, progress=False)
-        >>> len(advice.rows), advice.rows[0].speedup.median >= advice.rows[-1].speedup.median
-        (17, True)
+        >>> advice.rows[0].speedup.median >= advice.rows[-1].speedup.median
+        True
     """
     check_value("images", images, int, "[1, inf)")
     check_value("batch_size", batch_size, int, "[1, inf)")
