@@ -114,6 +114,15 @@ class Inputs(NamedTuple):
     layout: Arguments
     copies: int
 
+    def described(self, kind_BN: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return kinds and packed samples of the rows that `layout` describes, one of each that was copied."""
+        segment_BN = self.structure.segment_BN
+        return kind_BN[:: self.copies], None if segment_BN is None else segment_BN[:: self.copies]
+
+    def copied(self, value_BN: Tensor) -> Tensor:
+        """Return values of such rows for all of their copies."""
+        return value_BN.repeat_interleave(self.copies, dim=0)
+
 
 class GroupHook(ModelHook):
     """Computes, once for all layers, which tokens of a forward pass may be skipped.
@@ -254,8 +263,10 @@ class GroupHook(ModelHook):
         """Step 3: find the boundaries of frames; None where tokens are not chosen frame by frame."""
         if self.tokens == "all" or self.language.frames is None or not self._decides_together:
             return None
-        structure = inputs.structure
-        return self.images.frames(inputs.layout, kind_BN, structure.valid_BN, structure.segment_BN, inputs.copies)
+        once_BN, segment_BN = inputs.described(kind_BN)
+        valid_BN = inputs.structure.valid_BN[:: inputs.copies]
+        frames = self.images.frames(inputs.layout, once_BN, valid_BN, segment_BN)
+        return frames._replace(first_BN=inputs.copied(frames.first_BN), apart_BN=inputs.copied(frames.apart_BN))
 
     def _assign(
         self, inputs: Inputs, kind_BN: Tensor, frames: Frames | None, protected_BN: Tensor | None
@@ -354,7 +365,8 @@ class GroupHook(ModelHook):
                 "an image follows cached tokens, which may hold the frame before it: pass the full prompt at once, "
                 "without past_key_values or prefill_chunk_size"
             )
-        return self.images.earlier(inputs.layout, kind_BN, images, inputs.structure.segment_BN, inputs.copies)
+        once_BN, segment_BN = inputs.described(kind_BN)
+        return inputs.copied(self.images.earlier(inputs.layout, once_BN, images, segment_BN))
 
     def _check_cached(self, inputs: Inputs, groups: TokenGroups, frames: Frames | None) -> None:
         """Refuse a prompt whose image tokens must be chosen together, if some are cached or follow a cache."""

@@ -113,25 +113,19 @@ class ImageTokens:
         return kind_BN
 
     def frames(
-        self,
-        arguments: Arguments,
-        kind_BN: Tensor,
-        valid_BN: Tensor,
-        segment_BN: Tensor | None = None,
-        copies: int = 1,
+        self, arguments: Arguments, kind_BN: Tensor, valid_BN: Tensor, segment_BN: Tensor | None = None
     ) -> Frames:
         """Return the boundaries of frames: from the model's grids, else every run of image tokens is a frame.
 
         Args:
             segment_BN: Sample of each token in rows that pack several (B, N); a frame ends with its sample.
-            copies: How many samples in a row are copies of one that the arguments describe.
         """
         loose_BN = kind_BN != TEXT
         first_BN, apart_BN = torch.zeros(2, *kind_BN.shape, dtype=torch.bool, device=kind_BN.device)
         for name, kind in KINDS.items():
             modality_BN = kind_BN == kind
             tokens = int(modality_BN.sum())
-            clips = self._clips(arguments, name, modality_BN, copies) if tokens else None
+            clips = self._clips(arguments, name, tokens) if tokens else None
             if clips is not None:
                 first_T, apart_T = _marks(clips, tokens, kind_BN.device)
                 first_BN = first_BN.masked_scatter(modality_BN, first_T)
@@ -143,20 +137,12 @@ class ImageTokens:
         complete = any(pixels_of(arguments, name) is not None for name in _PIXELS) or not bool(begins_BN.any())
         return Frames(first_BN, apart_BN, complete)
 
-    def earlier(
-        self,
-        arguments: Arguments,
-        kind_BN: Tensor,
-        images: bool,
-        segment_BN: Tensor | None = None,
-        copies: int = 1,
-    ) -> Tensor:
+    def earlier(self, arguments: Arguments, kind_BN: Tensor, images: bool, segment_BN: Tensor | None = None) -> Tensor:
         """Return the index in its row of the token at the same position one frame earlier, -1 for none (B, N).
 
         Args:
             images: Successive images of a sample with equally many tokens are frames; otherwise those of videos alone.
             segment_BN: Sample of each token in rows that pack several (B, N).
-            copies: See `frames`.
         """
         earlier_BN = torch.full_like(kind_BN, -1)
         for name, kind in KINDS.items():
@@ -169,7 +155,7 @@ class ImageTokens:
                     f"{name}_compression_mask dropped tokens, so their position one frame earlier is unknown: pass all "
                     "tokens of a video, or choose another router"
                 )
-            clips = self._clips(arguments, name, modality_BN, copies)
+            clips = self._clips(arguments, name, len(row_T))
             if clips is None and kind == VIDEO:
                 raise ValueError("the frames of a video are unknown: pass video_grid_thw or pixel_values_videos")
             if clips is None:
@@ -183,25 +169,7 @@ class ImageTokens:
             earlier_BN[modality_BN] = torch.where(same_T, position_T[at_T], -1)
         return earlier_BN
 
-    def _clips(self, arguments: Arguments, name: str, modality_BN: Tensor, copies: int) -> list[Clip] | None:
-        """Return the images, or the videos, of all samples in order; None if unknown."""
-        if copies == 1:
-            return self._described(arguments, name, int(modality_BN.sum()))
-        counts = modality_BN[::copies].sum(1).tolist()
-        clips = self._described(arguments, name, sum(counts))
-        if clips is None:
-            return None
-        rest = iter(clips)
-        repeated: list[Clip] = []
-        for count in counts:
-            # The clips of one sample come again for each of its copies.
-            own: list[Clip] = []
-            while sum(clip.total for clip in own) < count:
-                own.append(next(rest))
-            repeated += own * copies
-        return repeated
-
-    def _described(self, arguments: Arguments, name: str, tokens: int) -> list[Clip] | None:
+    def _clips(self, arguments: Arguments, name: str, tokens: int) -> list[Clip] | None:
         """Return the images, or the videos, that arguments describe, in order; None if unknown."""
         pixels = pixels_of(arguments, name)
         if arguments.get(f"{name}_grid_thw") is not None:
