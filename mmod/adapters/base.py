@@ -54,7 +54,7 @@ from mmod.config import RoutingConfig
 from mmod.ops import KeysOfAll, Packing, keys_and_values
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.ops.views import is_visible
-from mmod.routing import Router, Routing, TokenMasks
+from mmod.routing import Routing, TokenMasks
 from mmod.threads import PerThread
 
 # Implementations of attention that take a mask or bias of keys.
@@ -85,10 +85,10 @@ class BlockStack:
         calls: The calls of the module that holds the blocks, by thread.
         captions: Finds passes of captions, whose padding only the model knows and a hook tells; None without.
         sequence: Length of the token ids that the part reads, or None for images.
-        language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
         read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments:
-            whether cached tokens come before, whether rows pack several samples, and which tokens are no padding.
+            whether cached tokens come before, whether rows pack several samples, and which tokens are no padding. None
+            for all other parts.
         class_token: The first token is a class token.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
@@ -108,11 +108,9 @@ class BlockStack:
     calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
     captions: Span | None = None
     sequence: int | None = None
-    language: bool = False
     reads_images: bool = False
     read_text: Callable[..., tuple[bool, bool, Tensor]] | None = None
     class_token: bool = False
-    router: type[Router] = Router
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
     read_blocks: ReadBlocks | None = None
@@ -120,6 +118,21 @@ class BlockStack:
     rows: RowSource | None = None
     windows: SequenceImages | None = None
     proof: Any = None
+
+    @property
+    def language(self) -> bool:
+        """Whether the part is a language model, which supports `RoutingConfig.language`."""
+        return self.read_text is not None
+
+    @property
+    def block_list(self) -> str:
+        """Name of the list of blocks in the model."""
+        return self.names[0].rpartition(".")[0]
+
+    @property
+    def owner(self) -> str:
+        """Name of the module that holds this list and runs the blocks; empty for the model itself."""
+        return self.block_list.rpartition(".")[0]
 
     @property
     def dividing(self) -> dict[str, nn.Module]:
@@ -145,8 +158,8 @@ class BlockStack:
 
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
         """Let a module begin and end the calls of the blocks, after these were converted."""
-        block_list = self.names[0].split(".")[-2]
-        own_(owner, OwnerState(self.calls, block_list, tuple(self.blocks), self.host, self.read_blocks), mixin)
+        name = self.block_list.rpartition(".")[2]
+        own_(owner, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks), mixin)
 
     def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
         """Tell once if blocks whose prefix is always kept get further tokens that are no patches.

@@ -124,15 +124,14 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
         ValueError: The model returns no logits (B, C), or its head cannot run on tokens alone.
     """
     title = host_class(model).__name__
-    name = stack.names[0].rpartition(".")[0]
-    owner = model.get_submodule(name.rpartition(".")[0])
+    name = stack.block_list
+    owner = model.get_submodule(stack.owner)
     if hasattr(owner, "forward_head"):
         # timm's own count; classifiers around a timm model have another.
         if not getattr(owner, "num_classes", 0):
             raise ValueError(f"this {title} is no classifier: early exit needs class probabilities")
-        prefix = name.rpartition(".")[0]
         present = [module for module in _TIMM_HEAD if isinstance(getattr(owner, module, None), nn.Module)]
-        return Head(name, False, (), tuple(f"{prefix}.{module}".strip(".") for module in present))
+        return Head(name, False, (), tuple(f"{stack.owner}.{module}".strip(".") for module in present))
     reads_text = "input_ids" in parameters_of(model)
     if stack.library == "open_clip" or reads_text:
         raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")

@@ -156,7 +156,7 @@ def _lists(model: nn.Module, least: int) -> list[str]:
 def remember(model: nn.Module, stack: BlockStack) -> None:
     """Store how the blocks of a stack are called on their list, while methods change them."""
     if stack.proof is not None:
-        vars(model.get_submodule(stack.names[0].rpartition(".")[0]))[_PROOF] = stack.proof
+        vars(model.get_submodule(stack.block_list))[_PROOF] = stack.proof
 
 
 def forget(model: nn.Module) -> None:

@@ -144,8 +144,8 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, from the stack of its dense version."""
-    container = stack.names[0].rpartition(".")[0]
-    return {f"{container}.{name}": block for name, block in model.get_submodule(container).named_children()}
+    children = model.get_submodule(stack.block_list).named_children()
+    return {f"{stack.block_list}.{name}": block for name, block in children}
 
 
 def _outside(count: PassCounts) -> int:

@@ -455,8 +455,7 @@ def _take_off(model: nn.Module, count: int) -> None:
 
 def owner_of(model: nn.Module, stack: BlockStack) -> nn.Module:
     """Return the module that holds a stack's list of blocks: the model, or a model inside it."""
-    *path, _, _ = stack.names[0].split(".")
-    return model.get_submodule(".".join(path))
+    return model.get_submodule(stack.owner)
 
 
 def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:

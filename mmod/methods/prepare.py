@@ -25,7 +25,7 @@ from mmod.blocks import (
 )
 from mmod.config import CHANGE, Merged, RoutingConfig, Threshold, presets, spelled
 from mmod.config.plan import Row
-from mmod.routing import Router
+from mmod.routing import DecoderRouter, Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
 Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
@@ -285,7 +285,8 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
     block = stack.blocks[index]
     # The first floating-point weight: those of a quantized block are integers.
     parameter = next(weight for weight in block.parameters() if weight.is_floating_point())
-    router = stack.router(
+    make = DecoderRouter if stack.language else Router
+    router = make(
         config,
         dim=stack.dim,
         block=index,

@@ -135,7 +135,7 @@ class Recursions(Mixture):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Replace the middle blocks by a `Cycle`."""
-        container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
+        container: Any = model.get_submodule(stack.block_list)
         middle = list(container[self.first : len(container) - self.last])
         del container[self.first + 1 : len(container) - self.last]
         # One module takes the place of the first of them, and the blocks after it move up.

@@ -71,7 +71,7 @@ class Resize(Method):
     def _try(self, model: nn.Module, stack: BlockStack, patches: int) -> None:
         """Raise a ValueError unless a call of a copy shows that images of the size give this many patches."""
         name, options = _image_model(model, stack)
-        blocks = stack.names[0].rpartition(".")[0].removeprefix(f"{name}.")
+        blocks = stack.block_list.removeprefix(f"{name}.")
         inner = model.get_submodule(name)
         pixels = next((pixels for pixels in PIXELS if pixels in parameters_of(inner)), "")
         projection: Any = None if stack.grid is None else stack.grid.module
@@ -106,7 +106,7 @@ class Resize(Method):
 
 def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bool]]:
     """Return the outermost model around the blocks that takes images alone, by name, and the options for any size."""
-    path = stack.names[0].split(".")[:-2]
+    path = stack.block_list.split(".")[:-1]
     around = [".".join(path[:depth]) for depth in range(len(path) + 1)]
     takes = [parameters_of(model.get_submodule(name)) for name in around]
     images = [name for name, names in zip(around, takes) if names.keys() & set(PIXELS) and "input_ids" not in names]

@@ -74,7 +74,7 @@ def image_candidates(
         # Here, because importing it needs transformers.
         from mmod.adapters.transformers.vision import find_tower
 
-        tower = find_tower(model, find_part(model, part)[1].names[0].rpartition(".")[0])
+        tower = find_tower(model, find_part(model, part)[1].block_list)
 
     def flops_of(candidate: Candidate) -> float:
         changed = copy_of(model)

@@ -29,7 +29,6 @@ from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, R
 from mmod.adapters.transformers.structure import read_text
 from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
-from mmod.routing import DecoderRouter
 
 
 def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
@@ -69,10 +68,8 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         prefix=0,
         dim=int(config.hidden_size),
         call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
-        language=True,
         read_text=read_text,
         reads_images=entry is not text or bool(ImageTokens(config).ids),
-        router=DecoderRouter,
         hooks=hooks,
     )
 

@@ -315,7 +315,7 @@ class TowerImportance(TowerReader):
         windows = self.stack.windows
         if windows is None:
             return super().hooks
-        return [*super().hooks, (self.entry.get_submodule(self.stack.names[0].rsplit(".", 2)[0]), windows)]
+        return [*super().hooks, (self.entry.get_submodule(self.stack.owner), windows)]
 
     def install(self) -> None:
         """Let the layer note the importance of patches."""

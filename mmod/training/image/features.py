@@ -146,7 +146,7 @@ def _pooled(tokens_BND: Tensor, patches_BPD: Tensor, kind: FeatureKind) -> Tenso
 def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
     """Return the function from images to features of a model of transformers; see `feature_of`."""
     stack = find_part(model, "image")[1]
-    tower: nn.Module = load_adapter("transformers").find_tower(model, stack.names[0].rpartition(".")[0])[1]
+    tower: nn.Module = load_adapter("transformers").find_tower(model, stack.block_list)[1]
     _check_class_token(model, kind, stack.class_token)
     head = image_facts(model).head
     # Blocks get tokens at the end of a sequence in front; the tower returns them at the end.
