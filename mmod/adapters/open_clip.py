@@ -35,6 +35,7 @@ from mmod.blocks import (
     grid_of_map,
     host_class,
 )
+from mmod.ops.views import is_visible
 from mmod.routing import Routing, TokenMasks
 from mmod.threads import PerThread
 
@@ -96,15 +97,14 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
     captions = Span(
         calls, ("the token embedding", *(f"{name}transformer.resblocks.{index}" for index in range(len(blocks))))
     )
-    causal = tower.attn_mask is not None
-    stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions, causal)
+    stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions)
     hook = (tower.token_embedding, CaptionHook(tower, captions))
     return dataclasses.replace(
         stack, calls=calls, captions=captions, hooks=lambda routing: [hook], sequence=int(tower.context_length)
     )
 
 
-def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None, causal: bool = False) -> BlockStack:
+def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None) -> BlockStack:
     blocks = tuple(tower.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
@@ -121,11 +121,11 @@ def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None, cau
         prefix=prefix,
         dim=int(tower.width),
         # The embedding has number 0 in a pass of captions.
-        call_of=lambda block, config: _call_of(block, int(tower.width), captions, blocks.index(block) + 1, causal),
+        call_of=lambda block, config: _call_of(block, int(tower.width), captions, blocks.index(block) + 1),
     )
 
 
-def _call_of(block: nn.Module, dim: int, captions: Span | None, number: int, causal: bool) -> ClipBlock:
+def _call_of(block: nn.Module, dim: int, captions: Span | None, number: int) -> ClipBlock:
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
     multihead = isinstance(attention, nn.MultiheadAttention)
@@ -151,7 +151,6 @@ def _call_of(block: nn.Module, dim: int, captions: Span | None, number: int, cau
         flat_masks=multihead,
         captions=captions,
         number=number,
-        causal=causal,
     )
 
 
@@ -161,7 +160,7 @@ class ClipBlock(NamedArguments):
 
     Args:
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
-        captions: Finds passes of a text tower, which infers padding from token ids; None in an image tower.
+        captions: Finds passes of a text tower, whose embedding is read from one token; None in an image tower.
         number: The block's number in these passes.
     """
 
@@ -169,7 +168,6 @@ class ClipBlock(NamedArguments):
     flat_masks: bool = True
     captions: Span | None = None
     number: int = 0
-    causal: bool = False
 
     @property
     def masks_always(self) -> bool:  # type: ignore[override]
@@ -184,7 +182,10 @@ class ClipBlock(NamedArguments):
         return super().bind(args, kwargs)
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
-        """Return which tokens of a caption are padding, and which are always kept."""
+        """Return which tokens of a caption are padding, and which are always kept: the first, and the one that is read.
+
+        A token is padding if the one that the embedding is read from does not see it.
+        """
         if self.captions is None:
             return TokenMasks()
         caption = self.captions.find(x_BND, self.number)
@@ -193,13 +194,29 @@ class ClipBlock(NamedArguments):
                 f"a routed text tower needs token ids: run encode_text or the tower, not its blocks on "
                 f"{tuple(x_BND.shape)}"
             )
+        # Once for all blocks of the pass, which get the same mask.
+        if caption.masks is None:
+            caption.masks = self._masks_of(caption.read_B1, arguments, x_BND)
         return caption.masks
+
+    def _masks_of(self, read_B1: Tensor | None, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
+        position_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[0], -1)
+        protect_BN = position_BN == 0
+        if read_B1 is None:
+            return TokenMasks(None, protect_BN)
+        protect_BN = protect_BN | (position_BN == read_B1)
+        mask = self._unflat(arguments).get("attn_mask")
+        if mask is None:
+            return TokenMasks(None, protect_BN)
+        read_B = read_B1.squeeze(1)
+        row_BN = mask[read_B] if mask.ndim == 2 else mask[torch.arange(len(read_B), device=mask.device), 0, read_B]
+        return TokenMasks(is_visible(row_BN) | protect_BN, protect_BN)
 
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the mask of the kept tokens, in the host's shape."""
         assert routing is not None
         mask = arguments.get("attn_mask")
-        if self.causal and mask is not None and mask.ndim == 2:
+        if self.captions is not None and mask is not None and mask.ndim == 2:
             # Kept tokens are in order and precede empty slots, so the causal mask of slots is that of tokens.
             slots = routing.kept.index_BK.shape[1]
             return {**arguments, "attn_mask": mask[:slots, :slots]}
@@ -230,11 +247,9 @@ class ClipBlock(NamedArguments):
 
 
 class CaptionHook(ModelHook):
-    """Begins a text tower's forward pass at its embedding, with facts that its blocks do not know: where captions end.
+    """Begins a text tower's forward pass at its embedding, with a fact that its blocks do not know: what is read.
 
-    A token is padding if the dense tower's embedding does not depend on it: it follows the token that a causal tower
-    reads the embedding from, or the tower masks it. A tower that attends to its padding has none. The tower is a
-    `TextTransformer`, or a `CLIP` model, which has the same attributes.
+    The tower is a `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
 
     def __init__(self, tower: Any, span: Span) -> None:
@@ -242,50 +257,24 @@ class CaptionHook(ModelHook):
         packed = isinstance(tower, clip_models.CLIP)
         self.pool = str(tower.text_pool_type if packed else tower.pool_type)
         self.eos = int(tower.text_eos_id if packed else tower.eos_id)
-        self.causal = tower.attn_mask is not None
-        self.pad = 0 if packed else int(tower.pad_id)
-        self.masks_padding = not packed and bool(tower.use_pad_mask)
+        # It stands behind all other tokens, and the embedding is read from it whatever `pool` says.
         self.class_token = not packed and tower.cls_emb is not None
-        # Published CoCa weights were trained with the mask of the class token shifted by one.
-        self.class_mask_shifted = self.class_token and not tower.correct_cls_mask
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward pass with token ids (B, L)."""
         (text_BL,) = (*args, *kwargs.values())
         started = self.span.begin(text_BL)
-        started.masks = self.masks(text_BL)
-        assert started.masks.protect_BN is not None
-        started.shape = tuple(started.masks.protect_BN.shape)
+        started.shape = (text_BL.shape[0], text_BL.shape[1] + int(self.class_token))
+        started.read_B1 = self.read(text_BL)
 
-    def masks(self, text_BL: Tensor) -> TokenMasks:
-        """Return which tokens are padding, and which are always kept: the first, and the one with the embedding."""
-        length = text_BL.shape[1] + int(self.class_token)
-        position_N = torch.arange(length, device=text_BL.device)
-        pooled_B = self._pooled(text_BL, length)
-        protect_BN = (position_N == 0) | (position_N == pooled_B.unsqueeze(1))
-        if self.class_token or self.masks_padding:
-            return TokenMasks(self._unmasked(text_BL) | protect_BN, protect_BN)
-        if self.causal and self.pool in ("argmax", "eos"):
-            return TokenMasks(position_N <= pooled_B.unsqueeze(1), protect_BN)
-        return TokenMasks(None, protect_BN)
-
-    def _pooled(self, text_BL: Tensor, length: int) -> Tensor:
-        """Return the position that the embedding is read from (B)."""
-        if self.class_token or self.pool == "last":
-            return torch.full_like(text_BL[:, 0], length - 1)
-        if self.pool == "argmax":
-            return text_BL.argmax(dim=-1)
-        if self.pool == "eos":
-            return (text_BL == self.eos).int().argmax(dim=-1)
-        return torch.zeros_like(text_BL[:, 0])
-
-    def _unmasked(self, text_BL: Tensor) -> Tensor:
-        """Return which tokens the tower's padding mask leaves visible (B, N)."""
-        valid_BL = text_BL.ne(self.pad)
-        if not self.class_token:
-            return valid_BL
-        class_B1 = torch.ones_like(valid_BL[:, :1])
-        return torch.cat([class_B1, valid_BL] if self.class_mask_shifted else [valid_BL, class_B1], dim=1)
+    def read(self, text_BL: Tensor) -> Tensor | None:
+        """Return the position that the embedding is read from (B, 1), as the host finds it; None where all are read."""
+        position_BL = torch.arange(text_BL.shape[1], device=text_BL.device).expand_as(text_BL)
+        if self.class_token:
+            return position_BL[:, -1:] + 1
+        if self.pool == "none":
+            return None
+        return transformer.text_global_pool(position_BL.unsqueeze(-1), text_BL, self.pool, eos_token_id=self.eos)
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:

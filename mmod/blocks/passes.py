@@ -44,10 +44,12 @@ class SpanPass:
         decisions: The decisions so far, by position.
         rows: The rows that the previous block passed on instead of all tokens, or None.
         remaining: The rows that remain where tokens leave for good; None where skipped tokens come back.
-        masks: Which tokens of captions are padding, where the embedding of a text tower tells it.
+        read_B1: The token that the embedding of a caption is read from (B, 1), where a text tower reads one.
+        masks: Which tokens of captions are padding, once a block has asked.
     """
 
-    masks = TokenMasks()
+    read_B1: Tensor | None = None
+    masks: TokenMasks | None = None
 
     def __init__(self) -> None:
         self.position = 0

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.adapters.open_clip import CaptionHook
-from mmod.blocks import RoutedBlock, host_class, model_hooks
+from mmod.blocks import RoutedBlock, host_class
 from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, embed, make_captions, make_clip, make_images
 
 # The dense tower's embedding does not depend on what follows the end of a caption.
@@ -148,15 +147,9 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         attention_BN = maps[block_name].mean(1)
         valid_BN = torch.ones_like(routing.keep_BN)
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
-            valid_BN = caption_hook(model).masks(captions).valid_BN
+            valid_BN = routing.tokens.valid_BN
         expected = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
         torch.testing.assert_close(routing.importance_BN, expected, atol=1e-6, rtol=1e-5)
-
-
-def caption_hook(model: nn.Module) -> CaptionHook:
-    """Return what begins the passes of a text tower."""
-    (hook,) = (hook for hook in model_hooks(model) if isinstance(hook, CaptionHook))
-    return hook
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
