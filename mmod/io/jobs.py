@@ -113,7 +113,6 @@ class Runner:
                     # With a time limit, because reports and signals arrive while no job ends.
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
                     self._read(reports, bar)
-                    bar.wait()
                     if stop.number:
                         self._pass_on(stop.number, pool, set(multiprocessing.active_children()) - set(before))
                     for future in done:
@@ -159,11 +158,6 @@ class _Bar:
         """Name the job that begins."""
         self.begun[index] = time.monotonic()
         self.bar.set_description_str(str(self.jobs[index]))
-
-    def wait(self) -> None:
-        """Tell the clock that the jobs of other processes go on."""
-        if not self.bar.disable:
-            self.bar._time()
 
     def update(self, index: int, share: float) -> None:
         """Record the progress of a job."""

@@ -15,9 +15,6 @@ SECONDS = 30
 """Seconds to the first line without a terminal, and at least between two."""
 # The share of the time so far that passes before the next line, so that a log of hours stays short.
 _GROWTH = 0.5
-# A longer time without work, in seconds, is a pause: while it lasts the process computes for less than a share of it.
-_PAUSE = 30
-_IDLE = 0.05
 # What tqdm says before it knows the time left.
 _UNKNOWN = ", ? left"
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
@@ -40,33 +37,15 @@ def warn_once(message: str, about: object = None) -> None:
 def progress_bar(items: Iterable[object] | None = None, *, shown: bool = True, **options: Any) -> Bar:
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
-    A line is printed every 30 seconds, then ever more seldom, and at the end unless `leave=False`. Times do not count
-    pauses, as of a process that was suspended.
+    A line is printed every 30 seconds, then ever more seldom, and at the end unless `leave=False`.
     """
     kind = Bar if sys.stderr.isatty() else _Lines
     bar = kind(items, disable=not shown, **options)
     if shown:
-        bar._time = WorkingTime()
+        # tqdm's own clock goes on while a machine sleeps, and would count the night into the time left.
+        bar._time = time.monotonic
         bar.start_t = bar.last_print_t = bar._time()
     return bar
-
-
-class WorkingTime:
-    """A clock in seconds that stands still where neither time is asked nor anything computed for long."""
-
-    def __init__(self) -> None:
-        self.paused = 0.0
-        self.asked = (time.monotonic(), time.process_time())
-
-    def __call__(self) -> float:
-        """Return the time."""
-        now = (time.monotonic(), time.process_time())
-        passed = now[0] - self.asked[0]
-        computed = now[1] - self.asked[1]
-        if passed > _PAUSE and computed < _IDLE * passed:
-            self.paused += passed - computed
-        self.asked = now
-        return now[0] - self.paused
 
 
 class Bar(tqdm):
