@@ -215,7 +215,7 @@ class PairsConfig(StreamConfig, SourceConfig):
         train: Training data, one or several of
 
             - paths or URLs of webdataset shards, with brace ranges (`{00000..00127}.tar`) or globs (local paths only);
-              remote shards (`s3://`, `gs://`, `https://`, `hf://`, ...) are copied to `root` while they are read;
+              remote shards (`s3://`, `gs://`, `https://`, `hf://`, ...) are copied to `root` before they are read;
             - `pipe:` commands that print a shard;
             - `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, streamed by `datasets`;
             - `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.

@@ -32,7 +32,7 @@ class RemoteConfig(Checked, group="data.remote"):
         timeout: Seconds without a byte after which an attempt ends.
         retries: Attempts after the first one that failed.
         backoff: Seconds before the first retry, doubled before each further one.
-        copy: Copy shards to `root` while training reads them; false reads every sample from its URL.
+        copy: Copy shards to `root` before they are read; false reads every sample from its URL.
     """
 
     timeout: Annotated[float, "(0, inf)"] = 60.0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.io.files import LockedError, locked, parse_json, replacing
+from mmod.io.files import locked, parse_json, replacing
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles, check_drivers, is_remote
 
@@ -51,37 +50,31 @@ class ShardFiles:
             raise ValueError(f"the remote shard {remote[0]!r} needs a folder for its copy: set root")
         check_drivers(remote)
         self._copies = [_copy_path(url, str(cache)) if is_remote(url) else None for url in urls]
-        self._is_local = [copy is None for copy in self._copies]
+        # Of each shard or its copy; None for those that are read from their URL.
+        self._paths = [url if copy is None else None for url, copy in zip(urls, self._copies)]
 
-    def path(self, number: int) -> str | None:
-        """Return the local path of a shard, or of its copy; None for a remote one without a copy."""
-        copy = self._copies[number]
-        if not self._is_local[number] and copy is not None and copy.exists():
-            self._is_local[number] = True
-        if not self._is_local[number]:
-            return None
-        return self.urls[number] if copy is None else str(copy)
-
-    def fetch(self, number: int, wait: bool = True) -> str:
+    def fetch(self, number: int) -> str:
         """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it."""
+        path = self._paths[number]
+        if path is not None:
+            return path
         copy = self._copies[number]
-        if copy is not None and self.path(number) is None:
-            # Asked again under the lock: another process may have copied it in the meantime.
-            with locked(copy, wait=wait):
-                if not copy.exists():
-                    self._files.copy(self.urls[number], copy)
-        path = self.path(number)
-        assert path is not None
-        return path
+        assert copy is not None
+        # Asked again under the lock: another process may have copied it in the meantime.
+        with nullcontext() if copy.exists() else locked(copy, wait=True):
+            if not copy.exists():
+                self._files.copy(self.urls[number], copy)
+        self._paths[number] = str(copy)
+        return str(copy)
 
     def open(self, number: int) -> BinaryIO:
         """Open a shard for reading at any position."""
-        path = self.path(number)
+        path = self._paths[number]
         return self._files.open(self.urls[number]) if path is None else open(path, "rb")
 
     def read(self, number: int, spans: list[tuple[int, int]]) -> list[bytes]:
         """Read several spans, offset and size each; a ValueError if the shard is shorter than when it was indexed."""
-        path = self.path(number)
+        path = self._paths[number]
         if path is not None:
             with open(path, "rb") as file:
                 return [read_at(file, offset, size) for offset, size in spans]
@@ -103,7 +96,7 @@ class ShardFiles:
         is_remote = any(copy is not None for copy in self._copies)
         # Processes, because parsing headers takes the interpreter's time; threads would wait for each other.
         processes = 0 if is_remote else min((os.cpu_count() or 1), missing // _SHARDS_PER_PROCESS)
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             if missing and not is_remote:
                 # One process of a node makes the indices of a folder, and the others read them.
                 stack.enter_context(_locked(paths[0].with_name("shards")))
@@ -133,39 +126,34 @@ class ShardFiles:
     def _index(self, number: int, suffix: str, make: Callable[[BinaryIO, str], Index]) -> Index:
         url = self.urls[number]
         copy = self._copies[number]
+        # The output of a command cannot be read by parts.
+        if copy is not None and (self._files.config.copy or url.startswith("pipe:") or copy.exists()):
+            self.fetch(number)
         size, tag = self._identity(number)
         path = self._index_path(number, suffix)
         index = _read_index(path, url, size, tag)
         if index is not None:
             return index
-        # Copying takes long, so each remote shard has a lock.
-        with _locked(path) if copy is not None else contextlib.nullcontext():
+        # Reading the headers of a remote shard takes long, so each has a lock.
+        with _locked(path) if copy is not None else nullcontext():
             # Asked again under the lock.
             index = _read_index(path, url, size, tag)
-            if index is None and self.path(number) is None and not url.startswith("pipe:"):
+            if index is None and self._paths[number] is None:
                 # A published index lies beside the shard, and has no later version of the shard's time.
                 folder, _, name = url.rpartition("/")
                 published = self._files.read_all(f"{folder}/.{name}.{suffix}.index")
                 index = None if published is None else _parse_index(published, url, size, None)
-                if index is not None:
-                    _write_index(path, index, size, tag)
             if index is None:
-                if self._files.config.copy or url.startswith("pipe:"):
-                    self.fetch(number)
-                    size = os.path.getsize(self.path(number) or "")
                 with self.open(number) as file:
                     index = make(file, url)
-                _write_index(path, index, size, tag)
+            _write_index(path, index, size, tag)
         return index
 
     def _identity(self, number: int) -> tuple[int | None, str | None]:
         """Return size and version of a shard; the version None if any is right, as for copies."""
-        path = self.path(number)
+        path = self._paths[number]
         if path is None:
-            url = self.urls[number]
-            if url.startswith("pipe:"):
-                return None, None
-            return self._files.describe(url)
+            return self._files.describe(self.urls[number])
         stat = os.stat(path)
         if self._copies[number] is not None:
             # A copy has the time of its download, which says nothing of its version.
@@ -180,20 +168,6 @@ class ShardFiles:
         copy = copy or _copy_path(os.path.abspath(url), str(self._cache))
         return copy.with_name(f".{copy.name}.{suffix}.index")
 
-    def copy_in_background(self, numbers: Iterable[int]) -> None:
-        """Begin to copy those of these remote shards that have no copy, while samples are read from their URLs."""
-        missing = [number for number in numbers if self.path(number) is None]
-        if not missing or not self._files.config.copy:
-            return
-
-        def run() -> None:
-            for number in missing:
-                # Whoever reads a sample of a shard that fails here meets the error, and counts or raises it.
-                with contextlib.suppress(OSError, LockedError):
-                    self.fetch(number, wait=False)
-
-        threading.Thread(target=run, daemon=True).start()
-
 
 def _copy_path(url: str, folder: str) -> Path:
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", url.split("/")[-1])[-80:].removesuffix(".tar")
@@ -201,12 +175,12 @@ def _copy_path(url: str, folder: str) -> Path:
     return Path(folder, f"{stem}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.tar")
 
 
-@contextlib.contextmanager
+@contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock where one can be written; a read-only folder keeps no index either."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path, wait=True) if os.access(path.parent, os.W_OK) else contextlib.nullcontext():
+    with locked(path, wait=True) if os.access(path.parent, os.W_OK) else nullcontext():
         yield
 
 
@@ -246,7 +220,7 @@ def _write_index(path: Path, index: Index, size: int | None, tag: str | None) ->
     header = {"version": _VERSION, "size": size, "tag": tag, "samples": len(rows)}
     head = json.dumps({**header, "faults": [fault[1:] for fault in faults]})
     # An index saves time only, so a folder that cannot be written is no error.
-    with contextlib.suppress(OSError), replacing(path, shared=True, durable=False) as partial:
+    with suppress(OSError), replacing(path, shared=True, durable=False) as partial:
         partial.write_bytes(head.encode() + b"\n" + rows.astype("<i8").tobytes())
 
 

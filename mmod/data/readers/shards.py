@@ -146,8 +146,6 @@ class ShardSource:
             raise ValueError(
                 f"the shards of {pattern!r} hold no complete sample (an image and a .{target.extension} member)"
             )
-        # Shards that could not be indexed have no samples to read.
-        self._files.copy_in_background(np.unique(self._rows[:, 0]).tolist())
 
     def __len__(self) -> int:
         return len(self._rows)
