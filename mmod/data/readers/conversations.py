@@ -109,11 +109,23 @@ class ChatDataset:
         return len(self.images)
 
     def __getitem__(self, index: int) -> ChatSample:
-        """Read one conversation and decode its images; a CorruptDataError if one cannot be decoded."""
-        sample = self._decoded(index)
-        if isinstance(sample, Fault):
-            raise CorruptDataError(str(sample))
-        return sample
+        """Read one conversation for training; one that cannot be decoded is replaced, see `ConversationsConfig`.
+
+        So all processes have the same number of batches, and as many with images. Whoever reads the batches must count
+        the `faults`. Unless `on_corrupt` is "skip", a fault raises.
+        """
+        faults: list[Fault] = []
+        for candidate in (index, *((index + step) % len(self) for step in range(1, len(self)))):
+            # A conversation without an image was readable from the start, but would leave a batch without one.
+            if faults and not self.images[candidate]:
+                continue
+            sample = self._decoded(candidate)
+            if not isinstance(sample, Fault):
+                return sample._replace(faults=tuple(faults))
+            if self.report.on_corrupt == "raise":
+                raise CorruptDataError(str(sample))
+            faults.append(sample)
+        raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
     def _decoded(self, index: int) -> ChatSample | Fault:
         """Return one conversation, or the fault of the first image that cannot be decoded."""
@@ -160,33 +172,6 @@ class ChatDataset:
             kinds = row["kinds"] or ["all"] * (len(texts) // 2)
             turns = list(zip(kinds, texts[::2], texts[1::2]))
             yield from turns[-1:] if last else turns
-
-
-class ReplacingChats(ChatDataset):
-    """The same conversations for training: one that cannot be read is replaced by the next readable one with an image.
-
-    So all processes have the same number of batches, and as many with images. The process that reads the batches must
-    count the `faults`. Unless `on_corrupt` is "skip", a fault raises.
-    """
-
-    def __init__(self, chats: ChatDataset) -> None:
-        # The same arrays, without reading or checking anything again.
-        vars(self).update(vars(chats))
-
-    def __getitem__(self, index: int) -> ChatSample:
-        """Read one conversation, or the one that replaces it."""
-        faults: list[Fault] = []
-        for candidate in (index, *((index + step) % len(self) for step in range(1, len(self)))):
-            # A conversation without an image was readable from the start, but would leave a batch without one.
-            if faults and not self.images[candidate]:
-                continue
-            sample = self._decoded(candidate)
-            if not isinstance(sample, Fault):
-                return sample._replace(faults=tuple(faults))
-            if self.report.on_corrupt == "raise":
-                raise CorruptDataError(str(sample))
-            faults.append(sample)
-        raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
 
 def check_conversations(config: ConversationsConfig) -> None:

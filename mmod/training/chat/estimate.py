@@ -18,7 +18,7 @@ from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ReplacingChats, check_conversations, open_conversations
+from mmod.data.readers.conversations import check_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
@@ -80,7 +80,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     check_conversations(config.data)
     model, processor = create_with_processor(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
-    train = ReplacingChats(open_checked(config.data.train, config.data, collator))
+    train = open_checked(config.data.train, config.data, collator)
     val = None if config.data.val is None else open_conversations(config.data.val, config.data)
     check_start(config, arguments, processor.tokenizer, train, val)
 

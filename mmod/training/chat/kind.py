@@ -24,7 +24,7 @@ from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
 from mmod.audits.evaluations import evaluate_answers
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, check_conversations
+from mmod.data.readers.conversations import ChatDataset, ChatSample, check_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.data.records import prior_of
 from mmod.io.files import replacing, write_atomically
@@ -219,7 +219,7 @@ class ChatKind:
         """Return training conversations; see `Kind.calibration`."""
         collator = self.collator
         device = device_of(self)
-        chats = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
+        chats = open_checked(self.config.data.train, self.config.data, collator)
         count = min(len(chats), batches * size)
         # Evenly over the data, with the first conversation among them.
         chosen = [number * len(chats) // count for number in range(count)]

@@ -22,7 +22,7 @@ from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
 from mmod.data.readers.chat import LengthSampler
-from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats
+from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
 from mmod.io.stop import heeding
@@ -112,7 +112,6 @@ class RoutedTrainer(Trainer):
         arguments = options["args"]
         model = options["model"]
         if isinstance(options.get("train_dataset"), ChatDataset):
-            options["train_dataset"] = ReplacingChats(options["train_dataset"])
             options["data_collator"] = functools.partial(_collate, options["data_collator"])
         check_routers_learn(model)
         if arguments.fsdp:

@@ -22,7 +22,7 @@ import mmod
 from mmod.config.parse import parse_config
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ConversationsConfig, ReplacingChats, open_conversations
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.synthetic.questions import export_questions
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.records import FolderTakenError
@@ -401,14 +401,13 @@ def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[st
     path = Path(broken["train"]).with_name("mixed.json")
     path.write_text(json.dumps([records[1], blind, records[3], records[2]]))
     talks = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
-    replacing = ReplacingChats(talks)
-    assert [len(replacing[index].images) for index in range(4)] == [1, 0, 1, 1]
-    assert [len(replacing[index].faults) for index in range(4)] == [1, 0, 0, 2]
-    assert [talk.key for talk in talks.read(range(4))] == ["blind", replacing[2].key]
+    assert [len(talks[index].images) for index in range(4)] == [1, 0, 1, 1]
+    assert [len(talks[index].faults) for index in range(4)] == [1, 0, 0, 2]
+    assert [talk.key for talk in talks.read(range(4))] == ["blind", talks[2].key]
     assert len(talks.report.faults) == 2
     path.write_text(json.dumps([records[1], blind]))
     with pytest.raises(CorruptDataError, match="no conversation with an image can be read"):
-        ReplacingChats(open_conversations(str(path), ConversationsConfig(on_corrupt="skip")))[0]
+        open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))[0]
     config = vlm_config(tmp_path, data=ConversationsConfig(val=str(path), on_corrupt="skip"))
     path.write_text(json.dumps([records[1]]))
     model, processor = create_with_processor(config)
