@@ -131,6 +131,19 @@ def test_a_run_that_was_killed_and_stopped_ends_bitwise_as_another(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize(("kind", "routing"), [("image", ROUTED), ("pairs", TOWERS), ("text", SCORE)])
+def test_routers_alone_train_where_the_config_says_so(kind: str, routing: dict[str, Any], tmp_path: Path) -> None:
+    short = {"epochs": 1, "epoch_steps": 1}
+    fit(MAKE[kind](tmp_path / "dense", **short), progress=False)
+    changes: dict[str, Any] = {"trained": "routers", "model": {"checkpoint": str(tmp_path / "dense")}}
+    with pytest.raises(ValueError, match="trained='routers' needs routing, and trained weights"):
+        MAKE[kind](tmp_path / "tuned", **short, **changes)
+    fit(MAKE[kind](tmp_path / "tuned", **short, **changes, routing=routing), progress=False)
+    dense, tuned = weights(tmp_path / "dense/model"), weights(tmp_path / "tuned/model")
+    assert all(torch.equal(tuned[name], value) for name, value in dense.items())
+    assert all(".router." in name for name in tuned.keys() - dense.keys())
+
+
 # Of each kind: runs of two processes by what they share, in batches of one step of a single process.
 ELASTIC_TEXT = {"routing": PREDICTOR, "elastic": True, "model": {"config": {"tie_word_embeddings": True}}}
 SGD = {"opt": "sgd", "lr": 0.1}

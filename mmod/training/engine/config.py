@@ -349,6 +349,7 @@ class LoopConfig(RunConfig):
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
         log_every: Optimiser steps between updates of the displayed figures; the last step of an epoch updates them too.
         tensorboard: Also write TensorBoard logs into the run folder.
+        trained: "routers" trains routers alone (Router-Tuning); None trains all weights.
         training_only_epochs: Number of first epochs with the methods for training alone, see
             `mmod.RoutingConfig.training_only`; None for all.
     """
@@ -371,6 +372,7 @@ class LoopConfig(RunConfig):
     eval_every: Annotated[int, "[1, inf)"] = 1
     log_every: Annotated[int, "[1, inf)"] = 20
     tensorboard: bool = False
+    trained: Literal["routers"] | None = None
     training_only_epochs: Annotated[int | None, "[1, inf)"] = None
 
     length_keys = frozenset({"epochs"})
@@ -390,6 +392,8 @@ class LoopConfig(RunConfig):
                 "distributed.kind 'fsdp' takes neither precision 'fp16', for which use 'bf16', nor optimisers of "
                 f"lookahead, got {self.precision!r} and {self.optim.opt!r}"
             )
+        if self.trained is not None and (not self.routings or not self.model.has_weights):
+            raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         if self.training_only_epochs is not None:
             check_value("training_only_epochs", self.training_only_epochs, int, f"[1, {self.epochs}]")
             if not any(method.training_only for method in self.applied):

@@ -120,9 +120,6 @@ class LoopKind(Kind, Protocol):
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher that a config names, by default from a checkpoint of the model's architecture."""
 
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze the weights that do not train, of a model whose methods are applied."""
-
     def check_data(self) -> None:
         """Raise a ValueError if files of the training or evaluation data are missing."""
 

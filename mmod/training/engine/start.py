@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mmod.io.tensors import some
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
-from mmod.model import apply_
+from mmod.model import apply_, freeze_dense_
 from mmod.opening.weights import load_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
@@ -68,7 +68,8 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
         load_weights(model, {**model.state_dict(), **added}, checkpoint)
     if config.grad_checkpointing:
         _checkpoint_gradients(model)
-    kind.freeze(model)
+    if config.trained is not None:
+        freeze_dense_(model)
     return model, teacher
 
 

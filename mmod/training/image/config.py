@@ -146,7 +146,6 @@ class TrainConfig(engine.LoopConfig):
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
-        trained: "routers" trains routers alone (Router-Tuning); None trains all weights.
     """
 
     kind: Literal["image"] = "image"
@@ -157,7 +156,6 @@ class TrainConfig(engine.LoopConfig):
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
     elastic: ElasticConfig | None = None
-    trained: Literal["routers"] | None = None
 
     part = "image"
 
@@ -166,8 +164,6 @@ class TrainConfig(engine.LoopConfig):
         self._check_elastic()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
-        if self.trained is not None and (not self.routings or not self.model.has_weights):
-            raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         # timm mixes each image with its counterpart from the other end of the batch.
         if self.mixup is not None and self.data.batch_size % 2:
             raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")

@@ -24,7 +24,7 @@ from mmod.data.labels import ModelClasses, read_classes
 from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
-from mmod.model import freeze_dense_, set_capacity_
+from mmod.model import set_capacity_
 from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
@@ -69,11 +69,6 @@ class ImageKind:
         if weights:
             check_input(model, self.config.data, config.pretrained)
         return model
-
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze dense weights, if the config says so."""
-        if self.config.trained is not None:
-            freeze_dense_(model)
 
     def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint by timm's names, with a new classifier if one is requested; see `LoopKind.load_dense`."""

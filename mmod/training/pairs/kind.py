@@ -96,9 +96,6 @@ class PairsKind:
         load_clip(model, checkpoint, known)
         return {}
 
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze nothing: all weights train, but those of a locked tower."""
-
     def check_data(self) -> None:
         """Raise if shards are missing; see `LoopKind.check_data`."""
         check_pairs(self.config.data)

@@ -64,9 +64,6 @@ class TextKind:
 
         return start.load_dense(model, read_weights(checkpoint), checkpoint, methods, adapt)
 
-    def freeze(self, model: nn.Module) -> None:
-        """Freeze nothing: all weights train."""
-
     def check_data(self) -> None:
         """Raise if text is missing; see `LoopKind.check_data`."""
         check_text(self.config.data)

@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from mmod.opening.weights import list_checkpoints
 from mmod.training import fit
+from mmod.training.engine import loop
 from mmod.training.engine.checkpoint import load_checkpoint
-from mmod.training.image.kind import ImageKind
+from mmod.training.engine.kind import LoopKind
+from mmod.training.engine.start import create_models
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5}
@@ -59,7 +61,8 @@ def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(t
 def test_the_module_and_the_batch_are_named(
     name: str, losses: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def freeze(kind: ImageKind, model: nn.Module) -> None:
+    def poisoned(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
+        model, teacher = create_models(kind)
         calls = iter(range(10**6))
 
         def poison(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
@@ -67,8 +70,9 @@ def test_the_module_and_the_batch_are_named(
             return output * torch.nan if next(calls) in (1, 3) else None
 
         model.get_submodule(name).register_forward_hook(poison)
+        return model, teacher
 
-    monkeypatch.setattr(ImageKind, "freeze", freeze)
+    monkeypatch.setattr(loop, "create_models", poisoned)
     config = tiny_config(output=tmp_path / "run", epochs=1, routing={**ROUTED, "losses": losses}, accumulate=2)
     message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
@@ -77,13 +81,15 @@ def test_the_module_and_the_batch_are_named(
 
 
 def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def freeze(kind: ImageKind, model: nn.Module) -> None:
+    def poisoned(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
+        model, teacher = create_models(kind)
         calls = iter(range(10**6))
         model.get_parameter("blocks.0.mlp.fc1.weight").register_hook(
             lambda gradient: gradient * torch.inf if next(calls) == 3 else None
         )
+        return model, teacher
 
-    monkeypatch.setattr(ImageKind, "freeze", freeze)
+    monkeypatch.setattr(loop, "create_models", poisoned)
     config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=1)
     with pytest.raises(FloatingPointError, match=r"or its gradient, .*at step 4 .*good checkpoint: .*step-000000003"):
         run(config)
