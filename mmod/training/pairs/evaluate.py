@@ -105,7 +105,7 @@ def evaluate_set(
     Raises:
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
-    rows = read_rows(partial(embed_batch, precision=precision), model, stream, device, progress=progress)
+    rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     for name, embeddings in (("image", images), ("text", texts)):
         check_finite(f"the {name} embeddings of an evaluation", embeddings)
@@ -133,37 +133,25 @@ def evaluate_set(
     return Evaluated(result, {"recall1": _recall(first_N, second_N).cpu().numpy()})
 
 
-def embed_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
-    """Return the rows of a batch: embeddings, the captions' tokens, and shares of kept tokens.
+def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
+    """Return the rows of a batch: embeddings, the captions' tokens, shares of kept tokens, "loss" and "outcome".
+
+    The last two are cross entropy and recall at 1 of every pair among those of its batch, the mean of both directions.
+    Images with equal captions match each other's, and a tie counts as a miss.
 
     Args:
         model: An open_clip model, made with `output_dict=True`.
         batch: Images (B, C, H, W) and their captions' tokens (B, L).
-    """
-    rows, _ = _embedded(model, batch, precision)
-    return rows
-
-
-def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
-    """Return the rows of `embed_batch`, and "loss" and "outcome" of every pair among those of its batch.
-
-    These two are cross entropy and recall at 1, the mean of both directions. Images with equal captions match each
-    other's, and a tie counts as a miss.
 
     Source: the loss of CLIP (arXiv 2103.00020).
     """
-    rows, scale = _embedded(model, batch, precision)
-    loss_B, outcome_B = _among(rows["image"], rows["text"], scale, rows["tokens"])
-    return {"loss": loss_B, "outcome": outcome_B, **rows}
-
-
-def _embedded(model: Any, batch: tuple[Tensor, Tensor], precision: str) -> tuple[Columns, Tensor]:
-    """Return the rows of `embed_batch` and the model's scale of similarities."""
     images, texts = batch
     with autocast(images.device, precision), decisions_of(model) as decisions:
         output = model(images, texts)
     image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
-    return {"image": image_BD, "text": text_BD, "tokens": texts, **kept_rows(decisions)}, scale
+    loss_B, outcome_B = _among(image_BD, text_BD, scale, texts)
+    rows = {"loss": loss_B, "outcome": outcome_B, "image": image_BD, "text": text_BD, "tokens": texts}
+    return {**rows, **kept_rows(decisions)}
 
 
 def _recall(first_N: Tensor, second_N: Tensor) -> Tensor:
