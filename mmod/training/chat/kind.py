@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import IntervalStrategy
+from transformers import IntervalStrategy, TrainingArguments
 
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
@@ -129,7 +129,7 @@ class ChatKind:
         evaluation = self._answer(model, data, arguments.should_save, progress)
         return _write_result(trainer, folder, data, evaluation)
 
-    def _open_data(self, arguments: Any, progress: bool) -> _Data:
+    def _open_data(self, arguments: TrainingArguments, progress: bool) -> _Data:
         """Open the conversations, and check what the run would do with them; set the steps between two logs."""
         data = self.config.data
         collator = ChatCollator(create_processor(self.config), data.max_length, data.packed, data.protected)

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from transformers import TrainingArguments
+
 from mmod.data.readers.conversations import ChatDataset
 from mmod.training.chat.config import BPE, WORDS, TrainConfig
 from mmod.training.engine.preflight import check_warmup
@@ -18,17 +20,13 @@ _NOTED = 0.001
 _REFUSED = 0.05
 
 
-def step_samples(arguments: Any) -> int:
-    """Return the samples of an optimiser step over all processes, by transformers' training arguments."""
+def step_samples(arguments: TrainingArguments) -> int:
+    """Return the samples of an optimiser step over all processes."""
     return int(arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size)
 
 
-def steps_of(arguments: Any, samples: int) -> tuple[int, int]:
-    """Return the optimiser steps of a run and those of an epoch.
-
-    Args:
-        arguments: transformers' training arguments.
-    """
+def steps_of(arguments: TrainingArguments, samples: int) -> tuple[int, int]:
+    """Return the optimiser steps of a run and those of an epoch."""
     of_epoch = math.ceil(samples / step_samples(arguments))
     if arguments.max_steps > 0:
         return arguments.max_steps, of_epoch
@@ -36,7 +34,7 @@ def steps_of(arguments: Any, samples: int) -> tuple[int, int]:
 
 
 def check_start(
-    config: TrainConfig, arguments: Any, tokenizer: Any, train: ChatDataset, val: ChatDataset | None
+    config: TrainConfig, arguments: TrainingArguments, tokenizer: Any, train: ChatDataset, val: ChatDataset | None
 ) -> None:
     """Raise a ValueError about a run whose result would mislead.
 

@@ -15,13 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import seed_worker
 
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
-from mmod.data.readers.chat import LengthSampler
+from mmod.data.readers.chat import ChatCollator, LengthSampler
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
@@ -49,7 +56,7 @@ _FAULTS = "faults"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
-def training_arguments(config: TrainConfig) -> Any:
+def training_arguments(config: TrainConfig) -> TrainingArguments:
     """Return transformers' training arguments of a run.
 
     Example:
@@ -273,12 +280,8 @@ class RoutedTrainer(Trainer):
                 raise
 
 
-def length_sampler(dataset: Any, args: Any) -> LengthSampler | None:
-    """Return the order of training conversations; None for that of the trainer.
-
-    Args:
-        args: transformers' training arguments.
-    """
+def length_sampler(dataset: object, args: TrainingArguments) -> LengthSampler | None:
+    """Return the order of training conversations; None for that of the trainer."""
     grouped = args.train_sampling_strategy == "group_by_length"
     # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
     waits = args.fsdp or args.deepspeed or args.gradient_checkpointing
@@ -312,7 +315,7 @@ def check_names(checkpoint: Path, model: Any) -> None:
         )
 
 
-def _collate(collator: Callable[[Sequence[ChatSample]], dict[str, Any]], chats: Sequence[ChatSample]) -> dict[str, Any]:
+def _collate(collator: ChatCollator, chats: Sequence[ChatSample]) -> dict[str, Any]:
     """Return a batch, with the faults of conversations that others replace if there are any."""
     batch = collator(chats)
     faults = list(chain.from_iterable(chat.faults for chat in chats))
@@ -370,37 +373,47 @@ class RunCallback(TrainerCallback):
     folder: Path
     stopped: bool = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Show the bar, and where the run resumes; remove what a kill interrupted."""
         if args.should_save:
-            folder = Path(args.output_dir)
+            folder = Path(str(args.output_dir))
             for path in set(_checkpoints(folder)) - set(finished_checkpoints(folder)):
                 # The trainer would keep it in place of a finished one.
                 shutil.rmtree(path)
         if self.progress and state.global_step:
             note_resumed(self.folder, state.global_step, state.max_steps)
-        steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
-        self._bar = progress_bar(desc="train", shown=self.progress and state.is_world_process_zero, **steps)
+        shown = self.progress and state.is_world_process_zero
+        self._bar = progress_bar(
+            desc="train", total=state.max_steps, initial=state.global_step, unit="step", shown=shown
+        )
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_log(self, *_: object, logs: dict[str, float] | None = None, **__: object) -> None:
         """Show loss and learning rate; the summary at the end has neither."""
         named_logs = {"loss": "loss", "lr": "learning_rate", "epoch": "epoch"}
         if logs is not None and "loss" in logs:
             shown = {name: f"{logs[key]:.4g}" for name, key in named_logs.items() if key in logs}
             self._bar.set_postfix(shown, refresh=False)
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any) -> None:
+    def on_evaluate(
+        self, args: object, state: TrainerState, control: object, metrics: dict[str, float] | None = None, **_: object
+    ) -> None:
         """Show how many answers are right."""
         if metrics is not None and self.progress and state.is_world_process_zero:
             right, loss = metrics[f"eval_{RIGHT}"], metrics["eval_loss"]
             note(f"step {state.global_step}: {right:.2f} % of the answers right, loss {loss:.4g}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Close the bar."""
         self._bar.close()
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
         """Write the config once; stop after a signal; complete the states of a split optimiser, which may be saved."""
         self._bar.update(state.global_step - self._bar.n)
@@ -413,7 +426,7 @@ class RunCallback(TrainerCallback):
         if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Finish the checkpoint, and write `routers.csv`; what a stopped run has saved stays its last."""
         if self.stopped:
             # The trainer ends as after the last step: it would read the best weights, and remove all others.
@@ -422,8 +435,8 @@ class RunCallback(TrainerCallback):
         # Every process writes files of its own.
         wait_for_all()
         if args.should_save:
-            write_sums(Path(args.output_dir) / f"checkpoint-{state.global_step}")
-            write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
+            write_sums(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+            write_rows(Path(str(args.output_dir)).parent, rows_of_logs(state.log_history))
 
 
 def train_to_end(
