@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -76,17 +76,23 @@ def _named_errors(source: str) -> Iterator[None]:
         raise CorruptDataError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
 
 
+def read_column(source: str, column: str) -> Iterator[Any]:
+    """Yield the values of one column of a streamed dataset, in one pass over its files."""
+    # Of Parquet one column can be read alone.
+    options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
+    dataset = open_dataset(source, (column,), **options).select_columns([column])
+    with _named_errors(source):
+        for batch in dataset.iter(_BUFFER):
+            yield from batch[column]
+
+
 def count_samples(dataset: Any, source: str, column: str) -> int:
     """Return the number of samples that the dataset states, or count one column."""
     # A count that the dataset states costs nothing; without it all rows are read once.
     splits = dataset.info.splits or {}
     if dataset.split in splits and splits[dataset.split].num_examples:
         return int(splits[dataset.split].num_examples)
-    # Of Parquet one column can be read alone.
-    if source.startswith(f"{PREFIX}parquet:"):
-        dataset = open_dataset(source, (), columns=[column])
-    with _named_errors(source):
-        return sum(len(batch[column]) for batch in dataset.select_columns([column]).iter(_BUFFER))
+    return sum(1 for _ in read_column(source, column))
 
 
 @dataclass(frozen=True)
@@ -138,11 +144,7 @@ class ClassColumn:
 @functools.lru_cache(maxsize=8)
 def _texts(source: str, column: str) -> frozenset[str]:
     """Return the distinct texts of a column that are not empty."""
-    options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
-    dataset = open_dataset(source, (column,), **options).select_columns([column])
-    with _named_errors(source):
-        texts = chain.from_iterable(batch[column] for batch in dataset.iter(_BUFFER))
-        return frozenset(text for text in texts if text and isinstance(text, str))
+    return frozenset(text for text in read_column(source, column) if text and isinstance(text, str))
 
 
 def _first_value(dataset: Any, source: str, column: str) -> Any:
@@ -298,15 +300,8 @@ def _read_file(path: str) -> bytes:
 
 def documents(source: str, column: str) -> Iterator[bytes]:
     """Yield the texts of a streamed dataset in UTF-8."""
-    dataset = open_dataset(source, (column,)).select_columns([column])
-    for batch in _batches(dataset, source):
-        for text in batch[column]:
-            if text is not None and not isinstance(text, str):
-                raise ValueError(f"the column {column!r} of {source!r} holds {brief(text)}, which is no text")
-            if text:
-                yield text.removeprefix(MARK).encode()
-
-
-def _batches(dataset: Any, source: str) -> Iterator[Any]:
-    with _named_errors(source):
-        yield from dataset.iter(_BUFFER)
+    for text in read_column(source, column):
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"the column {column!r} of {source!r} holds {brief(text)}, which is no text")
+        if text:
+            yield text.removeprefix(MARK).encode()
