@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmod.io.environment import environment
-from mmod.io.files import check_regular, locked, parse_json, replacing, writing
+from mmod.io.files import check_regular, locked, parse_json, writing
 from mmod.io.progress import say
 from mmod.values import brief, from_plain
 from mmod.version import __version__
@@ -48,9 +48,8 @@ class Store:
 
     The file has a header, and a line for each result: a checksum, then version, identity and value as JSON. A line that
     was cut when its process was killed is dropped; a damaged one is refused. A later result of an identity supersedes
-    the earlier one. Once such lines outweigh the others, the file is replaced by one without them. Only writing takes
-    the lock, the file `.NAME.lock`, so that processes see each other's results while all of them run. Nothing is
-    written before the first result.
+    the earlier one, which stays in the file. Only writing takes the lock, the file `.NAME.lock`, so that processes see
+    each other's results while all of them run. Nothing is written before the first result.
 
     Args:
         path: The file; None keeps the results in memory.
@@ -226,7 +225,6 @@ class Store:
                     return existing
                 self._append(line)
                 self._find(key)
-                self._compact()
         return line
 
     def _append(self, line: bytes) -> None:
@@ -249,20 +247,6 @@ class Store:
                     # A half-written line would look damaged to the next reader that appends.
                     file.truncate(self._end)
                 raise
-
-    def _compact(self) -> None:
-        """Replace the file by one without superseded lines if these outweigh the others."""
-        assert self.path is not None
-        live = sum(size for _, size in self._spans.values())
-        # At most half of the file is superseded, so that rewriting costs little on average.
-        if self._end - len(self._header) <= 2 * live:
-            return
-        with replacing(self.path) as partial, self.path.open("rb") as old, partial.open("wb") as new:
-            # Another header tells other processes to read all of it.
-            new.write(_new_header())
-            for start, size in sorted(self._spans.values()):
-                old.seek(start)
-                new.write(old.read(size))
 
 
 def fingerprint(*outputs: Tensor) -> str:
