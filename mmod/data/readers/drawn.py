@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
@@ -11,6 +10,7 @@ from PIL import Image
 from mmod.data.embedded import SETS
 from mmod.data.readers.images import decode_image
 from mmod.data.readers.shards import LabelMember
+from mmod.data.synthetic.handwriting import Drawn
 
 
 class DrawnSource:
@@ -45,7 +45,7 @@ class DrawnSource:
 
 
 @functools.lru_cache(maxsize=8)
-def _scenes(part: str) -> Sequence[Any]:
+def _scenes(part: str) -> Drawn[Any]:
     return SETS[part.partition(":")[0]].draw(part)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gzip
 import importlib.util
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, ClassVar, NamedTuple, TypeVar, overload
+from typing import Annotated, ClassVar, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -105,7 +105,7 @@ class DrawnConfig(Checked):
             raise ValueError(f"{self.counts}={samples} must give each of {SPLITS} a number of at least {self.least}")
 
 
-class Drawn(Sequence[Scene]):
+class Drawn(Generic[Scene]):
     """The samples of a split, each drawn when it is read: it depends on its index alone."""
 
     def __init__(self, length: int, draw: Callable[[int], Scene]) -> None:
@@ -115,16 +115,11 @@ class Drawn(Sequence[Scene]):
     def __len__(self) -> int:
         return self.length
 
-    @overload
-    def __getitem__(self, index: int) -> Scene: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Scene]: ...
-
-    def __getitem__(self, index: int | slice) -> Scene | Sequence[Scene]:
-        if isinstance(index, slice):
-            return [self.draw(place) for place in range(self.length)[index]]
+    def __getitem__(self, index: int) -> Scene:
         return self.draw(range(self.length)[index])
+
+    def __iter__(self) -> Iterator[Scene]:
+        return map(self.draw, range(self.length))
 
 
 class Painter:
