@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import json
@@ -20,14 +21,15 @@ from mmod.config.registry import PRESETS
 from mmod.config.routing import RoutingConfig
 from mmod.io.options import field_meanings, split_options, with_options
 from mmod.io.yaml import merged, stack_configs
-from mmod.values import dataclass_in, describe, from_plain
+from mmod.values import dataclass_in, describe, from_plain, one_of
 
 Config = TypeVar("Config")
+Classes = type[Config] | Mapping[str, type[Config]]
 _PRINT = "--print_config"
 
 
 def parse_config(
-    arguments: Sequence[str], config_class: type[Config], start: Mapping[str, object] | None = None
+    arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from the command line `CONFIG [--key.sub value ...]`.
 
@@ -35,14 +37,16 @@ def parse_config(
     a refused value ends it with code 2 and one line.
 
     Args:
+        config_class: The class of the config; or classes by kind, of which the line names one, see `named_kind`.
         start: Plain fields that the command line changes.
     """
     words = [word for word in arguments if word != _PRINT]
-    if {"-h", "--help"} & set(words):
-        print(_help(config_class))
-        sys.exit(0)
     try:
-        config = read_config(words, config_class, start)
+        chosen, fields, options = _read_line(words, config_class, start)
+        if {"-h", "--help"} & set(options):
+            print(_help(chosen))
+            sys.exit(0)
+        config = _created(chosen, fields, options, start or {})
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -54,19 +58,48 @@ def parse_config(
 
 
 def read_config(
-    arguments: Sequence[str], config_class: type[Config], start: Mapping[str, object] | None = None
+    arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
+    return _created(*_read_line(arguments, config_class, start), start or {})
+
+
+def named_kind(arguments: Sequence[str]) -> str | None:
+    """Return the kind that the options or else the configs of a command line name; None unless they do."""
+    return _kind_in(*stack_configs(arguments))
+
+
+def _kind_in(fields: dict[str, Any] | None, options: Sequence[str]) -> str | None:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--kind", default=(fields or {}).get("kind"))
+    kind: str | None = parser.parse_known_args(options)[0].kind
+    return kind
+
+
+def _read_line(
+    arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None
+) -> tuple[type[Config], dict[str, Any] | None, list[str]]:
+    """Return the class of the config of a command line, the fields of its files, None without one, and its options."""
     if start is not None and arguments and not arguments[0].startswith("-"):
         # The word before it stands for what `start` holds.
         raise ValueError(f"unrecognized arguments: {arguments[0]}; further configs are merged by --config FILE")
-    fields, words = stack_configs(arguments)
+    fields, options = stack_configs(arguments)
+    if isinstance(config_class, Mapping):
+        # The first kind is that of a line that names none.
+        kind = _kind_in(fields, options) or next(iter(config_class))
+        one_of("kind", kind, tuple(config_class))
+        config_class = config_class[kind]
+    return config_class, fields, options
+
+
+def _created(
+    config_class: type[Config], fields: dict[str, Any] | None, options: Sequence[str], start: Mapping[str, object]
+) -> Config:
+    plain = merged(start, fields or {})
     # The config in a run folder also records the number of processes.
-    (fields or {}).pop("world_size", None)
+    plain.pop("world_size", None)
     try:
-        return from_plain(
-            config_class, with_options(merged(start or {}, fields or {}), split_options(words), config_class)
-        )
+        return from_plain(config_class, with_options(plain, split_options(options), config_class))
     except ValueError as error:
         # Without a file all required keys are missing, and the list of them hides the one mistake.
         if fields is None and "required: " in str(error):

@@ -16,7 +16,6 @@ from mmod.studies.config import (
     StudyConfig,
 )
 from mmod.studies.isoflop_config import IsoflopConfig
-from mmod.training.engine.arguments import kind_named
 
 if TYPE_CHECKING:
     from mmod.studies.report import StudyResult
@@ -40,8 +39,7 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     if command == ISOFLOP:
         yield from _isoflop(arguments)
         return
-    kind = kind_named(arguments, CONFIGS)
-    config: StudyConfig | None = parse_config(arguments, CONFIGS[kind])
+    config: StudyConfig | None = parse_config(arguments, CONFIGS)
     # Imported late: help is answered without torch.
     from mmod.studies.study import run_study
 

@@ -12,16 +12,16 @@ import yaml
 
 import mmod
 from mmod.analysis.table import DENSE
+from mmod.config.parse import named_kind, read_config
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.compare import Measurer, Run, measure_run
 from mmod.studies.study import study_kind
-from mmod.training.engine.arguments import kind_named
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step
-from mmod.training.kinds import KINDS, config_class, kind_of
+from mmod.training.kinds import KINDS, all_configs, config_class, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
 from tests.kit.pairs_worker import MODEL, write_model
@@ -67,7 +67,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     done = dataclasses.replace(training.config.finished(training.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
-    assert kind_named([str(path), "--seed", "1"], KINDS) == kind
+    assert named_kind([str(path), "--seed", "1"]) == kind
 
     figure = PAIRED.get(kind)
     result, outcomes = kind_of(done).evaluate(kind_of(done).load())
@@ -115,8 +115,9 @@ def test_a_config_says_its_kind(path: Path) -> None:
     kinds = {"clip": "pairs", "vlm": "chat", "text": "text"}
     if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
         fields = read_yaml(path)
-        assert kind_named([str(path)], KINDS) == kinds.get(path.parent.name, "image")
-        assert config_class(kind_named([str(path)], KINDS)).from_dict(fields).output
+        kind = named_kind([str(path)]) or "image"
+        assert kind == kinds.get(path.parent.name, "image")
+        assert config_class(kind).from_dict(fields).output
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,7 +136,7 @@ def test_only_a_config_of_a_kind_has_a_recipe() -> None:
     with pytest.raises(TypeError, match="one of image, pairs, chat, text, got str"):
         kind_of("image")
     with pytest.raises(ValueError, match="kind must be one of"):
-        kind_named(["--kind", "audio"], KINDS)
+        read_config(["--kind", "audio"], all_configs())
 
 
 def test_a_refused_config_that_names_no_kind_is_told_of_the_key(

@@ -35,7 +35,7 @@ from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
-from mmod.training.engine.arguments import finished_run, kind_named
+from mmod.training.engine.arguments import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import Kind, device_of
@@ -194,8 +194,7 @@ def _baselines(config: RunConfig, folders: Sequence[str]) -> dict[str, nn.Module
         root = find_run(folder)
         if root is None:
             raise FileNotFoundError(f"audit.baselines: {str(folder)!r} is no folder of a run, or weights in one")
-        file = [str(root / RUN_CONFIG)]
-        run = finished_run(read_config(file, AUDITS[kind_named(file, AUDITS)]), root, folder)
+        run = finished_run(read_config([str(root / RUN_CONFIG)], AUDITS), root, folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.baselines: {str(folder)!r} is a run of another kind than the audited one")
         if isinstance(run, ImageConfig):

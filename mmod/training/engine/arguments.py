@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.io.yaml import stack_configs
+from mmod.config.parse import named_kind, parse_config
 from mmod.opening.runs import RUN_CONFIG, find_run, is_described
 from mmod.training.engine.config import RunConfig
 from mmod.values import one_of
-
-
-def kind_named(arguments: Sequence[str], kinds: Collection[str]) -> str:
-    """Return the kind that the files or options of a command line name, one of some; "image" unless they do."""
-    kind = _named_kind(arguments) or "image"
-    one_of("kind", kind, tuple(kinds))
-    return kind
-
-
-def _named_kind(arguments: Sequence[str]) -> str | None:
-    fields, words = stack_configs(arguments)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--kind", default=(fields or {}).get("kind"))
-    return parser.parse_known_args(words)[0].kind
 
 
 def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> Any:
@@ -46,25 +31,31 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
             from mmod.pretrained import refuse_own
 
             refuse_own(folder)
-        kind = kind_named(options, configs)
+        kind = named_kind(options) or "image"
+        one_of("kind", kind, tuple(configs))
         model = {"name": folder, "pretrained": True} if kind == "image" else {"checkpoint": folder}
         return configs[kind].parse(options, {"output": folder, "model": model})
     run = find_run(arguments[0]) if arguments else None
-    words = arguments if run is None else [str(run / RUN_CONFIG), *arguments[1:]]
-    kind = kind_named(words, configs)
-    try:
-        # The run's own config first, whatever the words change of it.
-        config = configs[kind].parse(words if run is None else [words[0], "--kind", kind])
-    except SystemExit as end:
-        # The exit already printed the error; this adds what may explain it.
-        if end.code and _named_kind(words) is None:
-            print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(configs)}", file=sys.stderr)
-        raise
     if run is None:
-        return config
+        return _parse_config(arguments, configs)
+    file = str(run / RUN_CONFIG)
+    kind = named_kind([file, *arguments[1:]])
+    # The run's own config first, whatever the words change of it besides its kind.
+    config = _parse_config([file] if kind is None else [file, "--kind", kind], configs)
     finished = finished_run(config, run, arguments[0])
     # The words once more, now on top of what the run's final model is.
     return type(finished).parse(arguments[1:], finished.to_dict())
+
+
+def _parse_config(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> RunConfig:
+    try:
+        return parse_config(arguments, configs)
+    except SystemExit as end:
+        # The exit already printed the error; this adds what may explain it.
+        if end.code and named_kind(arguments) is None:
+            first, *_ = configs
+            print(f"without a key `kind`, a config is read as {first}; valid are {', '.join(configs)}", file=sys.stderr)
+        raise
 
 
 def finished_run(config: RunConfig, run: Path, weights: str | Path) -> RunConfig:
