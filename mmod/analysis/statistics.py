@@ -22,8 +22,8 @@ BySeed = Mapping[int, float]
 # Numbers that are drawn at once, which bounds memory.
 _CHUNK = 4_000_000
 _NORMAL = 1.959964
-# Errors of resampled means, which give equal values an interval.
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
+"""Errors of sums and of resampled means, which give equal values an interval: far below what figures differ by."""
 # Measurements repeat to within 2 %.
 _AS_CHEAP = 1.02
 Name = TypeVar("Name")
@@ -71,7 +71,7 @@ class Estimate:
         form = form or (".1f" if self.seeds is None else "+.1f")
         value = f"{self.value:{form}}"
         # Samples that are all alike say nothing of chance.
-        has_width = self.high - self.low > _ROUNDING * max(1.0, abs(self.value))
+        has_width = self.high - self.low > ROUNDING * max(1.0, abs(self.value))
         if not (self.has_interval and has_width):
             return value
         return f"{value} [{self.low:{form}}, {self.high:{form}}]"

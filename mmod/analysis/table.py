@@ -1,7 +1,5 @@
 """The table of a comparison: how it is filled, and what is read from it, such as differences with intervals.
 
-Jobs give the rows of candidates, all are timed in turns, and some get more samples.
-
 Axes: N samples, S weightings of them.
 """
 
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmod.analysis.statistics import (
+    ROUNDING,
     Estimate,
     Resampling,
     change_of,
@@ -31,8 +30,6 @@ from mmod.io.store import Store
 DENSE = "dense"
 """Name of the candidate that all others are compared with."""
 _DRAWS = 2000
-# Errors of sums, far below what figures differ by.
-_ROUNDING = 1e-9
 Weigh = Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray]
 """From outcomes of samples by column, (N, ...) each, and weightings of the samples (S, N), each with sum 1, to a figure
 under each of them (S,)."""
@@ -277,7 +274,7 @@ def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
 
 def _are_equal_shares(value_N: np.ndarray) -> bool:
     """Return whether several samples have the same share, to rounding: the bootstrap would be sure of it."""
-    return len(value_N) > 1 and float(np.ptp(value_N)) < _ROUNDING and 0 <= value_N[0] <= 1
+    return len(value_N) > 1 and float(np.ptp(value_N)) < ROUNDING and 0 <= value_N[0] <= 1
 
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:
