@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import isqrt
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters.base import NamedArguments
 from mmod.adapters.tokens import remember
 from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.vision import vision_part
-from mmod.blocks import Arguments, BlockCall, ConvertedBlock, ModelHook, convert, is_converted
+from mmod.blocks import Arguments, ConvertedBlock, ModelHook, convert, is_converted
 from mmod.blocks.inner import Inner
 from mmod.blocks.record import recomputing
 from mmod.threads import PerThread
@@ -55,12 +56,10 @@ class TowerState:
 
     Args:
         importance: What importance is, see `RoutingConfig.importance`.
-        unpads: Padding was added around images that the host runs as one sequence, and stands for nothing.
     """
 
-    call: BlockCall
+    call: NamedArguments
     importance: str
-    unpads: bool
     noted: PerThread[Noted]
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner))
 
@@ -77,8 +76,9 @@ class TowerLayer(ConvertedBlock):
         run = partial(super().forward, x, *args, **kwargs)
         y, importance_IP = self.observe(run, x, valid_IP, state.importance)
         if not recomputing():
-            inside = state.unpads and valid_IP is not None
-            state.noted.value.calls.append(importance_IP[valid_IP] if inside else importance_IP)
+            # Padding around images that the host runs as one sequence stands for nothing.
+            is_padded = bool(state.call.boundaries) and valid_IP is not None
+            state.noted.value.calls.append(importance_IP[valid_IP] if is_padded else importance_IP)
         return y
 
 
@@ -306,8 +306,7 @@ class TowerImportance(TowerReader):
             )
         self.reads: nn.Module = self.layer
         importance = "class_token" if self.stack.class_token else "mean"
-        unpads = self.stack.proof is not None and bool(self.stack.proof.boundaries)
-        self.state = TowerState(self.stack.call_of(self.layer, None), importance, unpads, self.noted)
+        self.state = TowerState(cast(NamedArguments, self.stack.call_of(self.layer, None)), importance, self.noted)
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:

@@ -74,9 +74,8 @@ def row_source(tower: nn.Module) -> RowSource:
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
     stack = find_blocks(tower, "transformers")
-    read = stack.proof.read if stack.proof is not None else ()
     rows = None
-    if takes_rows(tower) and stack.proof is not None:
+    if takes_rows(tower):
         with contextlib.suppress(ValueError):
             rows = row_source(tower)
     if rows is not None and stack.proof.windows:
@@ -84,7 +83,7 @@ def find_vision(path: str, tower: nn.Module) -> BlockStack:
         code = inspect.unwrap(host_class(tower).forward).__code__
         # Known where the tower's code asks transformers' function for it.
         rows = rows._replace(order=window_order) if get_vision_window_index.__name__ in code.co_names else None
-    reads = functools.partial(read_blocks, frozenset(read))
+    reads = functools.partial(read_blocks, frozenset(stack.proof.read))
     return dataclasses.replace(stack.below(path), read_blocks=reads, rows=rows)
 
 
