@@ -35,16 +35,15 @@ from mmod.blocks import Arguments, GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
 from mmod.ops.context import ProjectionName
 
-BLOCKS: tuple[type[nn.Module], ...] = (
-    vision_transformer.Block,
-    vision_transformer.ResPostBlock,
+PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
+POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
+# Attention and MLP run beside each other.
+PARALLEL = (
     vision_transformer.ParallelScalingBlock,
     vision_transformer.DiffParallelScalingBlock,
     vision_transformer.ParallelThingsBlock,
-    eva.EvaBlock,
-    eva.EvaBlockPostNorm,
-    beit.Block,
 )
+BLOCKS: tuple[type[nn.Module], ...] = (*PRE_NORM, *POST_NORM, *PARALLEL)
 PLAIN_NORMS = (nn.LayerNorm, LayerNorm, RmsNorm)
 # Additional arguments of routed entries in timm's registry.
 ROUTING_ARGUMENTS = {"preset", *ROUTING_FIELDS}
@@ -124,7 +123,7 @@ def _call_of(block: nn.Module, prefix: int) -> NamedArguments:
         # Differential attention subtracts two maps, from two calls.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
         operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
-        halves=HALVES if isinstance(block, SPLIT) else None,
+        halves=None if isinstance(block, PARALLEL) else HALVES,
         projections=tuple(projections),
         draws_paths=True,
         packs_prefix=True,
@@ -200,24 +199,18 @@ def _arguments() -> frozenset[str]:
 SAVING = Saving("timm", ("architecture", "arguments", "pretrained_cfg"), describe, _check_description, build)
 
 
-PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
-_POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
-SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
-"""Blocks whose halves can run separately."""
-
-
 class TimmHalves(Halves):
     """The halves of timm's blocks, whose residual sums are repeated with the host's modules: nothing runs in vain."""
 
     def attend(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's attention."""
-        if isinstance(block, _POST_NORM):
+        if isinstance(block, POST_NORM):
             return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
         return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
 
     def feed(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's MLP."""
-        if isinstance(block, _POST_NORM):
+        if isinstance(block, POST_NORM):
             return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
         return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
 
