@@ -31,7 +31,7 @@ from mmod.blocks.conversion import (
     remove,
 )
 from mmod.blocks.converted import ConvertedBlock
-from mmod.blocks.execution import Execution
+from mmod.blocks.execution import choose_execution
 from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
 from mmod.blocks.grid import (
     GridHook,
@@ -44,13 +44,14 @@ from mmod.blocks.grid import (
     patches_of_pass,
 )
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
+from mmod.blocks.importance import ImportanceBlock, ImportanceState, make_importance
 from mmod.blocks.inner import Runner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
 from mmod.blocks.passes import SpanPass
 from mmod.blocks.record import Deciding, Record, deciding_modules, make_records, recomputing
 from mmod.blocks.remaining import Reduced, Remaining
-from mmod.blocks.routed import RoutedBlock, RoutedState
-from mmod.blocks.rows import Rows
+from mmod.blocks.routed import RoutedBlock, RoutedState, SpannedBlock, make_routed
+from mmod.blocks.rows import Execution, Rows
 from mmod.blocks.segments import (
     GRIDS,
     MASKS,
@@ -67,4 +68,3 @@ from mmod.blocks.segments import (
 )
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, NamedBlock, SuffixBlock, TupleBlock
 from mmod.blocks.span import BlockState, Span
-from mmod.blocks.spanned import ImportanceBlock, ImportanceState, SpannedBlock, make_importance, make_routed

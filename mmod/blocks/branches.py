@@ -1,4 +1,4 @@
-"""Branches of a block, attention and MLP: gated before the residual sum, or run on the kept rows alone.
+"""Branches of a block, attention and MLP: they run as the running block wants, gated, silenced or on fewer rows.
 
 Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 """
@@ -15,67 +15,10 @@ from torch import Tensor, nn
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, Runner, running
-from mmod.blocks.rows import gather_kept, write_kept
-from mmod.routing import Routing
 from mmod.threads import PerThread
 
 GATED = ""
 """The name that all branches of a block share whose outputs one gate weighs."""
-
-# From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
-AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor], Any]
-
-
-def run_on_kept(
-    routing: Routing,
-    attend_to_all: AttendsToAll | None,
-    in_tuple: bool,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run a branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
-
-    The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
-    keyword `hidden_states`.
-
-    Args:
-        attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
-        in_tuple: The branch returns a tuple, its update first.
-    """
-    others = dict(kwargs)
-    x: Tensor = args[0] if args else others.pop("hidden_states")
-    x_BND = x
-    in_sequence = x.shape[:-1] != routing.score_BN.shape
-    if in_sequence:
-        # The host runs all images as one sequence.
-        x_BND = x.view(*routing.score_BN.shape, -1)
-    z_BKD = gather_kept(x_BND, routing)
-
-    def run_on(rows: Tensor, **arguments: Any) -> Any:
-        if in_sequence:
-            rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
-        if not args:
-            return forward(hidden_states=rows, **arguments)
-        return forward(*[rows if value is x else value for value in args], **arguments)
-
-    if attend_to_all is not None:
-        output = attend_to_all(run_on, others, x_BND, z_BKD)
-    else:
-        # Hosts take no empty sequence.
-        output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
-    # What did not come from the host's branch is not in the tuple that the host's block unpacks.
-    if in_tuple and not isinstance(output, tuple):
-        output = output, None
-    y_BKD = output[0] if isinstance(output, tuple) else output
-    y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
-    # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
-    # get none.
-    nothing_BND = y_BKD.new_zeros(x_BND.shape)
-    nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
-    out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
-    out = out.view(x.shape) if in_sequence else out
-    return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
 def weigh_branch(

@@ -1,135 +1,49 @@
-"""How a routed block runs on the rows of a decision.
+"""How a block with a cache, among all tokens, between its halves, or in one branch runs on the rows of a decision.
 
-Axes: B images or samples, N tokens, K slots per image or sample, T packed rows, D channels.
+What an ordinary block does, `KeptTokens`, stands with its rows (`mmod/blocks/rows.py`).
+
+Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmod.blocks.branches import GATED, AttendsToAll, run_on_kept, weigh_branch
 from mmod.blocks.call import BlockCall
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.inner import running
-from mmod.blocks.rows import AllTokens, PackedRows, Rows, RowsInPlace, in_order
+from mmod.blocks.rows import (
+    Execution,
+    Host,
+    KeptTokens,
+    PackedRows,
+    Rows,
+    RowsInPlace,
+    gather_kept,
+    in_order,
+    write_kept,
+)
 from mmod.config import RoutingConfig
-from mmod.ops import attend_within, backend
-from mmod.ops.intercept import unseen_attention
+from mmod.ops import backend
 from mmod.routing import Routing
 
-Host = Callable[..., Tensor]
+# From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
+AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor], Any]
 
 
-class Execution:
-    """How a routed block runs on the rows of a decision, chosen once from its config.
-
-    Attributes:
-        between_halves: The block decides between its attention and its MLP.
-        scores_norm: The router scores the output of the block's first norm instead of the block's input.
-        weighs: The gate weighs the block's update; False if it weighs branches inside the block.
-    """
-
-    between_halves = False
-
-    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
-        self.call = call
-        self.joins = config.joins
-        self.scores_norm = config.language.scored == "norm"
-        self.weighs = config.language.gate_on == "update"
-
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the rows that the block runs on."""
-        return AllTokens(x, routing)
-
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the block, from those of the decision; `host` is the host's forward."""
-        raise NotImplementedError
-
-    def first_norm(self, block: ConvertedBlock) -> nn.Module | None:
-        """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
-        return getattr(block, self.call.fused_norm) if self.call.fused_norm else None
-
-    def gated(self, block: ConvertedBlock, gate: Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which the gate weighs the block's branches, if the config says so."""
-        if self.weighs:
-            return nullcontext()
-        return running(block.mod_state.inner, {GATED: partial(weigh_branch, gate)})
-
-
-class KeptTokens(Execution):
-    """The block runs on the kept tokens, which attend to each other."""
-
-    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
-        if routing.kept.valid_BK is not None and self.packs(block, arguments, routing):
-            return PackedRows(x, routing, self.weighs)
-        norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
-        return Rows(x, routing, norm, self.weighs)
-
-    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the host's block."""
-        if rows.packing is not None:
-            return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
-        kept = rows.routing.kept
-        # Hosts take no empty sequence.
-        if not kept.index_BK.shape[1]:
-            return z
-        if self.joins and kept.valid_BK is not None and kept.total:
-            # A bias of keys goes with no causal attention.
-            is_plain = not (block.mod_state.inner.value.expects_batch or arguments.get("is_causal"))
-            if is_plain and self.call.can_pack(block, arguments):
-                return self._run_filled(host, z, arguments, rows)
-        plain = kept.valid_BK is None and rows.routing.joined.size_BK is None
-        if arguments or not plain or self.call.narrows_always:
-            arguments = self._narrowed(block, arguments, rows)
-        return host(z, **arguments)
-
-    def packs(self, block: ConvertedBlock, arguments: Mapping[str, Any], routing: Routing) -> bool:
-        """Return whether all images run as one sequence, because they keep different numbers of tokens."""
-        kept = routing.kept
-        # Without the total, packing would wait for the device to know its shapes. Rows of groups are packed inside.
-        differ = kept.valid_BK is not None and bool(kept.total) and not self.joins
-        return differ and self.call.can_pack(block, arguments)
-
-    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
-        attention = rows.fill()
-        slot_T = attention.packing.slot_T
-        packed = self.call.pack(arguments, rows.x_BND, rows.routing, attention.packing)
-        y = attention.run(host, (z.flatten(0, 1)[slot_T].unsqueeze(0),), packed)
-        check_seen(attention)
-        empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
-        return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
-
-    def _narrowed(self, block: ConvertedBlock, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
-        """Return the block's arguments for the rows."""
-        call = self.call
-        routing = rows.routing
-        if arguments or call.narrows_always:
-            return call.select_tokens(arguments, rows.x_BND, routing)
-        # They follow from the decision alone, and so are the same for all blocks of a class on the same rows.
-        if rows.selected is None or rows.selected[0] is not type(block):
-            rows.selected = type(block), call.select_tokens(arguments, rows.x_BND, routing)
-        return rows.selected[1]
-
-    def run_packed(
-        self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows
-    ) -> Tensor:
-        """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
-        assert rows.packing is not None
-        packed = self.call.pack(arguments, rows.x_BND, rows.routing, rows.packing)
-        self.call.begin_update(arguments, rows.x_BND, rows.routing, rows.packing)
-        attention = attend_within(rows.packing)
-        with self.gated(block, rows.gate_1T):
-            y: Tensor = attention.run(host, (z,), packed)
-        check_seen(attention)
-        return y
+def choose_execution(call: BlockCall, config: RoutingConfig) -> Execution:
+    """Return how a block with a config runs."""
+    if config.merges_inside:
+        return MlpOfKept(call, config)
+    if config.operator != "block":
+        return OneBranch(call, config)
+    if config.context == "all":
+        return AmongAll(call, config)
+    return CachedTokens(call, config) if call.caches else KeptTokens(call, config)
 
 
 class CachedTokens(KeptTokens):
@@ -235,7 +149,53 @@ class OneBranch(Execution):
             return host(z, **selected)
 
 
-def check_seen(attention: attend_within) -> None:
-    """Raise an error if no attention ran on packed rows, whose images then attended to each other."""
-    if not attention.calls:
-        raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)
+def run_on_kept(
+    routing: Routing,
+    attend_to_all: AttendsToAll | None,
+    in_tuple: bool,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
+
+    The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
+    keyword `hidden_states`.
+
+    Args:
+        attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
+        in_tuple: The branch returns a tuple, its update first.
+    """
+    others = dict(kwargs)
+    x: Tensor = args[0] if args else others.pop("hidden_states")
+    x_BND = x
+    in_sequence = x.shape[:-1] != routing.score_BN.shape
+    if in_sequence:
+        # The host runs all images as one sequence.
+        x_BND = x.view(*routing.score_BN.shape, -1)
+    z_BKD = gather_kept(x_BND, routing)
+
+    def run_on(rows: Tensor, **arguments: Any) -> Any:
+        if in_sequence:
+            rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
+        if not args:
+            return forward(hidden_states=rows, **arguments)
+        return forward(*[rows if value is x else value for value in args], **arguments)
+
+    if attend_to_all is not None:
+        output = attend_to_all(run_on, others, x_BND, z_BKD)
+    else:
+        # Hosts take no empty sequence.
+        output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
+    # What did not come from the host's branch is not in the tuple that the host's block unpacks.
+    if in_tuple and not isinstance(output, tuple):
+        output = output, None
+    y_BKD = output[0] if isinstance(output, tuple) else output
+    y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
+    # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
+    # get none.
+    nothing_BND = y_BKD.new_zeros(x_BND.shape)
+    nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
+    out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
+    out = out.view(x.shape) if in_sequence else out
+    return (out, *output[1:]) if isinstance(output, tuple) else out

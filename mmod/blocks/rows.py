@@ -1,18 +1,24 @@
-"""The rows that a routed block computes: how they are gathered and written back.
+"""The rows that a routed block computes: how they are gathered, run and written back.
 
 Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.branches import GATED, weigh_branch
+from mmod.blocks.call import BlockCall
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import Inner
+from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.inner import Inner, running
+from mmod.config import RoutingConfig
 from mmod.ops import (
     Packing,
     add_updates,
@@ -27,6 +33,7 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.casting import autocasts
+from mmod.ops.intercept import unseen_attention
 from mmod.ops.rows import batch_rows, put_rows, take_rows
 from mmod.routing import Routing, Rule
 from mmod.threads import PerThread
@@ -299,3 +306,118 @@ class PackedRows(Rows):
         new_TD = lerp_rows(self._z_TD, y_BKD.squeeze(0), None if gate_1T is None else gate_1T.squeeze(0))
         x_BND = reweigh(self.x_BND, self.routing.skipped_BN)
         return x_BND.flatten(0, 1).index_copy(0, self.packing.row_T, new_TD).view_as(x_BND)
+
+
+Host = Callable[..., Tensor]
+
+
+class Execution:
+    """How a routed block runs on the rows of a decision, chosen once from its config.
+
+    Attributes:
+        between_halves: The block decides between its attention and its MLP.
+        scores_norm: The router scores the output of the block's first norm instead of the block's input.
+        weighs: The gate weighs the block's update; False if it weighs branches inside the block.
+    """
+
+    between_halves = False
+
+    def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
+        self.call = call
+        self.joins = config.joins
+        self.scores_norm = config.language.scored == "norm"
+        self.weighs = config.language.gate_on == "update"
+
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return the rows that the block runs on."""
+        return AllTokens(x, routing)
+
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return the rows after the block, from those of the decision; `host` is the host's forward."""
+        raise NotImplementedError
+
+    def first_norm(self, block: ConvertedBlock) -> nn.Module | None:
+        """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
+        return getattr(block, self.call.fused_norm) if self.call.fused_norm else None
+
+    def gated(self, block: ConvertedBlock, gate: Tensor | None) -> AbstractContextManager[None]:
+        """Return a context in which the gate weighs the block's branches, if the config says so."""
+        if self.weighs:
+            return nullcontext()
+        return running(block.mod_state.inner, {GATED: partial(weigh_branch, gate)})
+
+
+class KeptTokens(Execution):
+    """The block runs on the kept tokens, which attend to each other."""
+
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
+        if routing.kept.valid_BK is not None and self.packs(block, arguments, routing):
+            return PackedRows(x, routing, self.weighs)
+        norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
+        return Rows(x, routing, norm, self.weighs)
+
+    def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return the rows after the host's block."""
+        if rows.packing is not None:
+            return self.run_packed(block, host, z, arguments, cast(PackedRows, rows))
+        kept = rows.routing.kept
+        # Hosts take no empty sequence.
+        if not kept.index_BK.shape[1]:
+            return z
+        if self.joins and kept.valid_BK is not None and kept.total:
+            # A bias of keys goes with no causal attention.
+            is_plain = not (block.mod_state.inner.value.expects_batch or arguments.get("is_causal"))
+            if is_plain and self.call.can_pack(block, arguments):
+                return self._run_filled(host, z, arguments, rows)
+        plain = kept.valid_BK is None and rows.routing.joined.size_BK is None
+        if arguments or not plain or self.call.narrows_always:
+            arguments = self._narrowed(block, arguments, rows)
+        return host(z, **arguments)
+
+    def packs(self, block: ConvertedBlock, arguments: Mapping[str, Any], routing: Routing) -> bool:
+        """Return whether all images run as one sequence, because they keep different numbers of tokens."""
+        kept = routing.kept
+        # Without the total, packing would wait for the device to know its shapes. Rows of groups are packed inside.
+        differ = kept.valid_BK is not None and bool(kept.total) and not self.joins
+        return differ and self.call.can_pack(block, arguments)
+
+    def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
+        attention = rows.fill()
+        slot_T = attention.packing.slot_T
+        packed = self.call.pack(arguments, rows.x_BND, rows.routing, attention.packing)
+        y = attention.run(host, (z.flatten(0, 1)[slot_T].unsqueeze(0),), packed)
+        check_seen(attention)
+        empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
+        return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
+
+    def _narrowed(self, block: ConvertedBlock, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any]:
+        """Return the block's arguments for the rows."""
+        call = self.call
+        routing = rows.routing
+        if arguments or call.narrows_always:
+            return call.select_tokens(arguments, rows.x_BND, routing)
+        # They follow from the decision alone, and so are the same for all blocks of a class on the same rows.
+        if rows.selected is None or rows.selected[0] is not type(block):
+            rows.selected = type(block), call.select_tokens(arguments, rows.x_BND, routing)
+        return rows.selected[1]
+
+    def run_packed(
+        self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows
+    ) -> Tensor:
+        """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
+        assert rows.packing is not None
+        packed = self.call.pack(arguments, rows.x_BND, rows.routing, rows.packing)
+        self.call.begin_update(arguments, rows.x_BND, rows.routing, rows.packing)
+        attention = attend_within(rows.packing)
+        with self.gated(block, rows.gate_1T):
+            y: Tensor = attention.run(host, (z,), packed)
+        check_seen(attention)
+        return y
+
+
+def check_seen(attention: attend_within) -> None:
+    """Raise an error if no attention ran on packed rows, whose images then attended to each other."""
+    if not attention.calls:
+        raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)

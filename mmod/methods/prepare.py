@@ -16,10 +16,10 @@ from mmod.blocks import (
     BlockCall,
     ImportanceState,
     Mixin,
-    RoutedBlock,
     RoutedState,
     Span,
     check_pixels,
+    choose_execution,
     is_converted,
     patches_of_pass,
 )
@@ -55,7 +55,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             following = configs.get(index + 1)
             state = RoutedState(
                 call=calls[index],
-                execution=RoutedBlock.choose_execution(calls[index], configs[index]),
+                execution=choose_execution(calls[index], configs[index]),
                 span=span,
                 # The dense block in front has position 0 where the span reads its importance.
                 position=index - run[0] + (importance_state is not None),

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks.execution import KeptTokens
-from mmod.blocks.rows import Rows
+from mmod.blocks.rows import KeptTokens, Rows
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_stacks
 from mmod.blocks import BlockCall, Execution, ImportanceBlock, Mixin, RoutedBlock, Rows, convert, make_dense
-from mmod.blocks.execution import Host
+from mmod.blocks.rows import Host
 from mmod.methods.route import routed_blocks
 from mmod.ops import lerp_rows
 from mmod.routing import Kept, Routing, kept_count
