@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from mmod.analysis.tracing import trace
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.records import plain_answer
-from mmod.io.processes import process_count, process_rank
+from mmod.io.processes import gathered, process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
 from mmod.training.engine.distributed import sum_over_processes
@@ -103,7 +104,7 @@ class Answer(NamedTuple):
 
 
 @torch.no_grad()
-def evaluate(
+def ask(
     model: Any,
     collator: ChatCollator,
     conversations: ChatDataset,
@@ -111,48 +112,41 @@ def evaluate(
     batch_size: int = 32,
     max_new_tokens: int = 16,
     progress: bool = False,
-    answers: list[Answer] | None = None,
-) -> EvalResult:
-    """Generate the last answer of every conversation greedily and compare it with the reference.
+) -> tuple[list[Answer], dict[str, float]]:
+    """Generate the last answer of every conversation greedily; return the answers, and `EvalResult.kept`.
 
-    The comparison ignores case and spacing. With several processes, each answers its share of the questions and all
-    return the result of all questions. The model's mode is restored at the end.
-
-    Args:
-        answers: Takes the answers of this process.
+    With several processes, each answers its share of the questions and all return all answers. The model's mode is
+    restored at the end.
 
     Raises:
         ValueError: There are fewer conversations than processes, none can be read, or logits are not finite.
     """
     check_enough(conversations, process_count())
-    rows = map(conversations.record, range(len(conversations)))
-    kinds = sorted({(row["kinds"] or ["all"])[-1] for row in rows})
-    right = Counter[str]()
-    asked = Counter[str]()
+    answers: list[Answer] = []
     with in_mode(False, model), _watched(model) as watched:
         for chats in _batches(conversations, batch_size, progress):
             given = generate(model, collator, collator.prompts(chats), max_new_tokens)
-            found = [
-                Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text)
-                for chat, text in zip(chats, given)
-            ]
-            asked.update(answer.kind for answer in found)
-            right.update(answer.kind for answer in found if answer.is_right)
-            if answers is not None:
-                answers += found
+            for chat, text in zip(chats, given):
+                answers.append(Answer(chat.key, chat.question_type, chat.messages[-2].text, chat.answer, text))
         # Nothing could be skipped where no token was free.
         kept = {
             name: ran / free if free else 1.0
             for name, (ran, free) in ((name, sums.tolist()) for name, sums in watched.items())
         }
-    sums = torch.tensor([[right[kind], asked[kind]] for kind in kinds], dtype=torch.float64)
-    sums = sum_over_processes(sums.to(model.device)).cpu()
-    # Questions of a kind may all be unreadable.
-    counts = {kind: (float(good), int(count)) for kind, (good, count) in zip(kinds, sums) if count}
-    if not counts:
+    everyone = list(chain.from_iterable(gathered(answers)))
+    if not everyone:
         raise ValueError(f"no conversation of the evaluation can be read; {conversations.report}")
-    shares = {kind: 100 * good / count for kind, (good, count) in counts.items()}
-    return EvalResult(shares, {kind: count for kind, (_, count) in counts.items()}, kept)
+    return everyone, kept
+
+
+def score(answers: Sequence[Answer], kept: Mapping[str, float]) -> EvalResult:
+    """Return the result of the answers to all questions; see `ask`."""
+    asked = Counter(answer.kind for answer in answers)
+    right = Counter(answer.kind for answer in answers if answer.is_right)
+    # In one order, whatever the questions' order: results are compared as they are written.
+    kinds = sorted(asked)
+    shares = {kind: 100 * right[kind] / asked[kind] for kind in kinds}
+    return EvalResult(shares, {kind: asked[kind] for kind in kinds}, dict(kept))
 
 
 def answer_outcomes(answers: Sequence[Answer]) -> dict[str, np.ndarray]:

@@ -28,12 +28,11 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample, check_conve
 from mmod.data.readers.lengths import open_checked
 from mmod.data.records import prior_of
 from mmod.io.files import replacing, write_atomically
-from mmod.io.processes import gathered
 from mmod.opening.runs import FINAL_MODEL
 from mmod.opening.transformers import hidden_bars
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
-from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, answer_outcomes, check_enough, evaluate
+from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, answer_outcomes, ask, check_enough, score
 from mmod.training.chat.model import apply_methods, create_dense, create_with_processor, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
@@ -151,16 +150,14 @@ class ChatKind:
         """Answer the questions after training, and write the answers; None without questions. Collective."""
         if data.val is None:
             return None
-        answers: list[Answer] = []
-        evaluation = self._ask(model, data.collator, data.val, progress, answers)
-        answers = list(chain.from_iterable(gathered(answers)))
+        answers, kept = self._ask(model, data.collator, data.val, progress)
         if saves:
             lines = [
                 json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers
             ]
             write_atomically(Path(self.config.output) / ANSWERS, "\n".join(lines) + "\n")
         prior = prior_of(data.train.turns(), data.val.turns(last=True))
-        return dataclasses.replace(evaluation, prior={kind: 100 * share for kind, share in prior.items()})
+        return dataclasses.replace(score(answers, kept), prior={kind: 100 * share for kind, share in prior.items()})
 
     def estimate(self) -> ChatEstimate:
         """Count what the run would cost; see `Kind.estimate`."""
@@ -174,33 +171,21 @@ class ChatKind:
 
     def evaluate(self, model: nn.Module, progress: bool = False) -> Evaluated:
         """Generate answers to the evaluation questions; see `Kind.evaluate`."""
-        answers: list[Answer] = []
-        result = self._ask(model, self.collator, self.questions, progress, answers)
-        return Evaluated(result, answer_outcomes(answers))
+        answers, kept = self._ask(model, self.collator, self.questions, progress)
+        return Evaluated(score(answers, kept), answer_outcomes(answers))
 
     def _ask(
-        self,
-        model: nn.Module,
-        collator: ChatCollator,
-        questions: ChatDataset,
-        progress: bool,
-        answers: list[Answer] | None = None,
-    ) -> EvalResult:
-        return evaluate(
-            model,
-            collator,
-            questions,
-            batch_size=self.config.eval_batch_size,
-            max_new_tokens=self.config.max_new_tokens,
-            progress=progress,
-            answers=answers,
-        )
+        self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, progress: bool
+    ) -> tuple[list[Answer], dict[str, float]]:
+        config = self.config
+        size = config.eval_batch_size
+        return ask(model, collator, questions, batch_size=size, max_new_tokens=config.max_new_tokens, progress=progress)
 
     def _measure(self, model: nn.Module, data: _Data, size: int, progress: bool) -> dict[str, float]:
         """Return the loss of the answers, in batches of `size`, and how many are right."""
         assert data.val is not None
         loss = answer_loss(model, data.whole, data.val, size)
-        return {"loss": loss, **self._ask(model, data.whole, data.val, progress).columns()}
+        return {"loss": loss, **score(*self._ask(model, data.whole, data.val, progress)).columns()}
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""

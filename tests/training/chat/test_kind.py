@@ -30,7 +30,7 @@ from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
-from mmod.training.chat.evaluate import EvalResult, answer_loss, evaluate, mean_over_kinds
+from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, mean_over_kinds, score
 from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
@@ -350,7 +350,7 @@ def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
     torch.manual_seed(0)
     model, processor = create_with_processor(config)
     data, collator = open_conversations("questions:tiny/test", config.data), ChatCollator(processor)
-    results = [evaluate(model, collator, data, batch_size=size, max_new_tokens=3) for size in (7, 72)]
+    results = [score(*ask(model, collator, data, batch_size=size, max_new_tokens=3)) for size in (7, 72)]
     assert results[0] == results[1]
     assert model.training
 
@@ -412,7 +412,7 @@ def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[st
     path.write_text(json.dumps([records[1]]))
     model, processor = create_with_processor(config)
     with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
-        evaluate(model, ChatCollator(processor), open_conversations(str(path), config.data))
+        ask(model, ChatCollator(processor), open_conversations(str(path), config.data))
 
 
 def test_a_longer_run_on_conversations_says_how_to_go_on(folder: Path) -> None:
