@@ -17,8 +17,6 @@ from mmod.data.embedded import zero_shot_prompts
 from mmod.data.labels import some_names
 from mmod.data.loader import BatchStream, Tokenizer, Transform, folder_stream
 from mmod.io.processes import process_count, process_rank
-from mmod.io.progress import progress_bar
-from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import (
     Columns,
     Evaluated,
@@ -230,7 +228,8 @@ def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Te
     if None in classes:
         raise ValueError(f"pair {classes.index(None)} has a caption of another kind than the embedded set's")
     logits = images @ _classifier(model, tokenizer, names, templates)
-    return _top(logits, torch.tensor(classes, device=images.device))
+    rows = _hits(logits, torch.tensor(classes, device=images.device))
+    return share(rows["first"]), share(rows["five"])
 
 
 def classify_folder(
@@ -245,17 +244,13 @@ def classify_folder(
     batches, names = folder_stream(folder, transform, stream.report, _BATCH, workers, process_rank(), process_count())
     check_imagenet(names, len(IMAGENET_CLASSNAMES), folder)
     weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
-    device = weights.device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, classes in progress_bar(batches.batches(0), total=batches.steps_per_epoch, desc="zero-shot", shown=bar):
-        logits = model.encode_image(images.to(device), normalize=True).float() @ weights
-        first, five = _top(logits, classes.to(device))
-        # Sums of shares times images: the last batch of a process is shorter.
-        sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)
-    first, five, count = sum_over_processes(sums).tolist()
-    if not count:
-        raise ValueError(f"no image of {folder!r} can be read; {stream.report}")
-    return first / count, five / count
+
+    def classify(model: Any, batch: tuple[Tensor, Tensor]) -> Columns:
+        images, classes = batch
+        return _hits(model.encode_image(images, normalize=True).float() @ weights, classes)
+
+    rows = read_rows(classify, model, batches, weights.device, progress=bar)
+    return share(rows["first"]), share(rows["five"])
 
 
 def check_imagenet(names: Sequence[str], expected: int, folder: str) -> None:
@@ -285,9 +280,10 @@ def _classifier(model: Any, tokenizer: Tokenizer, names: Sequence[str], template
     return weights.float()
 
 
-def _top(logits: Tensor, classes: Tensor) -> tuple[float, float]:
+def _hits(logits: Tensor, classes: Tensor) -> Columns:
+    """Return whether the class of each image is the first guess, and among the first five."""
     hits = logits.topk(5, dim=1).indices == classes[:, None]
-    return share(hits[:, 0]), share(hits.any(1))
+    return {"first": hits[:, 0], "five": hits.any(1)}
 
 
 def share(hits: Tensor) -> float:
