@@ -97,7 +97,7 @@ class DataConfig(StreamConfig, SourceConfig):
             - "hf-datasets:NAME:SPLIT" or "hf-datasets:NAME@SUBSET:SPLIT": a data set of the hub, streamed;
             - "hf-datasets:BUILDER:FILES": files, such as "hf-datasets:parquet:data/{split}-*.parquet";
             - "maps:SIDE": images and label maps, scaled to squares of SIDE pixels;
-            - "torch/NAME" or "hfds/NAME": a name for `timm.data.create_dataset`;
+            - "torch/NAME": a set of torchvision, by its name for `timm.data.create_dataset`;
             - "digits" or "digits:DIFFICULTY": the embedded digits, each drawn when it is read;
             - "crowds" or "crowds:DIFFICULTY": the same with a label per patch.
         root: Folder of the data. Embedded sets are built there; without it, nothing is stored. Shards keep indices,
@@ -199,10 +199,10 @@ def check_name(name: str) -> None:
             "use 'shards:PATTERN' for webdataset shards, 'hf-datasets:NAME:SPLIT' for other streams"
         )
     is_torchvision = reader == "torch" and dataset.lower() in _TORCHVISION
-    if not is_folder(name) and not is_torchvision and not (reader == "hfds" and dataset):
+    if not is_folder(name) and not is_torchvision:
         raise ValueError(
             f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
-            "hf-datasets:NAME:SPLIT, maps:SIDE, folder, hfds/NAME, and torch/NAME with one of "
+            "hf-datasets:NAME:SPLIT, maps:SIDE, folder, and torch/NAME with one of "
             f"{', '.join(_TORCHVISION)}"
         )
 
