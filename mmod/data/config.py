@@ -114,8 +114,7 @@ class DataConfig(StreamConfig, SourceConfig):
         crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
             `image_size`. Embedded sets are never cropped.
         interpolation: Interpolation of the evaluation resize.
-        options: Further arguments of `timm.data.create_dataset`. Class folders take `class_map` alone: the number of
-            each class by name, or a file like `classes`. Folders that it does not name are left out.
+        options: Further arguments of `timm.data.create_dataset` for "torch/NAME", such as `download`.
         classes: File with the names of the model's classes in the order of its outputs, one per line or as JSON. The
             names of the data are matched to them. None numbers the training classes in the order of their names. Set
             it for weights without a run folder, or whose run folder has no `classes.json`, and for class folders whose
@@ -153,6 +152,11 @@ class DataConfig(StreamConfig, SourceConfig):
             self._check_maps()
         elif reader not in (*EMBEDDED, "shards", "hf-datasets"):
             check_name(self.source)
+        if self.options and (is_folder(self.source) or not reader.lower().startswith("torch/")):
+            raise ValueError(
+                f"data.options={self.options} are arguments of torch/NAME, which source {self.source!r} is not: leave "
+                "them out"
+            )
         self._check_labels(reader)
         for name in ("mean", "std"):
             values = getattr(self, name)

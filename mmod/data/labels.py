@@ -26,7 +26,7 @@ class Classes:
     Args:
         numbers: Number of each class by its name, as the labels have it; a model's may be more than the set's.
         present: Number of classes of the set; None if that is not known.
-        given: The numbers are a class map's or a model's, not ranks of names in the data.
+        given: The numbers are a model's, not ranks of names in the data.
         is_plain: The data set has the same classes by the same numbers without being matched.
         origin: What was taken for classes, such as "the folders cat, dog of data/train", for messages.
     """
@@ -50,7 +50,7 @@ class Classes:
                 f"the data names {count} classes, {self.taken}, and the model has {outputs} outputs, so the rank of a "
                 "class among these names is not its output. Name a run folder as model.checkpoint, which holds the "
                 "names of its classes; list the model's classes in a file, data.classes; or, for image folders, put "
-                "the training folder with all classes beside this one or give data.options a class_map"
+                "the training folder with all classes beside this one"
             )
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def match_classes(own: Classes, found: Collection[str], model: ModelClasses | No
             if joined.setdefault(own.numbers.get(name, number), number) != number:
                 raise ValueError(
                     f"{source}: the number {own.numbers[name]} stands for several classes of the model, one of which "
-                    f"is {name!r}: leave class_map out, as classes are matched by name"
+                    f"is {name!r}: give them one number in the file of the model's classes, data.classes"
                 )
         plain = own.numbers == model.numbers
         return dataclasses.replace(own, numbers=model.numbers, present=len(set(found)), given=True, is_plain=plain)
@@ -160,24 +160,6 @@ def read_classes(path: str | Path) -> dict[str, int]:
     if not content or not is_numbered:
         raise ValueError(f"{str(path)!r} must name classes: a list of names, or their numbers from 0 by name")
     return content
-
-
-def read_class_map(value: Mapping[str, int] | str | Path, folder: str) -> dict[str, int]:
-    """Return the number of each class by its name in a class map of timm.
-
-    Args:
-        value: A mapping; or a file, also in `folder`, see `read_classes`, or one that timm has pickled.
-    """
-    if isinstance(value, Mapping):
-        return dict(value)
-    path = Path(value)
-    if not path.exists():
-        path = Path(folder) / path
-    if path.suffix != ".pkl":
-        return read_classes(path)
-    from timm.data.readers.class_map import load_class_map
-
-    return load_class_map(str(path))
 
 
 def class_number(value: object, names: Mapping[str, int] | None = None) -> int:

@@ -180,7 +180,7 @@ def _create_source(
         assert config.label_patch is not None
         return MapSource(config.root, split, int(argument), config.label_patch)
     if is_folder(config.source):
-        return FolderSource(config.root, split, config.options, config.train_split, model)
+        return FolderSource(config.root, split, config.train_split, model)
     return TimmSource(config.source, config.root, split, config.options, model)
 
 

@@ -7,20 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from mmod.data.labels import (
-    Classes,
-    ModelClasses,
-    match_classes,
-    name_key,
-    rank_names,
-    read_class_map,
-    some_names,
-)
+from mmod.data.labels import Classes, ModelClasses, match_classes, name_key, rank_names, some_names
 from mmod.data.readers.images import (
     IMAGE_EXTENSIONS,
     decode_image,
@@ -28,7 +19,6 @@ from mmod.data.readers.images import (
     patch_classes,
     read_image,
 )
-from mmod.values import refuse_unknown
 
 NO_CLASS = (".", "__", "@")
 """Beginnings of names of folders that tools leave: `.ipynb_checkpoints`, `__MACOSX`, `@eaDir`."""
@@ -116,14 +106,13 @@ class FolderSource:
     """The images of class folders: `ROOT/SPLIT/CLASS/`, at any depth below CLASS; see `walk_images`.
 
     Attributes:
-        classes: The classes with the numbers of a class map, of the training folder or of a model; None for images that
-            are in no class folder.
+        classes: The classes with the numbers of the training folder or of a model; None for images that are in no class
+            folder.
         names: The class folders with images.
         left_out: What is left out and why; empty for nothing.
 
     Args:
         split: A folder of class folders in `root`, by its name or a common synonym; "" for `root` itself.
-        options: `class_map`, numbers by name or a file of them: other folders are left out.
         model: The classes of the model that reads the images, if they are known by name.
         labelled: Refuse images that are in no class folder.
     """
@@ -132,16 +121,12 @@ class FolderSource:
         self,
         root: str | None,
         split: str,
-        options: Mapping[str, Any] | None = None,
         train_split: str = "train",
         model: ModelClasses | None = None,
         labelled: bool = True,
     ) -> None:
-        refuse_unknown("option of class folders", options or {}, ("class_map",))
         folder = split_folder(root, split)
-        chosen = (options or {}).get("class_map")
-        class_map = None if chosen is None else read_class_map(chosen, folder)
-        images, reasons = _open_classes(folder, class_map, model)
+        images, reasons = _open_classes(folder, model)
         self.left_out = _note(folder, reasons)
         self.names = [*rank_names(name for name in images if name)]
         if not split and self.names and _SPLITS.issuperset(self.names):
@@ -157,7 +142,7 @@ class FolderSource:
             )
         self.classes = None
         if "" not in images:
-            own = _own_classes(str(root), folder, train_split, class_map, images, model)
+            own = _own_classes(str(root), folder, train_split, images, model)
             self.classes = match_classes(own, images, model, folder)
         numbers = {} if self.classes is None else self.classes.numbers
         labels: dict[str, int] = {}
@@ -184,17 +169,10 @@ class FolderSource:
         return labels
 
 
-def _open_classes(
-    folder: str, class_map: Mapping[str, int] | None, model: ModelClasses | None
-) -> tuple[Images, list[str]]:
+def _open_classes(folder: str, model: ModelClasses | None) -> tuple[Images, list[str]]:
     """Return the images of the class folders that have some, and what is left out."""
     known = {} if model is None else model.numbers
-    images, reasons = walk_images(folder, {*(class_map or {}), *known})
-    if class_map is not None:
-        unnamed = {name or "outside all": len(paths) for name, paths in images.items() if name not in class_map}
-        if unnamed:
-            reasons.append(f"images in folders that options.class_map does not name: {_counted(unnamed)}")
-        images = {name: paths for name, paths in images.items() if name in class_map}
+    images, reasons = walk_images(folder, known)
     filled = {name: paths for name, paths in images.items() if paths}
     if not filled:
         raise ValueError(
@@ -202,41 +180,32 @@ def _open_classes(
             f"{'; left out are ' if reasons else ''}{'; '.join(reasons)}"
         )
     empty = [os.path.join(folder, name) for name in rank_names(images.keys() - filled.keys())]
-    if empty and class_map is None and "" not in filled:
+    if empty and "" not in filled and not filled.keys() <= known.keys():
         # Their classes would have no number, which changes those of others.
         more = " and others" if len(empty) > 3 else ""
         raise ValueError(
-            f"class folders without readable images: {', '.join(empty[:3])}{more}. Remove them, or name the "
-            "classes by options={'class_map': ...}"
+            f"class folders without readable images: {', '.join(empty[:3])}{more}. Remove them, or list the classes in "
+            "a file, data.classes"
         )
     return filled, reasons
 
 
-def _own_classes(
-    root: str,
-    folder: str,
-    train_split: str,
-    class_map: Mapping[str, int] | None,
-    images: Images,
-    model: ModelClasses | None,
-) -> Classes:
-    """Return the classes of class folders: those of the class map, of the training folder, or their own.
+def _own_classes(root: str, folder: str, train_split: str, images: Images, model: ModelClasses | None) -> Classes:
+    """Return the classes of class folders, those of the training folder or their own.
 
-    A number of the last two is a rank, so that a class which the training folder lacks would shift the others.
+    A number is a rank, so that a class which the training folder lacks would shift the others.
     """
     origin = f"the folders {some_names([*rank_names(images)], 20)} of {folder}"
-    if class_map is not None:
-        return Classes(class_map, len(images), given=True, origin=origin)
     train = _find_folder(root, train_split)
     if train in (None, folder) or (model is not None and images.keys() <= model.numbers.keys()):
         # The folder is the training set, or all its names are the model's: nothing has to be compared.
         return Classes(rank_names(images), len(images), origin=origin)
-    names = _open_classes(str(train), None, model)[0].keys()
+    names = _open_classes(str(train), None)[0].keys()
     differing = [*rank_names(images.keys() - names)]
     if differing:
         raise ValueError(
             f"{folder} and {train} have images of different classes, so labels would not agree: "
-            f"{some_names(differing)} only in one of them; give options={{'class_map': ...}}"
+            f"{some_names(differing)} only in one of them; list the classes in a file, data.classes"
         )
     return Classes(rank_names(names), len(images), is_plain=names == images.keys(), origin=origin)
 

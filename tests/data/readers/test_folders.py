@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmod.data import DataConfig, image_stream
 from mmod.data.config import FOLDERS
-from mmod.data.labels import ModelClasses
+from mmod.data.labels import Classes, ModelClasses, match_classes
 from mmod.data.readers.folders import FolderSource, walk_images
 from mmod.data.readers.images import EXTENSIONS
 from mmod.io.progress import warn_once
@@ -127,25 +127,22 @@ def test_a_file_of_names_makes_a_class_of_any_folder(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"folders whose names begin with \. or __ or @ .*: \.hidden \(1\)"):
         stream = stream_of(tmp_path, classes=str(tmp_path / "names.txt"))
     assert sorted(label for _, label in pairs_of(stream.batches(0))) == [0, 1, 2]
-    mapped = FolderSource(str(tmp_path), "val", {"class_map": {"@home": 3}})
-    assert mapped.labels() == [3]
-    assert "options.class_map does not name: cat (1)" in mapped.left_out
 
 
-def test_a_class_map_is_a_file_of_names(tmp_path: Path) -> None:
+def test_a_file_numbers_the_classes_of_folders(tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         save(tmp_path / "val" / name / "0.png", 60)
     for name, content in {"map.txt": "\ufeffdog \r\ncat\r\n", "map.json": '["dog", "cat"]'}.items():
-        for folder in (tmp_path, tmp_path / "val"):
-            (folder / name).write_text(content, newline="")
-        # Beside the classes, too.
-        for path in (str(tmp_path / name), name):
-            assert FolderSource(str(tmp_path), "val", {"class_map": path}).labels() == [1, 0]
+        (tmp_path / name).write_text(content, newline="")
+        stream = stream_of(tmp_path, classes=str(tmp_path / name))
+        assert sorted(label for _, label in pairs_of(stream.batches(0))) == [0, 1]
+        assert stream.classes is not None
+        assert stream.classes.numbers == {"dog": 0, "cat": 1}
     (tmp_path / "map.txt").write_bytes("dog\ncat".encode("utf-16"))
     with pytest.raises(ValueError, match=r"map\.txt' is no text in UTF-8 but in UTF-16: save it as UTF-8"):
-        FolderSource(str(tmp_path), "val", {"class_map": str(tmp_path / "map.txt")})
-    with pytest.raises(ValueError, match="unknown option of class folders input_key; valid ones are class_map"):
-        FolderSource(str(tmp_path), "val", {"input_key": ".png"})
+        stream_of(tmp_path, classes=str(tmp_path / "map.txt"))
+    with pytest.raises(ValueError, match=r"data\.options=.* are arguments of torch/NAME, which source 'folder' is not"):
+        stream_of(tmp_path, options={"input_key": ".png"})
 
 
 def test_a_link_to_a_folder_above_is_no_copy_of_its_images(tmp_path: Path) -> None:
@@ -210,10 +207,9 @@ def test_no_split_is_the_folder_itself(root: Path) -> None:
 
 
 def test_a_split_with_fewer_classes_has_the_numbers_of_the_training_split(root: Path) -> None:
-    for options in ({}, {"class_map": {"a": 0, "b": 1, "c": 2}}):
-        source = FolderSource(str(root), "odd", options)
-        assert [source.read(index, "RGB")[1] for index in range(2)] == source.labels() == [0, 2]
-    assert str(FolderSource(str(root), "odd").classes) == "2 of 3 classes, matched by name"
+    source = FolderSource(str(root), "odd")
+    assert [source.read(index, "RGB")[1] for index in range(2)] == source.labels() == [0, 2]
+    assert str(source.classes) == "2 of 3 classes, matched by name"
 
 
 def test_classes_are_in_timms_order(tmp_path: Path) -> None:
@@ -228,7 +224,6 @@ def test_classes_are_in_timms_order(tmp_path: Path) -> None:
         return {names[image.getpixel((0, 0))[0]]: label for image, label in samples}
 
     assert read() == {label: number for number, label in enumerate([*names[:12], "A", "a9", "a10", "b"])}
-    assert read(options={"class_map": {"3": 1, "a9": 0}}) == {"3": 1, "a9": 0}
     numbers = {label: number for number, label in enumerate(reversed(names))}
     assert read(model=ModelClasses(numbers, "the model")) == numbers
 
@@ -244,14 +239,13 @@ def test_a_file_names_the_classes_of_the_model(root: Path) -> None:
         image_stream(config)
 
 
-def test_a_map_that_joins_classes_of_the_model_is_refused(root: Path) -> None:
-    joined = {"class_map": {"a": 0, "b": 0, "c": 1}}
-    assert FolderSource(str(root), "val", joined).labels() == [0, 0, 1]
+def test_a_set_that_joins_classes_of_the_model_is_refused(root: Path) -> None:
+    joined = {"a": 0, "b": 0, "c": 1}
     apart = ModelClasses({"a": 0, "b": 1, "c": 2}, "the run")
-    with pytest.raises(ValueError, match=r"the number 0 stands for several classes of the model.*leave class_map out"):
-        FolderSource(str(root), "val", joined, model=apart)
-    # A run that was trained with the map has its numbers.
-    assert FolderSource(str(root), "val", joined, model=ModelClasses({"a": 0, "b": 0, "c": 1}, "")).labels()[1] == 0
+    with pytest.raises(ValueError, match=r"the number 0 stands for several classes of the model.* one number in the "):
+        match_classes(Classes(joined), "abc", apart, "a set")
+    # A model may have one number for several names.
+    assert FolderSource(str(root), "val", model=ModelClasses(joined, "the run")).labels() == [0, 0, 1]
 
 
 def tree(text: str) -> list[str]:
@@ -302,10 +296,10 @@ def test_folders_that_would_shift_labels_are_refused(
         image_stream(DataConfig(source, str(root), channels=3, **fields), 0 if training else None)
 
 
-def test_what_a_class_map_or_no_label_needs_no_class_folder_is_read(tmp_path: Path) -> None:
+def test_what_a_model_names_or_needs_no_label_is_read(tmp_path: Path) -> None:
     for name in ("a/0.png", "c/0.png", "1.png"):
         save(tmp_path / "val" / name, 60)
     (tmp_path / "val" / "b").mkdir()
     assert FolderSource(str(tmp_path), "val", labelled=False).classes is None
     (tmp_path / "val" / "1.png").unlink()
-    assert len(FolderSource(str(tmp_path), "val", {"class_map": {"a": 0, "c": 1}})) == 2
+    assert FolderSource(str(tmp_path), "val", model=ModelClasses({"a": 4, "c": 1}, "the run")).labels() == [4, 1]

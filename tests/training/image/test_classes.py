@@ -141,14 +141,12 @@ def test_without_names_another_number_of_classes_is_refused_and_each_advice_work
     weights = tmp_path / "model.safetensors"
     shutil.copy(trained / "run" / "model" / "model.safetensors", weights)
     bare = config_of(tmp_path / "none", tmp_path, model={"checkpoint": str(weights)})
-    with pytest.raises(ValueError, match=r"2 classes, the folders ant, bee of .*val, and .*data\.classes.*class_map"):
+    with pytest.raises(ValueError, match=r"2 classes, the folders ant, bee of .*val, and .*data\.classes"):
         assessed(bare)
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     expected = assessed(of_run(trained, tmp_path))[0]
     named = replace(bare, data=replace(bare.data, classes=str(tmp_path / "names.txt")))
     assert assessed(named)[0] == expected
-    mapped = replace(bare, data=replace(bare.data, options={"class_map": str(tmp_path / "names.txt")}))
-    assert replace(assessed(mapped)[0], classes=expected.classes) == expected
     write_images(tmp_path / "train", NAMES)
     assert assessed(bare)[0] == expected
 
