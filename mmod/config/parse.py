@@ -42,11 +42,10 @@ def parse_config(
     """
     words = [word for word in arguments if word != _PRINT]
     try:
-        chosen, fields, options = _read_line(words, config_class, start)
-        if {"-h", "--help"} & set(options):
-            print(_help(chosen))
+        if {"-h", "--help"} & set(words):
+            print(_help(_read_line(words, config_class, start)[0]))
             sys.exit(0)
-        config = _created(chosen, fields, options, start or {})
+        config = read_config(words, config_class, start)
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -61,15 +60,24 @@ def read_config(
     arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
-    return _created(*_read_line(arguments, config_class, start), start or {})
+    chosen, fields, options = _read_line(arguments, config_class, start)
+    plain = merged(start or {}, fields or {})
+    # The config in a run folder also records the number of processes.
+    plain.pop("world_size", None)
+    try:
+        return from_plain(chosen, with_options(plain, split_options(options), chosen))
+    except ValueError as error:
+        # Without a file all required keys are missing, and the list of them hides the one mistake.
+        if fields is None and "required: " in str(error):
+            hint = "name a CONFIG that has them before the options"
+            if start:
+                hint = "name them in --config FILE or as options, which --help lists"
+            raise ValueError(f"{error}; {hint}") from error
+        raise
 
 
-def named_kind(arguments: Sequence[str]) -> str | None:
-    """Return the kind that the options or else the configs of a command line name; None unless they do."""
-    return _kind_in(*stack_configs(arguments))
-
-
-def _kind_in(fields: dict[str, Any] | None, options: Sequence[str]) -> str | None:
+def named_kind(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str | None:
+    """Return the kind that options or else the fields of configs name, see `stack_configs`; None unless they do."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--kind", default=(fields or {}).get("kind"))
     kind: str | None = parser.parse_known_args(options)[0].kind
@@ -86,28 +94,10 @@ def _read_line(
     fields, options = stack_configs(arguments)
     if isinstance(config_class, Mapping):
         # The first kind is that of a line that names none.
-        kind = _kind_in(fields, options) or next(iter(config_class))
+        kind = named_kind(fields, options) or next(iter(config_class))
         one_of("kind", kind, tuple(config_class))
         config_class = config_class[kind]
     return config_class, fields, options
-
-
-def _created(
-    config_class: type[Config], fields: dict[str, Any] | None, options: Sequence[str], start: Mapping[str, object]
-) -> Config:
-    plain = merged(start, fields or {})
-    # The config in a run folder also records the number of processes.
-    plain.pop("world_size", None)
-    try:
-        return from_plain(config_class, with_options(plain, split_options(options), config_class))
-    except ValueError as error:
-        # Without a file all required keys are missing, and the list of them hides the one mistake.
-        if fields is None and "required: " in str(error):
-            hint = "name a CONFIG that has them before the options"
-            if start:
-                hint = "name them in --config FILE or as options, which --help lists"
-            raise ValueError(f"{error}; {hint}") from error
-        raise
 
 
 def _help(config_class: type) -> str:

@@ -54,6 +54,234 @@ class Run(Job[Any]):
     plans: Path = Path()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared with the dense model that it is made from, and how often.
+
+    Args:
+        candidates: One named "dense" without changes is the model that speed-ups refer to.
+        dense: Config of the dense model's run: it names model and data, and the folder of all runs.
+        train: Config of the fine-tuning of the dense model; None trains no candidate but those from scratch.
+        seeds: Every run is repeated with so many seeds, unless nothing is trained.
+        train_dense: Train the dense model first; otherwise it is loaded as its config says.
+        bases: Folder of another comparison with the same dense models, which are taken from there.
+        left_out: Why other candidates are not compared, a sentence each.
+    """
+
+    candidates: Sequence[Candidate]
+    dense: RunConfig
+    train: RunConfig | None = None
+    seeds: int = 1
+    train_dense: bool = False
+    bases: str | None = None
+    left_out: Sequence[str] = ()
+
+    def runs(self) -> list[Run]:
+        """Return the runs in the order they must be done."""
+        is_repeated = self.train_dense or any(map(self._trains, self.candidates))
+        runs = []
+        for seed in range(self.seeds if is_repeated else 1):
+            runs += self._runs_of(seed)
+        return runs
+
+    def checked_runs(self) -> list[Run]:
+        """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
+        runs = self.runs()
+        _check_runs(self.dense, runs)
+        return runs
+
+    def _runs_of(self, seed: int) -> list[Run]:
+        """Return the runs of a seed.
+
+        | the dense model is | run of the dense config | the others start from |
+        | :----------------- | :---------------------- | :-------------------- |
+        | trained, then tuned like the others | "base" | "base" |
+        | trained | "dense" | "dense" |
+        | loaded, then tuned like the others | none | the weights that `train` names |
+        | loaded | "dense", which is evaluated alone | the weights that `train` names |
+        """
+        base = self._base(seed)
+        if base is None:
+            return [self._run(candidate, seed, None) for candidate in self.candidates]
+        others = [candidate for candidate in self.candidates if candidate.name != base.name]
+        return [base, *(self._run(candidate, seed, base if base.is_trained else None) for candidate in others)]
+
+    def _base(self, seed: int) -> Run | None:
+        """Return the run of the dense model as its own config makes it; None where there is none."""
+        dense = next((one for one in self.candidates if one.name == DENSE), None)
+        if dense is None or self._trains(dense):
+            if not self.train_dense:
+                return None
+            dense = Candidate(BASE)
+        # In a comparison that tunes its dense model, the one that all start from has this name.
+        folder = Path(self.bases, f"seed{seed}", BASE) if self.bases else self._folder(dense.name, seed)
+        config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
+        # It starts from what its config says, like a model from scratch.
+        return _run(dataclasses.replace(dense, from_scratch=True), config, self.train_dense)
+
+    def _run(self, candidate: Candidate, seed: int, base: Run | None) -> Run:
+        """Return the run of a candidate, which starts from a run that is trained before, if there is one."""
+        if candidate.from_scratch:
+            start = self.dense.started_from(None)
+            base = None
+        else:
+            start = self.train or self.dense
+        if base is not None:
+            start = start.started_from(base.config.output)
+        folder = self._folder(candidate.name, seed)
+        config = config_of(candidate, dataclasses.replace(start, seed=seed))
+        run = _run(candidate, dataclasses.replace(config, output=str(folder)), self._trains(candidate))
+        if base is not None:
+            run = dataclasses.replace(run, starts_from=(base.name, seed))
+        if candidate.search is None:
+            return run
+        series = [other.search for other in self.candidates if other.series == candidate.series]
+        plans = self._folder(f"{candidate.series}.plans", seed)
+        return dataclasses.replace(run, searches=tuple(filter(None, series)), plans=plans)
+
+    def _folder(self, name: str, seed: int) -> Path:
+        return Path(self.dense.output, f"seed{seed}", name)
+
+    def _trains(self, candidate: Candidate) -> bool:
+        return candidate.from_scratch or (candidate.is_trained and self.train is not None)
+
+
+def config_of(candidate: Candidate, start: Config) -> Config:
+    """Return the training config of a candidate.
+
+    Args:
+        start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
+    """
+    config = start
+    if candidate.routing is not None:
+        config = dataclasses.replace(config, routing=candidate.routing)
+    if candidate.methods:
+        config = dataclasses.replace(config, methods=[dict(method) for method in candidate.methods])
+    if candidate.changes:
+        config = type(config).from_dict(merged(config.to_dict(), candidate.changes))
+    if candidate.image_size is None:
+        return config
+    # A size that is still to be fitted is refused there, as any text is.
+    return config.at_size(cast(int, candidate.image_size))
+
+
+def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
+    # In any unit that the runs of a comparison share.
+    work = float(config.epochs or 1) if is_trained else _EVALUATION
+    return Run(candidate.name, config.seed, config, work, candidate=candidate, is_trained=is_trained)
+
+
+def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
+    """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
+    written = {run.config.output for run in runs}
+    for run in runs:
+        # What an earlier run will write cannot be there.
+        if run.config.model.checkpoint not in written:
+            run.config.check_weights()
+    for run in runs:
+        started = run.config
+        if started.model.checkpoint in written:
+            started = started.sketched_by(dense)
+        checked = kind_of(started)
+        try:
+            if run.is_trained:
+                checked.check_schedule()
+            if run.seed == 0 and not run.searches and (started.routing or started.methods):
+                checked.sketch()
+        except ValueError as error:
+            raise ValueError(f"model {run.name!r} of the study: {error}") from error
+
+
+class Rates(NamedTuple):
+    """Factors of the learning rate, of which every trained candidate uses the best, the first of equal ones.
+
+    Attributes:
+        factors: Those that are tried; one at which the loss is no longer finite is not chosen.
+        figure: The figure that decides; the highest is best.
+        measure: Does a trial.
+        data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
+        seed: The seed of trials.
+    """
+
+    factors: Sequence[float]
+    figure: str
+    measure: Measure
+    data: Mapping[str, object] = {}
+    seed: int = 0
+
+
+def at_best_rates(
+    runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path
+) -> tuple[list[Run], dict[str, float]]:
+    """Return runs at the best factor of the learning rate of each trained candidate, and the factors by its name.
+
+    Args:
+        runs: Those of a comparison, of which the first may train the dense model that trials start from.
+        folder: Trials go there, by candidate and factor.
+
+    Raises:
+        FloatingPointError: The loss of a candidate is finite at no rate.
+    """
+    best = _best_rates(runs, rates, store, runner, folder)
+    return [dataclasses.replace(run, config=_with_rate(run.config, best.get(run.name, 1.0))) for run in runs], best
+
+
+def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
+    # Trials start from the dense model too, which may not be trained yet.
+    jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
+    tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
+    # One alone is not tried.
+    if len(rates.factors) == 1:
+        return {run.name: rates.factors[0] for run in tried}
+    trials: dict[str, dict[str, float]] = {}
+    for run in tried:
+        trials[run.name] = {}
+        for factor in rates.factors:
+            name = f"{run.name}-{factor:g}"
+            config = _with_rate(run.config, factor)
+            data = dataclasses.replace(config.data, **rates.data)
+            config = dataclasses.replace(config, data=data, output=str(folder / name), seed=rates.seed)
+            jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
+            trials[run.name][name] = factor
+    table = Table()
+    table.fill(runner.run(jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure)))
+    best = {}
+    for name, factors in trials.items():
+        score = {trial: by_seed(table, rates.figure, trial)[rates.seed] for trial in factors}
+        chosen = max(factors, key=score.__getitem__)
+        if score[chosen] == -float("inf"):
+            raise FloatingPointError(f"{name} is trained by none of the rates {list(rates.factors)}: give smaller ones")
+        best[name] = factors[chosen]
+    return best
+
+
+def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured:
+    """Return the rows of a trial, with the worst figure where its loss diverges."""
+    try:
+        return measurer(run, callback)
+    except FloatingPointError:
+        return Measured({figure: -float("inf")})
+
+
+def _with_rate(config: Any, rate: float) -> Any:
+    """Return a config with its learning rate multiplied."""
+    if rate == 1.0:
+        return config
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))
+
+
+def compare(runs: Sequence[Run], table: Table, measurer: Measurer, runner: Runner) -> Iterator[Run]:
+    """Do the runs of a comparison; yield that of each candidate and seed once its rows are in the table.
+
+    A stopped comparison resumes.
+    """
+    for run, rows in runner.run(runs, measurer):
+        # Nothing is compared with the model that the others start from.
+        if run.name != BASE:
+            table.add(run.name, run.seed, rows)
+            yield run
+
+
 @dataclass(frozen=True)
 class Measurer:
     """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled.
@@ -119,162 +347,6 @@ class Measurer:
         return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), searches=())
 
 
-class Rates(NamedTuple):
-    """Factors of the learning rate, of which every trained candidate uses the best, the first of equal ones.
-
-    Attributes:
-        factors: Those that are tried; one at which the loss is no longer finite is not chosen.
-        figure: The figure that decides; the highest is best.
-        measure: Does a trial.
-        data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
-        seed: The seed of trials.
-    """
-
-    factors: Sequence[float]
-    figure: str
-    measure: Measure
-    data: Mapping[str, object] = {}
-    seed: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """What is compared with the dense model that it is made from, and how often.
-
-    Args:
-        candidates: One named "dense" without changes is the model that speed-ups refer to.
-        dense: Config of the dense model's run: it names model and data, and the folder of all runs.
-        train: Config of the fine-tuning of the dense model; None trains no candidate but those from scratch.
-        seeds: Every run is repeated with so many seeds, unless nothing is trained.
-        train_dense: Train the dense model first; otherwise it is loaded as its config says.
-        bases: Folder of another comparison with the same dense models, which are taken from there.
-        left_out: Why other candidates are not compared, a sentence each.
-    """
-
-    candidates: Sequence[Candidate]
-    dense: RunConfig
-    train: RunConfig | None = None
-    seeds: int = 1
-    train_dense: bool = False
-    bases: str | None = None
-    left_out: Sequence[str] = ()
-
-    def runs(self) -> list[Run]:
-        """Return the runs in the order they must be done."""
-        is_repeated = self.train_dense or any(map(self._trains, self.candidates))
-        runs = []
-        for seed in range(self.seeds if is_repeated else 1):
-            runs += self._runs_of(seed)
-        return runs
-
-    def checked_runs(self) -> list[Run]:
-        """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
-        runs = self.runs()
-        _check_runs(self.dense, runs)
-        return runs
-
-    def _runs_of(self, seed: int) -> list[Run]:
-        """Return the runs of a seed: that of the dense config, if there is one, and those that start from its model.
-
-        | the dense model is | run of the dense config | the others start from |
-        | :----------------- | :---------------------- | :-------------------- |
-        | trained, then tuned like the others | "base" | "base" |
-        | trained | "dense" | "dense" |
-        | loaded, and tuned like the others | none | what `train` names |
-        | loaded | "dense", which is evaluated alone | what `train` names |
-        """
-        root = Path(self.dense.output) / f"seed{seed}"
-        dense = dataclasses.replace(self.dense, seed=seed)
-        start = dataclasses.replace(self.train or self.dense, seed=seed)
-        runs = []
-        is_tuned = not any(one.name == DENSE and not self._trains(one) for one in self.candidates)
-        if self.train_dense or not is_tuned:
-            base = Candidate(BASE) if is_tuned else next(one for one in self.candidates if one.name == DENSE)
-            folder = Path(self.bases) / root.name / BASE if self.bases else root / base.name
-            # It starts from what its config says, like a model from scratch.
-            base = dataclasses.replace(base, from_scratch=True)
-            runs.append(_run(base, dataclasses.replace(dense, output=str(folder)), self.train_dense))
-            if self.train_dense:
-                start = start.started_from(str(folder))
-        done = {run.name for run in runs}
-        for candidate in self.candidates:
-            if candidate.name in done:
-                continue
-            config = config_of(candidate, dense.started_from(None) if candidate.from_scratch else start)
-            run = _run(
-                candidate, dataclasses.replace(config, output=str(root / candidate.name)), self._trains(candidate)
-            )
-            if self.train_dense and not candidate.from_scratch:
-                run = dataclasses.replace(run, starts_from=(runs[0].name, seed))
-            if candidate.search is not None:
-                series = [other.search for other in self.candidates if other.series == candidate.series]
-                searches = tuple(filter(None, series))
-                run = dataclasses.replace(run, searches=searches, plans=root / f"{candidate.series}.plans")
-            runs.append(run)
-        return runs
-
-    def _trains(self, candidate: Candidate) -> bool:
-        return candidate.from_scratch or (candidate.is_trained and self.train is not None)
-
-
-def config_of(candidate: Candidate, start: Config) -> Config:
-    """Return the training config of a candidate.
-
-    Args:
-        start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
-    """
-    config = start
-    if candidate.routing is not None:
-        config = dataclasses.replace(config, routing=candidate.routing)
-    if candidate.methods:
-        config = dataclasses.replace(config, methods=[dict(method) for method in candidate.methods])
-    if candidate.changes:
-        config = type(config).from_dict(merged(config.to_dict(), candidate.changes))
-    if candidate.image_size is None:
-        return config
-    # A size that is still to be fitted is refused there, as any text is.
-    return config.at_size(cast(int, candidate.image_size))
-
-
-def compare(runs: Sequence[Run], table: Table, measurer: Measurer, runner: Runner) -> Iterator[Run]:
-    """Do the runs of a comparison; yield that of each candidate and seed once its rows are in the table.
-
-    A stopped comparison resumes.
-    """
-    for run, rows in runner.run(runs, measurer):
-        # Nothing is compared with the model that the others start from.
-        if run.name != BASE:
-            table.add(run.name, run.seed, rows)
-            yield run
-
-
-def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
-    # In any unit that the runs of a comparison share.
-    work = float(config.epochs or 1) if is_trained else _EVALUATION
-    return Run(candidate.name, config.seed, config, work, candidate=candidate, is_trained=is_trained)
-
-
-def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
-    """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
-    written = {run.config.output for run in runs}
-    for run in runs:
-        # What an earlier run will write cannot be there.
-        if run.config.model.checkpoint not in written:
-            run.config.check_weights()
-    for run in runs:
-        started = run.config
-        if started.model.checkpoint in written:
-            started = started.sketched_by(dense)
-        checked = kind_of(started)
-        try:
-            if run.is_trained:
-                checked.check_schedule()
-            if run.seed == 0 and not run.searches and (started.routing or started.methods):
-                checked.sketch()
-        except ValueError as error:
-            raise ValueError(f"model {run.name!r} of the study: {error}") from error
-
-
 def _final_config(run: Run) -> RunConfig:
     """Return the config of a run's final model."""
     return run.config.finished(run.config.output) if run.is_trained else run.config
@@ -316,6 +388,15 @@ def measure_run(
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
+def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
+    """Train a run, or read the result of a finished one; refuse one without an evaluation."""
+    kind = kind_of(config)
+    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
+    if fitted.best is None:
+        raise ValueError("there is nothing to ask: set data.val")
+    return fitted
+
+
 def load_start(config: RunConfig) -> nn.Module:
     """Load the model that a run starts from; see `Kind.load`."""
     return kind_of(config).load()
@@ -342,15 +423,6 @@ def evaluate_start(
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
     return measured_once(store, identity, measure)
-
-
-def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
-    """Train a run, or read the result of a finished one; refuse one without an evaluation."""
-    kind = kind_of(config)
-    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
-    if fitted.best is None:
-        raise ValueError("there is nothing to ask: set data.val")
-    return fitted
 
 
 def measured_of(evaluation: RoutedResult) -> Measured:
@@ -428,63 +500,3 @@ def times_of(
 
     device = device_of(kinds[DENSE])
     return times_once(measurer.store, identity, all_readings, device, rounds=rounds, shown=shown)
-
-
-def at_best_rates(
-    runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path
-) -> tuple[list[Run], dict[str, float]]:
-    """Return runs at the best factor of the learning rate of each trained candidate, and the factors by its name.
-
-    Args:
-        runs: Those of a comparison, of which the first may train the dense model that trials start from.
-        folder: Trials go there, by candidate and factor.
-
-    Raises:
-        FloatingPointError: The loss of a candidate is finite at no rate.
-    """
-    best = _best_rates(runs, rates, store, runner, folder)
-    return [dataclasses.replace(run, config=_with_rate(run.config, best.get(run.name, 1.0))) for run in runs], best
-
-
-def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
-    # Trials start from the dense model too, which may not be trained yet.
-    jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
-    tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
-    # One alone is not tried.
-    if len(rates.factors) == 1:
-        return {run.name: rates.factors[0] for run in tried}
-    trials: dict[str, dict[str, float]] = {}
-    for run in tried:
-        trials[run.name] = {}
-        for factor in rates.factors:
-            name = f"{run.name}-{factor:g}"
-            config = _with_rate(run.config, factor)
-            data = dataclasses.replace(config.data, **rates.data)
-            config = dataclasses.replace(config, data=data, output=str(folder / name), seed=rates.seed)
-            jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
-            trials[run.name][name] = factor
-    table = Table()
-    table.fill(runner.run(jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure)))
-    best = {}
-    for name, factors in trials.items():
-        score = {trial: by_seed(table, rates.figure, trial)[rates.seed] for trial in factors}
-        chosen = max(factors, key=score.__getitem__)
-        if score[chosen] == -float("inf"):
-            raise FloatingPointError(f"{name} is trained by none of the rates {list(rates.factors)}: give smaller ones")
-        best[name] = factors[chosen]
-    return best
-
-
-def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured:
-    """Return the rows of a trial, with the worst figure where its loss diverges."""
-    try:
-        return measurer(run, callback)
-    except FloatingPointError:
-        return Measured({figure: -float("inf")})
-
-
-def _with_rate(config: Any, rate: float) -> Any:
-    """Return a config with its learning rate multiplied."""
-    if rate == 1.0:
-        return config
-    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))

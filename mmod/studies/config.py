@@ -114,6 +114,12 @@ class StudyConfig(Checked):
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
 
+    @property
+    def series(self) -> list[str]:
+        """Names of all series apart from the dense model's; some kinds have baselines."""
+        # Configs of kinds without baselines have no such field.
+        return [*self.routers, *getattr(self, "baselines", ())]
+
     def _check_variants(self) -> None:
         """Raise for what is wrong in a series: now, and not after the training of the dense model."""
         for variant in self.variants():
@@ -123,78 +129,6 @@ class StudyConfig(Checked):
             # A name that promises the method of a paper must keep it.
             if variant.series in PRESETS and routing is not None:
                 self.check_named(variant.series, routing)
-
-    def _check_following(self) -> None:
-        """Raise for what is wrong in the study that follows, before this one runs."""
-        if self.then is not None:
-            output = Path(self.then.get("output") or ".")
-            # An absolute path or one upwards would leave the study's folder.
-            if not output.parts or output.is_absolute() or ".." in output.parts:
-                raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
-        self.following()
-
-    @property
-    def series(self) -> list[str]:
-        """Names of all series apart from the dense model's; some kinds have baselines."""
-        # Configs of kinds without baselines have no such field.
-        return [*self.routers, *getattr(self, "baselines", ())]
-
-    @property
-    def score(self) -> str:
-        """The figure by which models are compared."""
-        raise NotImplementedError
-
-    def following(self) -> StudyConfig | None:
-        """Return the study that follows this one, in a folder of its `output`; None for none."""
-        if self.then is None:
-            return None
-        folder = Path(self.output) / self.then["output"]
-        # Read as a file is, which converts values and names an unknown key.
-        return from_plain(type(self), {**vars(self), **self.then, "output": str(folder), "then": None})
-
-    @property
-    def size_suffixes(self) -> dict[int, str]:
-        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
-        sizes = sorted({*self.latency_batches, self.latency_batch})
-        # The size that is drawn has the plain names, as where it is the only one.
-        return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
-
-    def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
-        # Each run sets a folder of its own in place of the output.
-        return {**merged(fields, self.changes), "output": self.output}
-
-    def starts_trained(self, dense: RunConfig) -> bool:
-        """Whether a config starts from trained weights, as far as the study uses them."""
-        return bool(dense.model.has_weights)
-
-    @property
-    def trains(self) -> str:
-        """The kind of its runs."""
-        return self.kind
-
-    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
-        """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
-
-    def check_named(self, series: str, routing: Mapping[str, object]) -> None:
-        """Raise a ValueError if a series is named after a preset and its routing decides in another way.
-
-        Blocks, capacities, gates, losses and options for language models may differ.
-        """
-        # A plan says block by block what is decided.
-        if "plan" in routing:
-            return
-        named = preset(series)
-        # What is still to be fitted is a number, and no option that is compared.
-        known = read_routing({key: value for key, value in routing.items() if key != "depth" and value != FIT})
-        for option in ("router", "select", "skipped", "operator", "context"):
-            expected = spelled(getattr(named, option))
-            actual = spelled(getattr(known, option))
-            if actual != expected:
-                raise ValueError(
-                    f"routers.{series} is named after a preset with {option}={expected!r}, and has "
-                    f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
-                )
 
     def variants(self) -> Iterator[Variant]:
         """Yield every series of `routers` at every budget that is run."""
@@ -208,6 +142,19 @@ class StudyConfig(Checked):
             else:
                 for capacity in self.capacities:
                     yield Variant(series, capacity, fields)
+
+    def is_run(self, budget: float) -> bool:
+        """Whether models of a budget that a series names are run."""
+        return self.budgets is None or budget in self.budgets
+
+    def _is_one(self, series: str) -> bool:
+        """Whether a series sets its capacity or budget itself, so that it is run once."""
+        fields = self.routers.get(series, {})
+        return "capacity" in fields or "budget" in fields.get("search", {})
+
+    def name_at(self, series: str, budget: float | None) -> str:
+        """Return the name of a series' model at a budget."""
+        return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
 
     def routing_of(self, variant: Variant) -> dict[str, object] | None:
         """Return the `routing` of a variant's training config; None where it is searched."""
@@ -231,24 +178,77 @@ class StudyConfig(Checked):
         budget = {} if capacity is None else {"budget": capacity}
         return from_plain(PlanOptions, {**fields["search"], **budget}, f"routers.{series}.search")
 
+    def check_named(self, series: str, routing: Mapping[str, object]) -> None:
+        """Raise a ValueError if a series is named after a preset and its routing decides in another way.
+
+        Blocks, capacities, gates, losses and options for language models may differ.
+        """
+        # A plan says block by block what is decided.
+        if "plan" in routing:
+            return
+        named = preset(series)
+        # What is still to be fitted is a number, and no option that is compared.
+        known = read_routing({key: value for key, value in routing.items() if key != "depth" and value != FIT})
+        for option in ("router", "select", "skipped", "operator", "context"):
+            expected = spelled(getattr(named, option))
+            actual = spelled(getattr(known, option))
+            if actual != expected:
+                raise ValueError(
+                    f"routers.{series} is named after a preset with {option}={expected!r}, and has "
+                    f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
+                )
+
+    def _check_following(self) -> None:
+        """Raise for what is wrong in the study that follows, before this one runs."""
+        if self.then is not None:
+            output = Path(self.then.get("output") or ".")
+            # An absolute path or one upwards would leave the study's folder.
+            if not output.parts or output.is_absolute() or ".." in output.parts:
+                raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
+        self.following()
+
+    def following(self) -> StudyConfig | None:
+        """Return the study that follows this one, in a folder of its `output`; None for none."""
+        if self.then is None:
+            return None
+        folder = Path(self.output) / self.then["output"]
+        # Read as a file is, which converts values and names an unknown key.
+        return from_plain(type(self), {**vars(self), **self.then, "output": str(folder), "then": None})
+
+    @property
+    def trains(self) -> str:
+        """The kind of its runs."""
+        return self.kind
+
+    def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
+        # Each run sets a folder of its own in place of the output.
+        return {**merged(fields, self.changes), "output": self.output}
+
+    def starts_trained(self, dense: RunConfig) -> bool:
+        """Whether a config starts from trained weights, as far as the study uses them."""
+        return bool(dense.model.has_weights)
+
+    def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
+        """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
+
     def control_at(self, series: str, budget: float | None) -> str | None:
         """Return the name of what a series is compared with at a budget besides the dense model; None for nothing."""
         # Baselines have a control only where the study names one.
         control = self.controls.get(series, _CONTROL if series in self.routers else None)
         return None if control is None else self.name_at(control, budget)
 
-    def name_at(self, series: str, budget: float | None) -> str:
-        """Return the name of a series' model at a budget."""
-        return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
+    @property
+    def score(self) -> str:
+        """The figure by which models are compared."""
+        raise NotImplementedError
 
-    def is_run(self, budget: float) -> bool:
-        """Whether models of a budget that a series names are run."""
-        return self.budgets is None or budget in self.budgets
-
-    def _is_one(self, series: str) -> bool:
-        """Whether a series sets its capacity or budget itself, so that it is run once."""
-        fields = self.routers.get(series, {})
-        return "capacity" in fields or "budget" in fields.get("search", {})
+    @property
+    def size_suffixes(self) -> dict[int, str]:
+        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
+        sizes = sorted({*self.latency_batches, self.latency_batch})
+        # The size that is drawn has the plain names, as where it is the only one.
+        return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.config.parse import parse_config
 from mmod.values import one_of
@@ -36,10 +36,10 @@ MODES = {
 }
 
 
-def config_class(mode: str) -> type[Options | SuiteConfig]:
-    """Return the config of a mode."""
+def config_class(mode: str) -> type[Any]:
+    """Return the config of a mode, `Options` or `SuiteConfig`."""
     module = importlib.import_module(f"{__package__}.{MODES[mode].module}")
-    kind: type[Options | SuiteConfig] = getattr(module, MODES[mode].config)
+    kind: type[Any] = getattr(module, MODES[mode].config)
     return kind
 
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
         print("\n".join(f"{name:12}{known.purpose}" for name, known in MODES.items()))
         return
     one_of("the mode of a benchmark", mode, list(MODES))
-    config = parse_config(options, config_class(mode))
+    config: Options | SuiteConfig = parse_config(options, config_class(mode))
     from tools.benchmarks import report, suite
 
     try:

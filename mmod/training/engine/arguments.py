@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.config.parse import named_kind, parse_config
+from mmod.io.yaml import stack_configs
 from mmod.opening.runs import RUN_CONFIG, find_run, is_described
 from mmod.training.engine.config import RunConfig
 from mmod.values import one_of
@@ -31,7 +32,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
             from mmod.pretrained import refuse_own
 
             refuse_own(folder)
-        kind = named_kind(options) or "image"
+        kind = named_kind(*stack_configs(options)) or "image"
         one_of("kind", kind, tuple(configs))
         model = {"name": folder, "pretrained": True} if kind == "image" else {"checkpoint": folder}
         return configs[kind].parse(options, {"output": folder, "model": model})
@@ -39,9 +40,9 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
     if run is None:
         return _parse_config(arguments, configs)
     file = str(run / RUN_CONFIG)
-    kind = named_kind([file, *arguments[1:]])
+    named = named_kind(*stack_configs([file, *arguments[1:]]))
     # The run's own config first, whatever the words change of it besides its kind.
-    config = _parse_config([file] if kind is None else [file, "--kind", kind], configs)
+    config = _parse_config([file] if named is None else [file, "--kind", named], configs)
     finished = finished_run(config, run, arguments[0])
     # The words once more, now on top of what the run's final model is.
     return type(finished).parse(arguments[1:], finished.to_dict())
@@ -52,7 +53,7 @@ def _parse_config(arguments: Sequence[str], configs: Mapping[str, type[RunConfig
         return parse_config(arguments, configs)
     except SystemExit as end:
         # The exit already printed the error; this adds what may explain it.
-        if end.code and named_kind(arguments) is None:
+        if end.code and named_kind(*stack_configs(arguments)) is None:
             first, *_ = configs
             print(f"without a key `kind`, a config is read as {first}; valid are {', '.join(configs)}", file=sys.stderr)
         raise
