@@ -1,8 +1,8 @@
-"""The report of `mmod.advise`: a table, a picture, one sentence of advice and the lines that apply it."""
+"""The report of `mmod.advise`: a table, a picture, what to use and the lines that apply it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from mmod.analysis.timing import Spread
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
-from mmod.planning.samples import AGREEMENT
-from mmod.planning.tolerance import exceeds, is_too_close, keeps, missing_samples
+from mmod.planning.choice import NOISE, Choice, Option, exceeds, in_batches_of, keeps, noted
+from mmod.planning.samples import AGREEMENT, ALONE
 
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
@@ -22,10 +22,6 @@ _GRADUAL_PAYS = (
 )
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
-# A speed-up below this is within the noise of a machine.
-LEAST_SPEEDUP = 1.03
-# A loss this near to the tolerance, as a share of it, may be above it on other images.
-_NEAR = 0.25
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,8 @@ class AdviceRow:
     """What a candidate does to a model.
 
     Args:
+        name: The candidate's.
+        label: Name with the side of smaller images, which their share of the FLOPs does not say.
         speedup: Time of the dense model over the candidate's, over the rounds: median and quartiles.
         score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
             are the dense model's; 95 % interval over images or prompts.
@@ -46,20 +44,24 @@ class AdviceRow:
         series: Name that it shares with the same model at other budgets; empty for none.
         speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,
             padded to one.
+        control: Name of the candidate that keeps as many tokens by no choice, with the same FLOPs; None without one.
+        to_control: Difference of the accuracy, or of the score without labels, to the control's.
     """
 
     name: str
+    label: str
     speedup: Spread
     score: Estimate
     accuracy: Estimate | None
     images: int
     code: str
     config: str
-    advice: str
     on_front: bool = False
     cache: int | None = None
     series: str = ""
     speedups: Mapping[str, Spread] = field(default_factory=dict)
+    control: str | None = None
+    to_control: Estimate | None = None
 
     @property
     def loss(self) -> Estimate:
@@ -67,16 +69,6 @@ class AdviceRow:
         # A score turned round, and so are the ends of its interval.
         score, lossless = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
         return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
-
-
-def _named(row: AdviceRow) -> str:
-    return f"{row.name} ({row.speedup.median:.2f} times as fast)"
-
-
-def _side(row: AdviceRow) -> str:
-    """Return the size of smaller images, which their share of the FLOPs does not say."""
-    size = row.advice.removeprefix("use images of ")
-    return "" if size == row.advice else f", {size}"
 
 
 @dataclass(frozen=True)
@@ -132,109 +124,60 @@ class Advice:
         return "images" if self.cache is None else "prompts"
 
     @property
-    def best(self) -> AdviceRow | None:
-        """The fastest candidate that clearly keeps the tolerance, or one as fast that loses less.
+    def choices(self) -> list[Choice]:
+        """The choice in batches, which the sentence is about, and where it was timed the one for single images."""
+        choices = [self._choice(in_batches_of(self.batch_size, self.samples), "")]
+        if self.rows and ALONE in self.rows[0].speedups:
+            choices.append(self._choice(in_batches_of(1), ALONE))
+        return choices
 
-        Where none is clear, the fastest whose measured loss is within the tolerance; None if the dense model is. Where
-        a speed-up is wanted, the candidate that reaches it, within the noise, and loses least.
+    @property
+    def best(self) -> AdviceRow | None:
+        """The fastest candidate within the tolerance by its whole interval, or one as fast that loses less.
+
+        None if the dense model is. Where a speed-up is wanted, the candidate that reaches it, within the noise, and has
+        the best worse end of its interval.
         """
-        if self.faster is not None:
-            reaching = [row for row in self.rows if LEAST_SPEEDUP * row.speedup.median >= self.faster]
-            return min(reaching, key=lambda row: row.loss.value, default=None)
-        # What may be faster is named as undecided beside it: a stricter tolerance must not allow more.
-        keeping = [row for row in self._faster if keeps(row.loss, self.tolerance)]
-        fitting = keeping or [row for row in self._faster if row.loss.value <= self.tolerance]
-        # Times of a few rounds cannot tell these apart: the loss does.
-        as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
-        return min(as_fast, key=lambda row: row.loss.value, default=None)
+        chosen = self.choices[0].best if self.faster is None else self.choices[0].at_speed(self.faster)
+        return self._row_of(chosen)
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
-        """Candidates on the front that neither clearly keep the tolerance nor lose more.
-
-        They are faster than any that keeps it; what is hardly faster would not change the advice.
-        """
-        clear = next((row.speedup.median for row in self._faster if keeps(row.loss, self.tolerance)), 0.0)
-        return tuple(
-            row
-            for row in self._faster
-            if row.on_front and not exceeds(row.loss, self.tolerance) and row.speedup.median > LEAST_SPEEDUP * clear
-        )
-
-    @property
-    def _faster(self) -> list[AdviceRow]:
-        return [row for row in self.rows if row.speedup.low >= LEAST_SPEEDUP]
-
-    @property
-    def _near(self) -> list[AdviceRow]:
-        """Candidates on the front that lose about the tolerance: of advice on these, half is right."""
-        near = [row for row in self._faster if row.on_front and self.faster is None]
-        return [row for row in near if abs(row.loss.value - self.tolerance) <= _NEAR * self.tolerance]
+        """Candidates on the front whose interval holds the tolerance, and that are faster than any within it."""
+        names = {option.name for option in self.choices[0].undecided}
+        return tuple(row for row in self.rows if row.label in names)
 
     def is_decided(self, row: AdviceRow) -> bool:
-        """Whether a candidate clearly keeps the tolerance, or clearly loses more; each is tested at 5 %."""
+        """Whether the whole interval of a candidate's loss is within the tolerance, or all of it beyond."""
         return keeps(row.loss, self.tolerance) or exceeds(row.loss, self.tolerance)
 
     @property
     def sentence(self) -> str:
         """The advice in one sentence, and which candidates so few samples leave undecided."""
-        limit = f"{100 * self.tolerance:g} %"
-        row = self.best
-        if self.faster is not None:
-            return self._at_speed(self.faster, row)
-        others = [other for other in self.undecided if other is not row]
-        names = ", ".join(map(_named, others))
-        lost = f"whether more than {limit} is lost"
-        open_ones = f"Undecided: {self._missing(others)} {lost} by {names}" if others else ""
-        if row is None and not others:
-            return f"Nothing here pays at a tolerance of {limit}: keep the dense model."
-        if row is None:
-            # Off the front it may be as good, and need fewer samples to say so.
-            possible = [other for other in self._faster if not exceeds(other.loss, self.tolerance)]
-            soonest = min(possible, key=self._needed)
-            sooner = "" if soonest in others else f", {self._needed(soonest):,} by {_named(soonest)}"
-            return f"{open_ones}{sooner}. Until then keep the dense model."
-        action = row.advice or f"use `{row.code}`"
-        measured = f"{self._times(row)} at {self._measured(row)}."
-        if self.is_decided(row):
-            return f"{action[0].upper()}{action[1:]}: {measured}{f' {open_ones}.' if others else ''}"
-        text = f"Undecided: {self._missing([row])} {lost} if you {action}: {measured}"
-        too = f" Undecided too: {names}." if others else ""
-        return f"{text}{too} Until then keep the dense model."
+        choice = self.choices[0]
+        if self.faster is None:
+            return choice.sentence
+        more = "" if self.best else " Time larger batches, or leave out `faster`: then more is tried."
+        return choice.sentence_at(self.faster) + more
 
-    def _at_speed(self, faster: float, row: AdviceRow | None) -> str:
-        """Return what to do for the speed-up that is wanted."""
-        if row is None:
-            fastest = max(self.rows, key=lambda row: row.speedup.median, default=None)
-            nearest = ""
-            if fastest is not None:
-                nearest = f"; the fastest is {fastest.name}: {self._times(fastest)} at {self._measured(fastest)}"
-            return (
-                f"None of these few is {faster:g} times as fast{nearest}. Time larger batches, or leave out "
-                "`faster`: then smaller sizes are tried too."
+    def _choice(self, where: str, of: str) -> Choice:
+        """Return the choice by the time of a pass; an empty name is the one that decides."""
+        options = [
+            Option(
+                row.label,
+                row.speedups[of] if of else row.speedup,
+                row.loss,
+                row.images,
+                self._measured(row),
+                "" if of else noted(row.speedups.get(ALONE), row.control, row.to_control and 100 * row.to_control),
             )
-        action = row.advice or f"use `{row.code}`"
-        is_open = not self.is_decided(row)
-        # What reaches it within the noise counts.
-        about = "" if row.speedup.median >= faster else "about "
-        open_one = f" Undecided: {self._missing([row])} whether more than {100 * self.tolerance:g} % is lost."
-        return (
-            f"For {about}{faster:g} times the speed {action}: {self._times(row)} at "
-            f"{self._measured(row)}, the least lost of these few.{open_one if is_open else ''}"
-        )
+            for row in self.rows
+        ]
+        unit = "%" if self.accuracy is None else "points"
+        return Choice(options, self.tolerance, unit, self.samples, where)
 
-    def _missing(self, rows: Sequence[AdviceRow]) -> str:
-        """Return how many samples decide about all of some rows, as the beginning of a clause."""
-        least = "at least " if any(is_too_close(row.loss, self.tolerance) for row in rows) else ""
-        return f"{least}{max(map(self._needed, rows)):,} more {self.samples} would tell"
-
-    def _needed(self, row: AdviceRow) -> int:
-        return missing_samples(row.loss, self.tolerance, row.images)
-
-    def _times(self, row: AdviceRow) -> str:
-        """Return how much faster a candidate is, and in which other passes it is slower than the dense model."""
-        slower = ", ".join(f"{name}: {other.median:.2f}" for name, other in row.speedups.items() if other.median < 1)
-        return f"{row.speedup.median:.2f} times as fast{f' ({slower})' if slower else ''}"
+    def _row_of(self, option: Option | None) -> AdviceRow | None:
+        return next((row for row in self.rows if option is not None and row.label == option.name), None)
 
     def _measured(self, row: AdviceRow) -> str:
         """Return what a candidate scores by the `metric`, in words."""
@@ -246,16 +189,13 @@ class Advice:
 
     @property
     def code(self) -> str:
-        """The lines of Python that follow the advice; empty without any.
+        """The lines of Python that make the model which the sentence is about; empty without any."""
+        row = self._named
+        return f"import mmod\n\n{row.code}" if row is not None and row.code else ""
 
-        Where the samples leave it undecided, there are lines only for a wanted speed-up.
-        """
-        row = self.best
-        return f"import mmod\n\n{row.code}" if row is not None and row.code and self._is_given(row) else ""
-
-    def _is_given(self, row: AdviceRow) -> bool:
-        """Whether the lines that apply a candidate are told: it is decided, or the best at a wanted speed."""
-        return self.faster is not None or self.is_decided(row)
+    @property
+    def _named(self) -> AdviceRow | None:
+        return self._row_of(self.choices[0].named) if self.faster is None else self.best
 
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
@@ -275,7 +215,7 @@ class Advice:
             {
                 **vars(row),
                 **row.speedups,
-                "recipe": f"{'*' if row.on_front else ' '} {row.name}{_side(row)}",
+                "recipe": f"{'*' if row.on_front else ' '} {row.label}",
                 "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
@@ -285,11 +225,16 @@ class Advice:
         return table_of(columns, rows)
 
     def __str__(self) -> str:
-        lines = [str(self.table()), f"\n**{self.sentence}**\n", *[f"- {fact}" for fact in self.facts]]
-        if self.best and self._is_given(self.best):
-            lines += [f"\n```python\n{self.code}\n```"] if self.code else []
-            if self.best.config:
-                lines.append(f"\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
+        lines = [str(self.table()), f"\n**{self.sentence}**\n"]
+        if self.faster is None:
+            # Of the choice in batches, the sentence stands above.
+            lines += [choice.text.removeprefix(f"{self.sentence}\n\n") + "\n" for choice in self.choices]
+        lines += [f"- {fact}" for fact in self.facts]
+        row = self._named
+        if row is not None and self.code:
+            lines.append(f"\n{row.label} in Python:\n\n```python\n{self.code}\n```")
+        if row is not None and row.config:
+            lines.append(f"\n{row.label} in a training config:\n\n```yaml\n{row.config}\n```")
         return "\n".join(lines)
 
     @property
@@ -312,8 +257,7 @@ class Advice:
                 else " Answers are generated greedily; one is right as a whole or not."
             )
         gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
-        too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < LEAST_SPEEDUP else []
-        near = ", ".join(f"{row.name} loses {100 * row.loss} %" for row in self._near)
+        too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < NOISE else []
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
         front = ""
         if any(row.on_front for row in self.rows):
@@ -322,7 +266,6 @@ class Advice:
             f"{dense}.",
             f"{front}{columns}",
             "Nothing was trained: fine-tuned models may lose less, and rank differently.",
-            *([f"So near the tolerance, other images may decide otherwise: {near}."] if near else []),
             *too_small,
             *redundancy,
             *filter(None, [self.note]),

@@ -33,11 +33,10 @@ class Candidate:
         series: Name that it shares with the same model at other budgets.
         budget: The capacity or share of the dense cost that it is made for.
         control: Name of the candidate that it is compared with besides the dense one.
-        advice: What to do, as an English imperative; empty to print the line of Python.
 
     Example:
         >>> candidate = Candidate("ToMe r=8", methods=({"kind": "merge", "r": 8},))
-        >>> print(candidate.code("image", depth=12))
+        >>> print(candidate.code("image", is_only=True))
         mmod.apply_(model, mmod.methods.Merge(r=8))
     """
 
@@ -53,7 +52,6 @@ class Candidate:
     series: str = ""
     budget: float | None = None
     control: str | None = None
-    advice: str = ""
 
     @property
     def is_baseline(self) -> bool:
@@ -61,6 +59,17 @@ class Candidate:
         has_router = self.routing is not None or self.search is not None
         # Only methods that learn what they choose are trained from scratch.
         return not has_router and not (self.methods and self.from_scratch)
+
+    @property
+    def label(self) -> str:
+        """Its name, with the side of smaller images, which their share of the FLOPs does not say."""
+        sizes = [self.image_size, *(method.get("size") for method in self.methods if method["kind"] == "resize")]
+        side = next((size for size in sizes if size is not None), None)
+        if side is None or not self.series:
+            return self.name
+        # Height and width, where images are not square.
+        pixels = side if isinstance(side, int) else " x ".join(map(str, side))
+        return f"{self.name}, {pixels} px"
 
     def apply_(self, model: nn.Module, part: str, depth: int) -> None:
         """Change a dense model in place, without training.
@@ -72,40 +81,40 @@ class Candidate:
         for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
             apply_(model, method)
 
-    def config(self, part: str, depth: int, is_only: bool) -> str:
+    def config(self, part: str, is_only: bool) -> str:
         """Return the keys of a training config that apply it, a line each.
 
         Args:
             part: The part that is routed.
-            depth: Number of its blocks.
-            is_only: The model has no other part, so the config's `routing` does not name it.
+            is_only: The model has no other part, so its name is left out.
         """
         lines = [] if self.image_size is None else [f"model: {json.dumps({'image_size': self.image_size})}"]
         if self.methods:
             lines.append(f"methods: {json.dumps(self.methods)}")
         if self.routing is not None:
-            routing = {"depth": depth, **self.routing} if "preset" in self.routing else self.routing
-            lines.append(f"routing: {json.dumps(routing if is_only else {part: routing})}")
+            lines.append(f"routing: {json.dumps(self.routing if is_only else {part: self.routing})}")
         return "\n".join(lines)
 
-    def code(self, part: str, depth: int) -> str:
-        """Return the lines of Python that apply it."""
+    def code(self, part: str, is_only: bool) -> str:
+        """Return the lines of Python that apply it; arguments are those of `config`."""
         lines = []
         for values in self.methods:
             fields = {name: value for name, value in values.items() if name != "kind"}
             method = METHODS[values["kind"]]
             # Methods of other packages have no class in `mmod.methods`.
             is_ours = method.__module__.startswith("mmod.methods.")
-            shown = f"mmod.methods.{method.__name__}({_arguments(fields)})" if is_ours else repr(dict(values))
+            shown = f"mmod.methods.{method.__name__}({_arguments(fields)})" if is_ours else _literal(dict(values))
             lines.append(f"mmod.apply_(model, {shown})")
         if self.routing is not None:
             fields = dict(self.routing)
             preset = fields.pop("preset", None)
             if preset is None:
                 config = f"mmod.RoutingConfig({_arguments(fields)})"
+            elif fields:
+                config = f"mmod.preset({_literal(preset)}, {_arguments(fields)})"
             else:
-                config = f"mmod.preset({preset!r}, {_arguments({'depth': depth, **fields})})"
-            lines.append(f"mmod.route_(model, {part}={config})")
+                config = _literal(preset)
+            lines.append(f"mmod.route_(model, {config if is_only else f'{part}={config}'})")
         return "\n".join(lines)
 
 
@@ -117,4 +126,10 @@ def copy_of(model: Model) -> Model:
 
 
 def _arguments(fields: Mapping[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+    return ", ".join(f"{name}={_literal(value)}" for name, value in fields.items())
+
+
+def _literal(value: object) -> str:
+    """Return a value as Python code, with double quotes as in the docs."""
+    text = repr(value)
+    return text if '"' in text else text.replace("'", '"')

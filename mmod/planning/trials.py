@@ -22,6 +22,7 @@ from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate, copy_of
+from mmod.planning.choice import TOLERANCE
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
@@ -50,7 +51,7 @@ def advise(
     part: str | None = None,
     images: int = 256,
     batch_size: int = 8,
-    tolerance: float = 0.02,
+    tolerance: float = TOLERANCE,
     faster: float | None = None,
     candidates: Sequence[Candidate] | None = None,
     is_right: IsRight = same_tokens,
@@ -145,7 +146,7 @@ def advise(
                 chosen = candidates
         results = Store(store)
         question = {
-            "candidates": {candidate.name: candidate.code(part, depth) for candidate in chosen},
+            "candidates": {candidate.name: candidate.code(part, is_only) for candidate in chosen},
             "batch_size": samples.batch_size,
             "faster": faster,
             "model or samples": samples.identity,
@@ -166,7 +167,7 @@ def advise(
         for looks in near_front(table, figure, len(samples)):
             table.fill(runner.run(looks, measure))
         caches = {name: one.samples.cache_bytes(one.model) for name, one in entrants.items()}
-        rows = tuple(rows_of(table, figure, by_name, caches, part, depth, is_only))
+        rows = tuple(rows_of(table, figure, by_name, caches, part, is_only))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
     advice = Advice(
@@ -316,8 +317,7 @@ def evaluate_once(
     """Evaluate a candidate on some of the samples, once."""
     candidate, model, samples = entrants[look.name]
     start, stop = look.config.start, look.config.stop
-    # No depth: the outputs of the dense model, which stand for it, tell that.
-    named = {"candidate": look.name, "code": candidate.code(samples.part, 0), "image_size": candidate.image_size}
+    named = {"candidate": look.name, "code": candidate.code(samples.part, False), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
     return measured_once(store, identity, lambda: samples.evaluate(model, start, stop))
 
@@ -326,7 +326,7 @@ def _times(store: Store, entrants: Mapping[str, Entrant]) -> Times[str]:
     _, model, samples = entrants[DENSE]
     changed = {name: one.candidate for name, one in entrants.items() if name != DENSE}
     # Whatever shares a round is part of it: other neighbours slow a pass down differently.
-    codes = {name: [candidate.code(samples.part, 0), candidate.image_size] for name, candidate in changed.items()}
+    codes = {name: [candidate.code(samples.part, False), candidate.image_size] for name, candidate in changed.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size}
     readings = {name: one.samples.readings(one.model) for name, one in entrants.items()}
     device = next(model.parameters()).device
@@ -339,7 +339,6 @@ def rows_of(
     candidates: Mapping[str, Candidate],
     caches: Mapping[str, int | None],
     part: str,
-    depth: int,
     is_only: bool,
 ) -> Iterator[AdviceRow]:
     """Yield the rows of the report, the fastest first; `is_only` is that of `Candidate.config`."""
@@ -352,15 +351,17 @@ def rows_of(
         candidate = candidates[name]
         yield AdviceRow(
             name,
+            candidate.label,
             ratios(times[DENSE], times[name]),
             interval_of(table, AGREEMENT, name),
             gap(table, figure, name, DENSE) if figure == CORRECT else None,
             evaluated(table, name),
-            candidate.code(part, depth),
-            candidate.config(part, depth, is_only),
-            candidate.advice,
+            candidate.code(part, is_only),
+            candidate.config(part, is_only),
             name in front,
             caches[name],
             candidate.series,
             {of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
+            candidate.control,
+            gap(table, figure, name, candidate.control),
         )

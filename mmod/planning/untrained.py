@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +37,8 @@ _SERIES: dict[str, dict[str, Any]] = {
 }
 # Those whose loss may be within a tolerance have a mild budget too, and so has the control of merging.
 _MILD = ("gradual", "random", "smaller-image")
+# Those that are compared with random tokens at the same share.
+_CONTROLLED = ("gradual", "merge late", "a-mod")
 # The few that are tried for a wanted speed-up.
 _FASTER = {name: _SERIES[name] for name in ("gradual", "merge late", "a-mod", "smaller-image")}
 
@@ -93,13 +94,13 @@ def image_candidates(
         if patch is None and "methods" in fields:
             left_out[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
             continue
-        candidates += [
-            Candidate(f"{name}-{budget:g}", series=name, budget=budget, **fields) for budget in budgets[name]
-        ]
+        for budget in budgets[name]:
+            control = f"random-{budget:g}" if name in _CONTROLLED and faster is None else None
+            candidates.append(Candidate(f"{name}-{budget:g}", series=name, budget=budget, control=control, **fields))
     fitted, unfitted = at_budgets(candidates, flops_of, sizes, patches, strict=False)
     # Its cost follows from the images, so that no budget is fitted.
     pixelprune = Candidate("pixelprune", routing={"preset": "pixelprune"})
-    return [*map(_advised, fitted), pixelprune], left_out | unfitted
+    return [*fitted, pixelprune], left_out | unfitted
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object]:
@@ -110,16 +111,6 @@ def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object
         height, width = patch[0] * fewer, patch[1] * max(1, round(columns * fewer / rows))
         sizes.append(height if size[0] == size[1] and height == width else (height, width))
     return sizes
-
-
-def _advised(candidate: Candidate) -> Candidate:
-    """Return a candidate that says what to do, where that is plainer than a line of Python."""
-    for method in candidate.methods:
-        if method["kind"] == "resize":
-            side = method["size"]
-            pixels = f"{side[0]} x {side[1]}" if isinstance(side, tuple) else str(side)
-            return dataclasses.replace(candidate, advice=f"use images of {pixels} px")
-    return candidate
 
 
 def language_candidates(
@@ -167,7 +158,6 @@ def smaller_images(model: Any) -> list[Candidate]:
                 image_size=patch * fewer,
                 series="smaller-image",
                 budget=share,
-                advice=f"use images of {patch * fewer} px",
             )
         )
     return candidates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -13,28 +13,29 @@ import torch
 import yaml
 from torch import nn
 
-from mmod.adapters import find_stack, image_facts
+from mmod.adapters import image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
-from mmod.analysis.statistics import as_cheap
+from mmod.analysis.statistics import Estimate, as_cheap
 from mmod.analysis.table import (
     DENSE,
     Measured,
     Table,
+    evaluated,
     gap,
     gaps,
-    mean_of,
     paired_by_sample,
 )
-from mmod.analysis.timing import relative_times
+from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
+from mmod.planning.choice import TOLERANCE, Choice, Option, in_batches_of, noted
 from mmod.studies.compare import Run
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, listed, verdict
+from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, verdict
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
@@ -43,13 +44,9 @@ from mmod.training.image.kind import ImageKind, sample_images, timed_images
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Speeds for which a model is named, as multiples of the dense model's.
-_SPEEDS = (1.25, 1.5, 2.0)
-# An interval of so many points says neither that a model is as good as another nor that it is not.
-_VAGUE = 20.0
 # Images whose redundancy is measured.
 _MEASURED = 256
-_MEASURES = {"top1": "top-1 accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
+_MEASURES = {"top1": "accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
 _COLUMNS = (
     "name",
     "capacity",
@@ -110,9 +107,8 @@ class ImageStudy(StudyKind):
     measures: ClassVar[Mapping[str, str]] = _MEASURES
 
     def describe(self) -> Facts:
-        """Return a sentence on the images, and the number of blocks of the dense model."""
-        model = ImageKind(self.dense).sketch()
-        return {"images": [_caption(self.dense, model)], "depth": len(find_stack(model).blocks)}
+        """Return a sentence on the images."""
+        return {"images": [_caption(self.dense, ImageKind(self.dense).sketch())]}
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch."""
@@ -159,50 +155,37 @@ class ImageStudy(StudyKind):
         axes = {"gflops": "GFLOPs per image", **axes}
         told = Told(rows, _with_batch_sizes(suffixes, self.columns), self.measures[score], axes, "", summary)
         note = self.note(table)
-        times = _known_times(table, names, least=1)
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
         has_intervals = any(difference.has_interval for difference in to_dense)
         is_by_sample = paired_by_sample(table, score, names)
         is_repeated = config.train_dense or config.tune
         # What is fastest is not known yet, so that nothing is recommended.
-        if not times and (is_repeated or has_intervals):
+        if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
-        dense = table.runs[DENSE][0]
-        if is_by_sample:
-            # That of the models that agree least: what is said of all must hold for them.
-            chance = max([(value.high - value.low) / 2 for value in to_dense], default=0.0)
-        else:
-            right = dense.figures[score] / 100
-            # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
-            chance = 196 * math.sqrt(2 * right * (1 - right) / dense.samples)
-
-        def is_better(one: str, other: str) -> bool:
-            difference = gap(table, score, one, other)
-            if difference is None or difference.value <= 0:
-                return False
-            return difference.is_clear if has_intervals else difference.value > chance
-
-        texts = [_advice(table, score, ms, size, is_better) for size, ms in times.items()]
+        chosen = choices(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
+        texts = [choice.text for choice in chosen]
         texts += [*filter(None, [note]), *facts["images"]]
         limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
         if not has_intervals or (is_by_sample and not note):
-            limits.append(_of_chance(chance, dense.samples, is_by_sample))
+            limits.append(_of_chance(table.runs[DENSE][0], score, to_dense if is_by_sample else []))
         if not config.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
             limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
         texts.append(" ".join(limits))
         # Recommended are the best models in the largest batches.
-        at_speeds = _best_at_speeds(table, score, times[max(times)]) if times else {}
-        recommended = [name for name in dict.fromkeys(at_speeds.values()) if name is not None]
-        lines = self.code([runs[name].candidate for name in recommended], facts)
+        recommended = []
+        if chosen:
+            by_label = {run.candidate.label: name for name, run in runs.items()}
+            recommended = [by_label[option.name] for option in chosen[0].recommended]
+        lines = self.code([runs[name].candidate for name in recommended])
         return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
 
-    def code(self, candidates: Sequence[Candidate], facts: Facts) -> str:
+    def code(self, candidates: Sequence[Candidate]) -> str:
         """Return the lines of Python, or the keys of a training config, that apply models."""
         blocks = []
         for candidate in candidates:
-            lines = candidate.code(TrainConfig.part, facts["depth"])
+            lines = candidate.code(TrainConfig.part, is_only=True)
             # Its weights are no longer the dense ones, so that no line on these makes it.
             if lines and self.config.tune and candidate.is_trained:
                 lines = f"model = mmod.load_pretrained({f'{self.config.output}/seed0/{candidate.name}/model'!r})"
@@ -214,6 +197,34 @@ class ImageStudy(StudyKind):
             keys = yaml.safe_dump(merged(candidate.changes, size), default_flow_style=None, sort_keys=False).rstrip()
             blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
         return "\n\n".join(blocks)
+
+
+def choices(table: Table, score: str, measure: str, candidates: Mapping[str, Candidate]) -> list[Choice]:
+    """Return the choice for each size of batches, the largest first; none before models are timed.
+
+    Args:
+        measure: Title of the score.
+    """
+    sizes = sorted((size for _, size in table.times), reverse=True)
+    speedups: dict[int, dict[str, Spread]] = {}
+    for (_, size), ms in table.times.items():
+        speedups[size] = {name: ratios(ms[DENSE], ms[name]) for name in candidates}
+    found = []
+    for size in sizes:
+        options = []
+        for name, candidate in candidates.items():
+            difference = gap(table, score, name, DENSE)
+            if difference is None:
+                continue
+            loss = Estimate(-difference.value / 100, -difference.high / 100, -difference.low / 100)
+            note = ""
+            if size == sizes[0]:
+                alone = speedups[1][name] if 1 in speedups and size > 1 else None
+                note = noted(alone, candidate.control, gap(table, score, name, candidate.control))
+            measured = f"{difference:+.1f} points of {measure}"
+            options.append(Option(candidate.label, speedups[size][name], loss, evaluated(table, name), measured, note))
+        found.append(Choice(options, TOLERANCE, "points", "images", in_batches_of(size)))
+    return found
 
 
 def _against_advice(is_tuned: bool, candidates: Sequence[Candidate]) -> list[str]:
@@ -259,55 +270,6 @@ def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, di
     return known
 
 
-def _best_at_speeds(table: Table, score: str, ms: Mapping[str, float]) -> dict[float, str | None]:
-    """Return the model by speed that loses least, up to the first speed that none reaches.
-
-    With an interval, that is at most the loss at its lower end: the best mean of many is often luck.
-    """
-
-    def least(name: str) -> float:
-        difference = gap(table, score, name, DENSE)
-        if difference is None:
-            return -math.inf
-        return difference.low if difference.has_interval else difference.value
-
-    found: dict[float, str | None] = {}
-    for speed in _SPEEDS:
-        fast = _as_fast_as(ms, speed)
-        found[speed] = max(fast, key=least, default=None)
-        # At a higher speed there are none either.
-        if not fast:
-            break
-    return found
-
-
-def _as_fast_as(ms: Mapping[str, float], speed: float) -> list[str]:
-    # As the table prints it: what it calls 1.25 times as fast is.
-    return [name for name in ms if name != DENSE and round(ms[DENSE] / ms[name], 2) >= speed]
-
-
-def _advice(table: Table, score: str, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
-    """Name the best model at some speeds, and those that may be as good."""
-    mean = partial(mean_of, table, score)
-    best = _best_at_speeds(table, score, ms)
-    differences = {name: gap(table, score, name, DENSE) for name in best.values() if name is not None}
-    is_vague = any(one is not None and one.has_interval and one.high - one.low > _VAGUE for one in differences.values())
-    title = "What loses least on these images, which are too few to choose by" if is_vague else "What loses least"
-    lines = [f"{title}, in batches of {size}:\n"]
-    for speed, name in best.items():
-        if name is None:
-            lines.append(f"- {speed:g} times the dense speed: nothing measured is that fast")
-            continue
-        close = [other for other in _as_fast_as(ms, speed) if other != name and not is_better(name, other)]
-        close.sort(key=mean, reverse=True)
-        difference = differences[name]
-        is_loss = difference is not None and difference.is_clear and difference.value < 0
-        warning = ", clearly less than the dense model" if is_loss else ""
-        line = f"- {speed:g} times the dense speed: {listed([name])}, {difference} points{warning}"
-        lines.append(f"{line}; no clear difference from {listed(close, most=6)}" if close else line)
-    return "\n".join(lines)
-
-
 def _caption(config: TrainConfig, model: nn.Module) -> str:
     """Return the source, size and redundancy of the images."""
     data = config.data
@@ -319,11 +281,21 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     return f"{images}; {report}."
 
 
-def _of_chance(points: float, images: int, is_paired: bool) -> str:
-    """Say which differences so many test images cannot tell, and how many images would tell one point."""
-    paired = ", on which models are paired" if is_paired else ""
-    widest = " between the models that agree least" if is_paired else ""
-    text = f"{images:,} test images{paired}: differences below {points:.1f} points may be chance{widest}."
+def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str:
+    """Say how wide intervals of so few test images are, and how many images would tell one point.
+
+    Args:
+        to_dense: Differences to the dense model that are paired by sample; none for models that are not.
+    """
+    images = dense.samples
+    if to_dense:
+        points = max((value.high - value.low) / 2 for value in to_dense)
+        text = f"{images:,} test images: the widest interval is {points:.1f} points to each side."
+    else:
+        right = dense.figures[score] / 100
+        # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
+        points = 196 * math.sqrt(2 * right * (1 - right) / images)
+        text = f"{images:,} test images: differences below {points:.1f} points may be chance."
     if points <= 1:
         return text
     needed = images * points**2

@@ -381,7 +381,10 @@ def beside_controls(points: Sequence[Point]) -> str:
     tested = {name: value for name, value in differences.items() if value.has_interval}
     if not tested or any(value.low > 0 for value in tested.values()):
         return ""
-    return f"No clear gain over the control: {listed(list(tested))}. These samples do not test what a router chooses."
+    return (
+        f"No clear gain over a control, such as random tokens: {listed(list(tested))}. On these samples it hardly "
+        "matters what is kept."
+    )
 
 
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:

@@ -51,7 +51,7 @@ def test_a_method_of_another_package_is_printed_by_its_kind(monkeypatch: pytest.
     monkeypatch.setattr(Merge, "__module__", "another.package")
     assert METHODS["merge"] is Merge
     candidate = Candidate("ToMe", methods=({"kind": "merge", "r": 8},))
-    assert candidate.code("image", 12) == "mmod.apply_(model, {'kind': 'merge', 'r': 8})"
+    assert candidate.code("image", True) == 'mmod.apply_(model, {"kind": "merge", "r": 8})'
 
 
 def test_each_kind_of_study_has_a_config() -> None:

@@ -107,8 +107,8 @@ def test_a_checkpoint_of_another_size_is_converted_and_evaluated_at_the_size_ask
     main(["advise", "test_vit", *weights, *asked])
     assert " cosine of patches |" in capsys.readouterr().out
     advice = json.loads((tmp_path / "advice/advice.json").read_text())
-    sides = {row["advice"] for row in advice["rows"] if row["series"] == "smaller-image"}
-    assert sides == {f"use images of {side} px" for side in (80, 96, 112)}
+    sides = {row["label"].partition(", ")[2] for row in advice["rows"] if row["series"] == "smaller-image"}
+    assert sides == {f"{side} px" for side in (80, 96, 112)}
     advised = open_advised("test_vit", str(tmp_path / "weights.safetensors"))
     assert advised.preprocessing.transform()(Image.new("RGB", (30, 30))).shape[1:] == (160, 160)
     assert advised.model.num_classes == 0
@@ -355,7 +355,7 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     advice = mmod.advise(models[0], batches[0], at_size=at_size, **options)
     # One of 2 x 2 patches.
     row = next(row for row in advice.rows if row.series == "smaller-image")
-    assert (row.name, row.advice, row.code) == ("smaller-image-0.25", "use images of 4 px", "")
+    assert (row.label, row.code) == ("smaller-image-0.25, 4 px", "")
     assert row.config == 'model: {"image_size": 4}'
     assert row.score.value == pytest.approx(sum(map(sum, alike[1:])) / 6)
     assert 0 < row.score.value < 1

@@ -1,0 +1,294 @@
+"""Which model to use in place of the dense one: the rule by which advice and studies decide, and its words.
+
+A model counts by the worse end of its 95 % interval: it is within a tolerance if that end is, and at a wanted speed the
+one whose worse end is best is named. So the sentence follows from the table by eye.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mmod.analysis.statistics import Estimate, pareto_front
+from mmod.analysis.timing import Spread
+
+TOLERANCE = 0.02
+"""Share of accuracy, or of agreement, that may be lost."""
+NOISE = 1.03
+"""Speeds whose ratio is below this are within the noise of a machine."""
+# Speeds for which a model is named, as multiples of the dense model's.
+_SPEEDS = (1.25, 1.5, 2.0)
+# Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
+_PSEUDO = 4
+# By how much the distance to the tolerance exceeds half of a 95 % interval if 80 % of new samples decide.
+_POWER = (1.96 + 0.84) / 1.96
+# A loss that would need more times as many samples is too close to the tolerance for an estimate.
+_MOST = 50
+
+
+@dataclass(frozen=True)
+class Option:
+    """A model that may take the dense one's place.
+
+    Args:
+        speedup: Time of the dense model over its own, over the rounds.
+        loss: What it loses to the dense model, as a share.
+        samples: Number of samples that the loss is from.
+        measured: The loss in words.
+        note: Further sentences about it, where it is named.
+    """
+
+    name: str
+    speedup: Spread
+    loss: Estimate
+    samples: int
+    measured: str
+    note: str = ""
+
+    @property
+    def worst(self) -> float:
+        """What it loses at the worse end of its interval, or by its mean where there is none."""
+        return self.loss.high if self.loss.has_interval else self.loss.value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice among models that were timed in one kind of pass.
+
+    Args:
+        tolerance: Share that may be lost.
+        unit: Unit of losses, "points" or "%".
+        samples: What models were evaluated on, "images" or "prompts".
+        where: The pass, such as "in batches of 8".
+    """
+
+    options: Sequence[Option]
+    tolerance: float
+    unit: str
+    samples: str
+    where: str
+
+    @property
+    def best(self) -> Option | None:
+        """The fastest model within the tolerance, or one as fast that loses less; None if the dense one is."""
+        within = [option for option in self._faster if keeps(option.loss, self.tolerance)]
+        # Times of a few rounds cannot tell these apart: the loss does.
+        as_fast = [option for option in within if NOISE * option.speedup.median >= within[0].speedup.median]
+        return min(as_fast, key=lambda option: option.worst, default=None)
+
+    @property
+    def undecided(self) -> list[Option]:
+        """The models whose interval holds the tolerance, and that are faster than any within it.
+
+        What another model beats in both speed and worse end, or is hardly faster, would not change the choice.
+        """
+        costs = {option.name: 1 / option.speedup.median for option in self.options}
+        front = pareto_front(costs, {option.name: -option.worst for option in self.options}, tolerance=1.0)
+        within = [option.speedup.median for option in self._faster if keeps(option.loss, self.tolerance)]
+        fastest = max(within, default=0.0)
+        return [
+            option
+            for option in self._faster
+            if option.name in front and self._is_open(option) and option.speedup.median > NOISE * fastest
+        ]
+
+    @property
+    def named(self) -> Option | None:
+        """The model that the sentence is about: the best, or the one that fewest more samples decide."""
+        # What loses more than the tolerance by its mean would mostly be decided against.
+        soonest = min(
+            self.undecided,
+            key=lambda option: (option.loss.value > self.tolerance, self._needed(option)),
+            default=None,
+        )
+        return self.best or soonest
+
+    def at_speed(self, speed: float) -> Option | None:
+        """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
+        # The best mean of many is often luck. What reaches the speed within the noise counts.
+        reaching = [option for option in self.options if NOISE * option.speedup.median >= speed]
+        return min(reaching, key=lambda option: (option.worst, -option.speedup.median), default=None)
+
+    @property
+    def sentence(self) -> str:
+        """The choice in one sentence, and what so few samples leave undecided."""
+        named = self.named
+        if named is None:
+            return f"Nothing here pays {self.where} at a tolerance of {self._limit}: keep the dense model."
+        others = [option for option in self.undecided if option is not named]
+        if self._is_open(named):
+            too = f" Undecided too: {_listed(others)}." if others else ""
+            return (
+                f"Undecided: keep the dense model {self.where} until {self._missing([named])} tell whether "
+                f"{named.name} loses more than {self._limit}: it is {_times(named)} at {self._measured(named)}.{too}"
+            )
+        missing = ""
+        if others:
+            names = _listed(others)
+            missing = (
+                f" Undecided: {self._missing(others)} would tell whether more than {self._limit} is lost by {names}."
+            )
+        return f"Use {named.name}: {_times(named)} {self.where}, at {self._measured(named)}.{_noted(named)}{missing}"
+
+    def sentence_at(self, speed: float) -> str:
+        """Return what to use for a speed-up that is wanted, whatever the tolerance."""
+        chosen = self.at_speed(speed)
+        if chosen is None:
+            fastest = max(self.options, key=lambda option: option.speedup.median, default=None)
+            nearest = ""
+            if fastest is not None:
+                nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
+            return f"Nothing tried is {speed:g} times as fast {self.where}{nearest}."
+        about = "" if chosen.speedup.median >= speed else "about "
+        text = (
+            f"For {about}{speed:g} times the speed use {chosen.name}: {_times(chosen)} {self.where}, at "
+            f"{self._measured(chosen)}, the least lost of what was tried.{_noted(chosen)}"
+        )
+        if self._is_open(chosen):
+            text += f" Undecided: {self._missing([chosen])} would tell whether more than {self._limit} is lost."
+        within = self.best
+        if within is None or keeps(chosen.loss, self.tolerance):
+            return text
+        return f"{text} Within {self._limit} is {within.name}: {_times(within)} at {self._measured(within)}."
+
+    @property
+    def text(self) -> str:
+        """The sentence, and the model that loses least at some speeds."""
+        lines = [f"{self.sentence}\n"] if self._is_tested else []
+        speeds: dict[Option | None, list[float]] = {}
+        for speed in _SPEEDS:
+            speeds.setdefault(self.at_speed(speed), []).append(speed)
+        if None in speeds and len(speeds) == 1:
+            lines.append(f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}.")
+            return "\n".join(lines)
+        lines.append(f"Least lost {self.where}, by the worse end of each interval:\n")
+        for chosen, reached in speeds.items():
+            line = f"- {' and '.join(f'{speed:g}' for speed in reached)} times as fast: "
+            if chosen is None:
+                lines.append(f"{line}nothing measured")
+            else:
+                lines.append(f"{line}{chosen.name}, {_times(chosen)} at {self._measured(chosen)}")
+        return "\n".join(lines)
+
+    @property
+    def recommended(self) -> list[Option]:
+        """The models that the text is about."""
+        chosen = [self.named if self._is_tested else None, *map(self.at_speed, _SPEEDS)]
+        return [option for option in dict.fromkeys(chosen) if option is not None]
+
+    @property
+    def _is_tested(self) -> bool:
+        """Whether losses have intervals: the sentence on a tolerance says nothing without."""
+        return any(option.loss.has_interval for option in self.options)
+
+    @property
+    def _faster(self) -> list[Option]:
+        """Models that are clearly faster than the dense one, the fastest first."""
+        faster = [option for option in self.options if option.speedup.low >= NOISE]
+        return sorted(faster, key=lambda option: -option.speedup.median)
+
+    @property
+    def _limit(self) -> str:
+        return f"{100 * self.tolerance:g} {self.unit}"
+
+    def _is_open(self, option: Option) -> bool:
+        return not keeps(option.loss, self.tolerance) and not exceeds(option.loss, self.tolerance)
+
+    def _measured(self, option: Option) -> str:
+        """Return what a model loses in words, with a warning where that may be more than the tolerance."""
+        if exceeds(option.loss, self.tolerance):
+            return f"{option.measured}, which is clearly more lost than {self._limit}"
+        if option.worst > self.tolerance and option.loss.has_interval:
+            return f"{option.measured}, so that {100 * option.worst:.1f} {self.unit} may be lost"
+        return option.measured
+
+    def _missing(self, options: Sequence[Option]) -> str:
+        """Return how many more samples decide about all of some models."""
+        least = "at least " if any(_is_too_close(option.loss, self.tolerance) for option in options) else ""
+        return f"{least}{max(map(self._needed, options)):,} more {self.samples}"
+
+    def _needed(self, option: Option) -> int:
+        return missing_samples(option.loss, self.tolerance, option.samples)
+
+
+def noted(alone: Spread | None, control: str | None, to_control: Estimate | None) -> str:
+    """Say of a model that is chosen in batches whether it is slower for single samples, or no better than its control.
+
+    Args:
+        alone: Its speed-up for single samples, where it was timed.
+        to_control: Difference to its control in points.
+    """
+    notes = []
+    if alone is not None and alone.median < 1:
+        notes.append(f"For single images it is slower than the dense model: {alone.median:.2f} times as fast.")
+    if to_control is not None and to_control.has_interval:
+        if to_control.low > 0:
+            notes.append(
+                f"It is better than its control, {control}, by {to_control:.1f} points: what it keeps matters."
+            )
+        else:
+            notes.append(
+                f"It is not clearly better than its control, {control} ({to_control:+.1f} points): on these images it "
+                "hardly matters what is kept."
+            )
+    return " ".join(notes)
+
+
+def in_batches_of(size: int, samples: str = "images") -> str:
+    """Return in words how many samples a timed pass has."""
+    return f"for single {samples}" if size == 1 else f"in batches of {size}"
+
+
+def keeps(loss: Estimate, tolerance: float) -> bool:
+    """Return whether the whole interval of a loss is within a tolerance."""
+    return loss.high <= tolerance
+
+
+def exceeds(loss: Estimate, tolerance: float) -> bool:
+    """Return whether the whole interval of a loss is above a tolerance."""
+    return loss.low > tolerance
+
+
+def missing_samples(loss: Estimate, tolerance: float, samples: int) -> int:
+    """Return about how many more samples would decide in four of five cases, if the loss is the estimate.
+
+    It is a lower bound for a loss that is too close to the tolerance: 50 times the samples.
+
+    Args:
+        samples: Number of samples that the estimate is from.
+    """
+    counted = samples + _PSEUDO
+    missing = counted * min(_growth(loss, tolerance), _MOST) - counted
+    digits = max(0, len(str(round(missing))) - 2)
+    return max(1, math.ceil(missing / 10**digits) * 10**digits)
+
+
+def _is_too_close(loss: Estimate, tolerance: float) -> bool:
+    """Return whether a loss is so close to the tolerance that `missing_samples` is a lower bound."""
+    return _growth(loss, tolerance) > _MOST
+
+
+def _growth(loss: Estimate, tolerance: float) -> float:
+    """Return how many times as many samples would decide."""
+    # One sample does not say how far others may be.
+    if not loss.has_interval:
+        return math.inf
+    margin = abs(tolerance - loss.value)
+    # The end of the interval that must pass the tolerance. Those of small shares are short below, with few samples.
+    half = loss.high - loss.value if loss.value <= tolerance else (loss.high - loss.low) / 2
+    shrinking = half / margin if margin else math.inf
+    # An interval shrinks with the square root of the samples; one end of it without any loss, with the samples.
+    return _POWER**2 * (shrinking if loss.value == 0 else shrinking**2)
+
+
+def _times(option: Option) -> str:
+    return f"{option.speedup.median:.2f} times as fast"
+
+
+def _noted(option: Option) -> str:
+    return f" {option.note}" if option.note else ""
+
+
+def _listed(options: Sequence[Option]) -> str:
+    return ", ".join(f"{option.name} ({_times(option)})" for option in options)

@@ -1,0 +1,131 @@
+"""The choice of a model: what a sentence says follows from the intervals, and holds on other samples."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import numpy as np
+import pytest
+
+from mmod.analysis.statistics import Estimate, share_of
+from mmod.analysis.timing import Spread
+from mmod.planning.choice import NOISE, Choice, Option, noted
+
+TOLERANCES = (0.01, 0.02, 0.05, 0.1)
+# A front as models have it: faster ones lose more, some near a tolerance.
+TRUE_LOSS = {1.1: 0.0, 1.2: 0.013, 1.3: 0.004, 1.4: 0.03, 1.6: 0.048, 1.8: 0.12, 2.2: 0.3}
+
+
+def drawn(rng: np.random.Generator, samples: int, tolerance: float) -> Choice:
+    """Return the choice by random samples among models with the true losses."""
+    options = []
+    for speed, lost in TRUE_LOSS.items():
+        score = share_of(rng.random(samples) >= lost)
+        loss = Estimate(1 - score.value, 1 - score.high, 1 - score.low)
+        options.append(Option(f"at {speed}", Spread(speed, speed, speed), loss, samples, f"{100 * score} %"))
+    return Choice(options, tolerance, "%", "images", "in batches of 8")
+
+
+def true_loss(option: Option) -> float:
+    return TRUE_LOSS[option.speedup.median]
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES)
+@pytest.mark.parametrize("samples", [64, 256, 1024])
+def test_what_is_told_to_be_used_keeps_the_tolerance(samples: int, tolerance: float) -> None:
+    rng = np.random.default_rng(0)
+    choices = [drawn(rng, samples, tolerance) for _ in range(300)]
+    for choice in choices:
+        assert choice.sentence.startswith("Use ") == (choice.best is not None)
+    kept = [true_loss(choice.best) <= tolerance for choice in choices if choice.best is not None]
+    assert not kept or np.mean(kept) >= 0.95
+    # Where nothing is open, few faster models that keep the tolerance are missed.
+    decided = [choice for choice in choices if choice.best is not None and not choice.undecided]
+    fastest = max(speed for speed, lost in TRUE_LOSS.items() if lost <= tolerance)
+    found = [NOISE * choice.best.speedup.median >= fastest for choice in decided if choice.best is not None]
+    assert len(found) < 20 or np.mean(found) >= 0.9
+
+
+@pytest.mark.parametrize("samples", [64, 256, 1024])
+def test_a_stricter_tolerance_allows_no_more(samples: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        choice = drawn(rng, samples, 0.0)
+        speeds = []
+        for tolerance in np.linspace(0, 0.3, 31):
+            best = dataclasses.replace(choice, tolerance=float(tolerance)).best
+            speeds.append(1.0 if best is None else best.speedup.median)
+        # Models as fast within the noise are told apart by their loss.
+        assert all(strict <= NOISE * loose for strict, loose in itertools.pairwise(speeds))
+
+
+def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
+    rng = np.random.default_rng(0)
+    for tolerance in TOLERANCES:
+        choice = drawn(rng, 256, tolerance)
+        for speed in (1.05, 1.25, 1.5, 2.0):
+            chosen = choice.at_speed(speed)
+            assert chosen is not None
+            reaching = [option for option in choice.options if NOISE * option.speedup.median >= speed]
+            assert chosen.loss.high == min(option.loss.high for option in reaching)
+            sentence = choice.sentence_at(speed)
+            assert sentence.startswith(f"For {speed:g} times the speed use {chosen.name}: ")
+            assert ("may be lost" in sentence) == (chosen.loss.low <= tolerance < chosen.loss.high)
+            assert ("clearly more lost than" in sentence) == (chosen.loss.low > tolerance)
+            # What keeps the tolerance is told beside what may not.
+            if choice.best is not None and chosen.loss.high > tolerance:
+                assert f"is {choice.best.name}: " in sentence
+            if speed in (1.25, 1.5, 2.0):
+                (line,) = [
+                    line for line in choice.text.splitlines() if re.match(rf"- .*\b{speed:g}\b.* as fast: ", line)
+                ]
+                assert f" times as fast: {chosen.name}, " in line
+    assert choice.at_speed(2.5) is None
+    assert choice.sentence_at(2.5).startswith(
+        "Nothing tried is 2.5 times as fast in batches of 8; the fastest is at 2.2"
+    )
+
+
+def test_without_intervals_only_speeds_are_told() -> None:
+    options = [
+        Option(name, Spread(speed, speed, speed), Estimate(loss), 100, f"{-100 * loss:+.1f} points")
+        for name, speed, loss in (("a", 1.6, 0.02), ("b", 1.4, 0.01))
+    ]
+    choice = Choice(options, 0.02, "points", "images", "for single images")
+    assert choice.best is None
+    assert choice.text.splitlines() == [
+        "Least lost for single images, by the worse end of each interval:",
+        "",
+        "- 1.25 times as fast: b, 1.40 times as fast at -1.0 points",
+        "- 1.5 times as fast: a, 1.60 times as fast at -2.0 points",
+        "- 2 times as fast: nothing measured",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("alone", "to_control", "told"),
+    [
+        (None, None, ""),
+        (Spread(1.1, 1.0, 1.2), None, ""),
+        (Spread(0.82, 0.8, 0.9), None, "For single images it is slower than the dense model: 0.82 times as fast."),
+        (
+            None,
+            Estimate(4.0, 1.0, 7.0),
+            "It is better than its control, random, by 4.0 [1.0, 7.0] points: what it keeps",
+        ),
+        (
+            None,
+            Estimate(0.0, -1.0, 1.0),
+            "It is not clearly better than its control, random (+0.0 [-1.0, +1.0] points)",
+        ),
+        (None, Estimate(3.0), ""),
+    ],
+)
+def test_what_a_choice_is_worse_in_is_said_in_words(
+    alone: Spread | None, to_control: Estimate | None, told: str
+) -> None:
+    note = noted(alone, "random", to_control)
+    assert note.startswith(told)
+    assert bool(note) == bool(told)
