@@ -306,7 +306,8 @@ def refuse_own(folder: str | Path) -> None:
 def _build_own(description: Mapping[str, object]) -> NoReturn:
     raise ValueError(
         f"the folder holds weights of the class {description['class']}, which mmod cannot build: build the dense model "
-        "and pass it, mmod.load_pretrained(folder, model=dense)"
+        "in Python; advice on it is mmod.advise(dense, loader), and what was saved mmod.load_pretrained(folder, "
+        "model=dense)"
     )
 
 

@@ -34,7 +34,7 @@ _PARTS = {"image": "image", "text": "language"}
 _OF_CONFIG = "name the folder of a run that was trained by it"
 # What to do in place of naming a file, by its ending; others may hold weights.
 _IN_PLACE_OF = {
-    ".py": "call mmod in Python, as docs/before_you_commit.md does",
+    ".py": "call mmod in Python, as in mmod.advise(model, loader), see docs/before_you_commit.md",
     ".yaml": _OF_CONFIG,
     ".yml": _OF_CONFIG,
 }

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mmod.analysis.statistics import Estimate, pareto_front
+from mmod.analysis.statistics import Estimate, unbeaten
 from mmod.analysis.timing import Spread
 
 TOLERANCE = 0.02
@@ -51,6 +51,12 @@ class Option:
         """What it loses at the worse end of its interval, or by its mean where there is none."""
         return self.loss.high if self.loss.has_interval else self.loss.value
 
+    @property
+    def figures(self) -> tuple[float, float, float]:
+        """Its time as a share of the dense model's, its loss and the worse end: what is lower in all is better."""
+        # By the mean alone, one of many is better by luck.
+        return 1 / self.speedup.median, self.loss.value, self.worst
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -81,17 +87,20 @@ class Choice:
     def undecided(self) -> list[Option]:
         """The models whose interval holds the tolerance, and that are faster than any within it.
 
-        What another model beats in both speed and worse end, or is hardly faster, would not change the choice.
+        What a model as fast beats in both mean and worse end, or is hardly faster, would not change the choice.
         """
-        costs = {option.name: 1 / option.speedup.median for option in self.options}
-        front = pareto_front(costs, {option.name: -option.worst for option in self.options}, tolerance=1.0)
+        by_name = {option.name: option for option in self._faster}
+
+        def is_better(one: str, other: str) -> bool:
+            better = by_name[one].figures
+            worse = by_name[other].figures
+            return better != worse and all(low <= high for low, high in zip(better, worse))
+
+        costs = {name: option.figures[0] for name, option in by_name.items()}
         within = [option.speedup.median for option in self._faster if keeps(option.loss, self.tolerance)]
-        fastest = max(within, default=0.0)
-        return [
-            option
-            for option in self._faster
-            if option.name in front and self._is_open(option) and option.speedup.median > NOISE * fastest
-        ]
+        fastest = NOISE * max(within, default=0.0)
+        front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
+        return [option for option in front if self._is_open(option) and option.speedup.median > fastest]
 
     @property
     def named(self) -> Option | None:

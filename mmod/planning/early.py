@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from itertools import chain
 
 from mmod.analysis.statistics import pareto_front, unbeaten
-from mmod.analysis.table import DENSE, Table, evaluated, mean_of
+from mmod.analysis.table import DENSE, Table, evaluated, gap, mean_of
 from mmod.analysis.timing import relative_times
 from mmod.io.jobs import Job
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
-# A candidate is dropped after the first look if another one is as fast and scores more by this share.
-_SLACK = 0.02
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,13 @@ def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look]]:
 
     ms = milliseconds(table, BATCH)
     means = {name: mean_of(table, figure, name) for name in ms}
-    near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
+
+    def is_better(one: str, other: str) -> bool:
+        # On so few samples, many a mean is better by chance.
+        difference = gap(table, figure, one, other)
+        return means[one] > means[other] and difference is not None and difference.is_clear
+
+    near = unbeaten(ms, is_better, tolerance=1.0)
     asked = looks(near) or looks(front_in(table, figure))
     while asked:
         yield asked

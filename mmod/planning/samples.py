@@ -49,6 +49,7 @@ class Images:
     Attributes:
         measure: How outputs are compared.
         part: The part of the model that is made cheaper.
+        read: What stands for the samples alone, in a question of advice.
         identity: The model and the samples, as a store knows them; their dense outputs and labels stand for them.
         first: Number of samples of the first look.
         batch_size: Samples of a timed batch.
@@ -85,6 +86,7 @@ class Images:
                 f"the labels reach {int(labels.max())}, and this {type(model).__name__} returns "
                 f"{self.dense_NRF.shape[2]} numbers for an image: pass images without labels to compare its outputs"
             )
+        self.read = fingerprint(pixels) if labels is None else fingerprint(pixels, labels)
         # The same images with other labels are other samples.
         told = [self.dense_NRF] if self.labels is None else [self.dense_NRF, self.labels]
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
@@ -208,6 +210,9 @@ class Prompts:
                 "Speed-ups are those of prompts of equal length, and decide. Those of the mix are of prompts as they "
                 "come, padded to one length; computing padding slows down the dense model most."
             )
+        self.read = fingerprint(
+            *[batch[name] for batch in batches for name in ("input_ids", "pixel_values") if name in batch]
+        )
         tops = [self._top(model, batch) for batch in batches]
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,7 +77,7 @@ def advise(
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
             For a language model, what its processor returns, perhaps with `labels` at the answers' tokens (-100
             elsewhere), of which the last answer of each prompt is generated; plans are searched on the first
-            fifth of these batches, and all candidates are evaluated on the others.
+            fifth of these prompts, in whole batches, and all candidates are evaluated on the others.
         part: The part to make cheaper; None takes "image" where there are several, or "language".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
@@ -149,7 +150,8 @@ def advise(
             "candidates": {candidate.name: candidate.code(part, is_only) for candidate in chosen},
             "batch_size": samples.batch_size,
             "faster": faster,
-            "model or samples": samples.identity,
+            "samples": samples.read,
+            "model": samples.identity,
         }
         if folder is not None:
             _check_question(Path(folder), results, question)
@@ -200,9 +202,11 @@ def _check_question(folder: Path, results: Store, question: Mapping[str, object]
     changed = [name for name, value in question.items() if differences({name: answered.get(name)}, {name: value})]
     if not changed:
         return
+    # A model is known by its outputs, which are others for other samples.
+    named = [name for name in changed if name != "model" or "samples" not in changed]
     raise FolderTakenError(
-        f"{str(folder / taken[0])!r} is advice on another question, which differs in {', '.join(changed)}; name "
-        "another folder: `folder=...` in Python, or --output FOLDER of `mmod advise`"
+        f"{str(folder / taken[0])!r} is advice on another question, which differs in {', '.join(named)}: remove it, or "
+        "name another folder, `folder=...` in Python and --output FOLDER of `mmod advise`"
     )
 
 
@@ -235,23 +239,23 @@ def _prompts(
     is_right: IsRight,
     store: Path | None,
 ) -> tuple[Prompts, Sequence[Candidate]]:
-    """Return prompts to evaluate candidates on, and the candidates; plans are searched on a fifth of the batches."""
+    """Return prompts to evaluate candidates on, and the candidates; plans are searched on the first fifth."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
     if candidates is not None:
         return Prompts(model, part, prompts, is_right), candidates
     # No plan is evaluated on prompts that chose it.
-    searched = -(-len(prompts) // 5)
+    ends = list(accumulate(len(batch["input_ids"]) for batch in prompts))
+    # Whole batches, which may hold more than a fifth.
+    searched = 1 + next(place for place, end in enumerate(ends) if 5 * end >= ends[-1])
     if searched == len(prompts):
-        number = sum(len(batch["input_ids"]) for batch in prompts)
         raise ValueError(
-            f"{number} prompts are one batch, which cannot both find plans and evaluate them: pass more prompts, or "
-            "smaller batches (`--batch_size`)"
+            f"{ends[-1]} prompts are one batch, which cannot both find plans and evaluate them: pass more prompts, or "
+            "smaller batches"
         )
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
     evaluated = Prompts(model, part, prompts[searched:], is_right)
-    used = sum(len(batch["input_ids"]) for batch in prompts[:searched])
     evaluated.note = (
-        f"Plans were searched on the first {used} of {used + len(evaluated)} prompts, and all candidates evaluated on "
+        f"Plans were searched on the first {ends[searched - 1]} of {ends[-1]} prompts, and all candidates evaluated on "
         f"the other {len(evaluated)}. {evaluated.note}"
     ).rstrip()
     return evaluated, candidates

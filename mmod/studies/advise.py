@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         batches = [batch]
     else:
         model, batches, is_right, at_size, note = read_prompts(options)
-    # A path or a name on a hub becomes the name of one folder.
-    name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
-    # Few trials for a wanted speed-up replace no table of all candidates.
-    wanted = f"-faster-{options.faster:g}" if options.faster else ""
-    folder = Path(options.output or f"runs/advise/{name}{wanted}")
+    folder = Path(options.output or _folder_of(options))
     advice = advise(
         model.to(choose_device(options.device)),
         batches,
@@ -83,6 +82,22 @@ def main(arguments: Sequence[str]) -> None:
         title=f"Advice for {options.model}",
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
+
+
+# Options besides the samples that another question of the same model differs in.
+_ASKED = ("checkpoint", "image_size", "mean", "std", "measure", "number", "batch_size", "faster")
+
+
+def _folder_of(options: argparse.Namespace) -> str:
+    """Return the folder of a question: by the model, the samples, and the options that are not the usual ones."""
+    asked = [options.prompts or options.images]
+    for name in _ASKED:
+        value = getattr(options, name)
+        if value != _parser().get_default(name):
+            asked.append(f"{name}-{'-'.join(map(str, value)) if isinstance(value, list) else value}")
+    # A path or a name on a hub becomes the name of one folder.
+    names = [re.sub(r"[/:\\]+", "-", part).strip("-") for part in (options.model, *asked)]
+    return f"runs/advise/{names[0]}/{'-'.join(names[1:])}"
 
 
 def _share(text: str) -> float:
@@ -143,9 +158,7 @@ def _parser() -> OneLineParser:
     parser.add_argument("--device", default="auto", help="cpu, cuda ...; the GPU if there is one (auto)")
     parser.add_argument("--threads", type=int, help="threads of the CPU; those of torch unless given")
     parser.add_argument("--on_corrupt", choices=("raise", "skip"), default="raise", help="what to do on a broken image")
-    parser.add_argument(
-        "--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL, or MODEL-faster-TIMES)"
-    )
+    parser.add_argument("--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL/SAMPLES)")
     return parser
 
 
@@ -192,7 +205,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     opened = open_model(kind.load(), dense=True)
     # Batches are whole: the last may go beyond the number.
     number = -(-options.number // options.batch_size)
-    prompts = kind.calibration(opened.model, number, options.batch_size)
+    prompts = _a_fifth_first(kind.calibration(opened.model, number, options.batch_size))
     tokenizer = kind.collator.processor.tokenizer
 
     def is_right(given_A: Tensor, answer_A: Tensor) -> bool:
@@ -202,9 +215,20 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
 
     def at_size(model: nn.Module, side: int) -> Iterable[Any]:
         resize_images(model, side)
-        return ChatKind(config.at_size(side)).calibration(model, number, options.batch_size)
+        return _a_fifth_first(ChatKind(config.at_size(side)).calibration(model, number, options.batch_size))
 
     return opened.model, prompts, is_right, at_size, f"The model is {opened.sentence}."
+
+
+def _a_fifth_first(loader: Any) -> Iterable[Any]:
+    """Return batches of which the first are a fifth of few prompts: plans are searched on these alone."""
+    prompts = loader.dataset
+    fifth = math.ceil(len(prompts) / 5)
+    if fifth >= loader.batch_size:
+        return loader  # type: ignore[no-any-return]
+    ends = [0, *range(fifth, len(prompts), loader.batch_size), len(prompts)]
+    places = [range(start, end) for start, end in pairwise(ends)]
+    return [loader.collate_fn([prompts[place] for place in batch]) for batch in places]
 
 
 def read_images(

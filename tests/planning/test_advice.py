@@ -118,14 +118,16 @@ def test_advice_on_another_question_is_not_replaced(clock: Callable[..., None], 
     assert "10 %" in mmod.advise(model, [images], tolerance=0.1, **options).sentence
     mmod.advise(model, [images], **options)
     others: list[tuple[str, nn.Module, torch.Tensor, dict[str, Any]]] = [
-        ("model or samples", model, pictures(4).flip(0) + 1, {}),
-        ("model or samples", make(num_classes=5), images, {}),
+        ("samples", model, pictures(4).flip(0) + 1, {}),
+        ("model", make(num_classes=5), images, {}),
         ("batch_size", model, images, {"batch_size": 2}),
         ("candidates", model, images, {"candidates": None}),
         ("candidates, faster", model, images, {"candidates": None, "faster": 1.2}),
     ]
     for changed, other, other_images, settings in others:
-        with pytest.raises(FileExistsError, match=f"differs in {changed}; name another folder: .*--output FOLDER"):
+        with pytest.raises(
+            FileExistsError, match=f"differs in {changed}: remove it, or name another folder, .*--output FOLDER"
+        ):
             mmod.advise(other, [other_images], **{**options, **settings})
     assert (tmp_path / "advice.md").read_bytes() == page
 
@@ -533,10 +535,12 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         (lambda: mmod.route_(make(), mmod.RoutingConfig()), [pictures(1)], "is changed already: call mmod.undo_ first"),
         (make, [pictures(1)[0]], "batches must hold images"),
         (make, pictures(1), "got a Tensor alone: put it into a list"),
+        (make, "photos", "got 'photos': folders and files are read by the command, mmod advise MODEL --images FOLDER"),
+        (make, Path("photos"), "got 'photos': folders and files are read by the command"),
         (make, [pictures(1), torch.zeros(1, 3, 8, 8)], r"must have one size, got \(1, 3, .*\) and \(1, 3, 8, 8\)"),
     ],
 )
-def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[Tensor], message: str) -> None:
+def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         mmod.advise(model(), batches, progress=False)
 

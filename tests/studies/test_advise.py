@@ -81,6 +81,23 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     assert visible(output) == {"advice.json", "advice.md", "advice.png", "store.jsonl"}
 
 
+def test_every_question_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "images/one", 2, 3)
+    make_folder(tmp_path / "images/two", 1, 3)
+    torch.manual_seed(0)
+    timm.models.save_for_hf(timm.create_model("test_vit", num_classes=2), "saved/model", safe_serialization=True)
+    main(["advise", "saved/model", "--images", "images/one"])
+    main(["advise", "saved/model", "--images", "images/two/", "--batch_size", "2"])
+    main(["advise", "saved/model", "--images", "images/one", "--tolerance", "0.5"])
+    main(["advise", "saved/model", "--images", "images/one", "--mean", "0.5", "0.5", "0.4", "--faster", "1.5"])
+    assert visible(tmp_path / "runs/advise/saved-model") == {
+        "images-one",
+        "images-two-batch_size-2",
+        "images-one-mean-0.5-0.5-0.4-faster-1.5",
+    }
+
+
 def test_a_checkpoint_of_as_many_classes_is_evaluated_by_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
