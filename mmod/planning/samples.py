@@ -210,9 +210,7 @@ class Prompts:
                 "Speed-ups are those of prompts of equal length, and decide. Those of the mix are of prompts as they "
                 "come, padded to one length; computing padding slows down the dense model most."
             )
-        self.read = fingerprint(
-            *[batch[name] for batch in batches for name in ("input_ids", "pixel_values") if name in batch]
-        )
+        self.read = [_read(batch) for batch in batches]
         tops = [self._top(model, batch) for batch in batches]
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {
@@ -308,6 +306,12 @@ class Prompts:
         logits_TF = outputs(model, batch, self.part)
         told = [logits_TF] if batch.get("labels") is None else [logits_TF, batch["labels"]]
         return logits_TF.argmax(-1).cpu(), fingerprint(*told)
+
+
+def _read(batch: Mapping[str, Any]) -> str:
+    """Return what stands for prompts and their images."""
+    seen = [batch["input_ids"], batch.get("pixel_values")]
+    return fingerprint(*[value for value in seen if value is not None])
 
 
 def _measured(outcomes: dict[str, np.ndarray]) -> Measured:
