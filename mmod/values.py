@@ -14,6 +14,7 @@ import operator
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
@@ -129,11 +130,13 @@ def check_fields(config: object, group: str = "") -> None:
     """
     cls: Any = type(config)
     limits = _limits(cls)
+    mistakes = Mistakes()
     for name, hint in _hints(cls).items():
         given = getattr(config, name)
         value = list(given) if isinstance(given, range) else given
-        _check_named(cls, name, f"{group}.{name}" if group else name, value)
-        check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
+        with mistakes.collected():
+            _check_named(cls, name, f"{group}.{name}" if group else name, value)
+            check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
         plain = _builtin(value)
         options = (hint, *typing.get_args(hint))
         # A field's tuple that came from a file is a list.
@@ -142,6 +145,7 @@ def check_fields(config: object, group: str = "") -> None:
         if plain is not given:
             # A frozen dataclass refuses assignments.
             object.__setattr__(config, name, plain)
+    mistakes.tell()
 
 
 class _OfInit:
@@ -314,23 +318,22 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     hints = _hints(config_class)
     prefix = f"{name}." if name else ""
     fields: dict[str, Any] = {}
-    # All mistakes of a file are collected, so that the user mends them at once.
+    limits = {} if limit is None else _limits(cls)
     unknown = [key for key in values if key not in hints]
-    errors: list[Exception] = [ValueError(_told_unknown(config_class, unknown, name))] if unknown else []
+    mistakes = Mistakes()
+    if unknown:
+        mistakes.errors.append(ValueError(_told_unknown(config_class, unknown, name)))
     for key, value in values.items():
         if key in unknown:
             continue
-        try:
+        with mistakes.collected():
             fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
             _check_named(cls, key, f"{prefix}{key}", fields[key])
-            check_value(f"{prefix}{key}", fields[key], hints[key], limit)
-        except (TypeError, ValueError) as error:
-            errors.append(error)
+            check_value(f"{prefix}{key}", fields[key], hints[key], limits.get(key, limit))
     missing = [prefix + key for key in required_fields(config_class) if key not in values]
     if missing:
-        errors.append(ValueError(f"keys that are required: {', '.join(missing)}"))
-    if errors:
-        raise _together(errors)
+        mistakes.errors.append(ValueError(f"keys that are required: {', '.join(missing)}"))
+    mistakes.tell()
     return cls(**fields)
 
 
@@ -379,12 +382,36 @@ class _SeveralError(ValueError):
         super().__init__(f"{len(mistakes)} mistakes: {numbered}")
 
 
-def _together(errors: Sequence[Exception]) -> Exception:
-    """Return the only error, or one that tells all; those of a group inside count one by one."""
-    if len(errors) == 1:
-        return errors[0]
-    told = [error.mistakes if isinstance(error, _SeveralError) else [str(error)] for error in errors]
-    return _SeveralError(list(itertools.chain.from_iterable(told)))
+class Mistakes:
+    """Errors of several checks, which are told together, so that the user mends them at once.
+
+    Example:
+        >>> mistakes = Mistakes()
+        >>> for name in ("epochs", "steps"):
+        ...     with mistakes.collected():
+        ...         check_value(name, 0, int, "[1, inf)")
+        >>> mistakes.errors[1]
+        ValueError('steps must be an integer of at least 1, got 0')
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Context whose ValueError or TypeError is kept, and does not leave it."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            self.errors.append(error)
+
+    def tell(self) -> None:
+        """Raise the only error, or one that tells all; those of a group inside count one by one."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        told = [error.mistakes if isinstance(error, _SeveralError) else [str(error)] for error in self.errors]
+        if told:
+            raise _SeveralError(list(itertools.chain.from_iterable(told)))
 
 
 def required_fields(cls: Any) -> list[str]:

@@ -122,12 +122,6 @@ class Call(NamedTuple):
 
 _AUXILIARY = "loss = loss + mmod.auxiliary_loss(model)"
 CALLS = {
-    "trace of a dense model": Call(
-        "model = vit()",
-        "with mmod.trace(model): pass",
-        "no method changed",
-        ("mmod.route_(model, 'a-mod')", "mmod.apply_(model, mmod.methods.Merge(r=1))"),
-    ),
     "saving a dense model": Call(
         "model = vit()",
         "mmod.save_pretrained(model, folder)",

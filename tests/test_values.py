@@ -68,6 +68,11 @@ def test_plain_values_become_dataclasses_and_tuples() -> None:
         ([1], TypeError, r"a config file must be a mapping of keys to values, got \[1\]"),
         ({}, ValueError, "required: points"),
         (
+            {"points": [], "width": "1", "weights": 3},
+            ValueError,
+            r"^2 mistakes: \(1\) width must .*; \(2\) weights must",
+        ),
+        (
             {"colour": 1, "end": {"name": 2, "sides": 3}},
             ValueError,
             r"4 mistakes: \(1\) unknown config key 'colour'.*; \(2\) unknown config key 'end.sides'.*; "

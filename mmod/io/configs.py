@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmod.io.files import read_text
-from mmod.values import near_names
+from mmod.values import similar
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -59,18 +59,22 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
 
 def _near(file: Path) -> str:
     """Return what may be meant by a path that does not exist: files and folders beside it, or shipped configs."""
-    beside = list(map(str, file.parent.glob("[!.]*")))
+    # By their names alone: a folder that all share would make them alike.
+    beside = similar(file.name, [path.name for path in file.parent.glob("[!.]*")])
+    near = [str(file.parent / name) for name in beside]
     is_shipped = file.parts[:1] == ("configs",)
     # The path of a YAML file elsewhere is no misspelt name.
-    if file.suffix == ".yaml" and not is_shipped:
-        return near_names(str(file), beside)
-    parts = file.parts[1:] if is_shipped else file.parts
-    name = Path(*parts).as_posix().removesuffix(".yaml")
-    known = config_names()
-    # A bare name is compared with bare names: a folder in front would make all of them unlike.
-    if "/" not in name:
-        known = sorted({full.rpartition("/")[2] for full in known})
-    return near_names(name, [*known, *beside], "`mmod configs`")
+    if is_shipped or file.suffix != ".yaml":
+        parts = file.parts[1:] if is_shipped else file.parts
+        name = Path(*parts).as_posix().removesuffix(".yaml")
+        known = config_names()
+        # A bare name is compared with bare names: a folder in front would make all of them unlike.
+        if "/" not in name:
+            known = sorted({full.rpartition("/")[2] for full in known})
+        near += similar(name, known)
+        if not near:
+            return "`mmod configs` lists the known ones"
+    return f"near ones: {', '.join(near[:3])}" if near else ""
 
 
 def _in_folder(folder: Path) -> str:
