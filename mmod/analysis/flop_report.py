@@ -76,13 +76,13 @@ class FlopCounts:
 
     def rows(self) -> list[list[str]]:
         """Return the counts in MFLOPs as rows of a table, header first."""
-        rows = [["block", "tokens", "kept", "dense", "routed", "router", "importance"]]
+        rows = [["block", "tokens", "kept", "dense MFLOPs", "routed MFLOPs", "router", "importance"]]
         for row in self.blocks:
             counts = (row.dense, row.routed, row.router, row.importance)
             rows.append([row.name, str(row.tokens), str(row.kept), *map(_mega, counts)])
         rows.append(["everything else", "", "", _mega(self.rest.dense), _mega(self.rest.routed), "-", "-"])
         totals = (self.dense, self.routed, sum(row.router for row in self.blocks), self.importance)
-        return [*rows, ["total MFLOPs", "", "", *map(_mega, totals)]]
+        return [*rows, ["total", "", "", *map(_mega, totals)]]
 
     def __str__(self) -> str:
         header, *rows = self.rows()
