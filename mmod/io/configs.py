@@ -71,7 +71,7 @@ def _near(file: Path) -> str:
         # A bare name is compared with bare names: a folder in front would make all of them unlike.
         if "/" not in name:
             known = sorted({full.rpartition("/")[2] for full in known})
-        near += similar(name, known)
+        near = [*similar(name, known), *near]
         if not near:
             return "`mmod configs` lists the known ones"
     return f"near ones: {', '.join(near[:3])}" if near else ""
