@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, by_name, parameters_of_block
 from mmod.adapters.halves import Branches
+from mmod.adapters.masks import narrow_queries
 from mmod.adapters.projections import projections_of
 from mmod.adapters.saving import Saving, check_keys, parameters
 from mmod.blocks import (
@@ -208,8 +209,7 @@ class ClipBlock(NamedArguments):
         mask = self._unflat(arguments).get("attn_mask")
         if mask is None:
             return TokenMasks(None, protect_BN)
-        read_B = read_B1.squeeze(1)
-        row_BN = mask[read_B] if mask.ndim == 2 else mask[torch.arange(len(read_B), device=mask.device), 0, read_B]
+        row_BN = narrow_queries(mask, read_B1, x_BND.shape[1])[:, 0, 0]
         return TokenMasks(is_visible(row_BN) | protect_BN, protect_BN)
 
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
