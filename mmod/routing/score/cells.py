@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Patches, Placement, Score, register_score
-from mmod.ops import group_sizes, mean_rows
+from mmod.ops import first_of_cells, group_sizes, mean_rows
 from mmod.routing.joiner import Grouping
 
 
@@ -98,10 +98,8 @@ class CellScore(Grouping):
 
     def first(self, tokens: int, device: torch.device) -> Tensor:
         """Return the first token of each token's cell (N,), itself for leading tokens."""
-        rows, width = self._grid(tokens)
-        index_N = torch.arange(rows * width, device=device)
-        row_N, column_N = (where - where % self.side for where in (index_N // width, index_N % width))
-        return torch.cat([torch.arange(self.prefix, device=device), row_N * width + column_N + self.prefix])
+        leading = torch.arange(self.prefix, device=device)
+        return torch.cat([leading, first_of_cells(self._grid(tokens), self.side, device) + self.prefix])
 
     def _grid(self, tokens: int) -> tuple[int, int]:
         """Return rows and columns of the tokens after the prefix: the model's grid, or outside a model a square."""
