@@ -267,7 +267,8 @@ class Score(Checked, group="router"):
         reads_frames: The score reads which token stands at the same place one frame earlier. First frames are never
             skipped.
         images: Successive images count as frames.
-        compares: The score multiplies all pairs of tokens.
+        compares: The score multiplies all pairs of tokens. Where skipped tokens join the most similar one, its module
+            also gets the tokens at norm 1 (B, N, E), as `unit_BNE`, so that they are computed once.
         channels: Sums of channels by which tokens are compared; None compares all channels.
         same_everywhere: The score is the same for every image and block.
         positional: The score depends on the position of a token in its sequence. Where only some tokens may be

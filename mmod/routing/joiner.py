@@ -15,13 +15,6 @@ from mmod.ops import held_slots, nearest_rows, size_groups, unit_rows
 from mmod.routing.decision import Joined, Routing, Rule, TokenMasks
 
 
-class Comparing(nn.Module):
-    """A score that compares all pairs of tokens by their cosine.
-
-    Its `forward` takes `unit_rows` of the tokens as `unit_BNE`: a router that compares them again computes them once.
-    """
-
-
 class Grouping(nn.Module):
     """A score that says which kept token a skipped one joins; the first token of a group must score best."""
 
@@ -73,7 +66,7 @@ class ToNearest(Joiner):
 
     Args:
         prefix: Number of tokens that are always kept, which no other joins.
-        compares: The score compares all pairs of tokens too, see `Comparing`.
+        compares: The score compares all pairs of tokens too, see `mmod.Score`.
     """
 
     def __init__(self, prefix: int, compares: bool) -> None:
@@ -189,7 +182,7 @@ def choose_joiner(config: RoutingConfig, score: nn.Module | None, prefix: int) -
         return None
     if isinstance(score, Grouping):
         return ToLeader(prefix, score)
-    return ToNearest(prefix, compares=isinstance(score, Comparing))
+    return ToNearest(prefix, config.router.compares)
 
 
 def _joins_all(routing: Routing) -> bool:

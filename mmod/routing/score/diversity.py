@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
 from mmod.ops import unit_rows
-from mmod.routing.joiner import Comparing
 
 
 @register_score("diversity")
@@ -27,7 +26,7 @@ class Diversity(Score):
         return DiversityScore(placement.prefix)
 
 
-class DiversityScore(Comparing):
+class DiversityScore(nn.Module):
     """Score tokens so that the k best are those that max-min selection takes, for every k.
 
     Selection takes the token i with the largest `min_j d(i, j)`, where d is the cosine distance and j runs over the

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
 from mmod.ops import redundancy_scores, unit_rows
-from mmod.routing.joiner import Comparing
 
 
 @register_score("redundancy")
@@ -31,7 +30,7 @@ class Redundancy(Score):
         return RedundancyScore(placement.prefix, self.channels)
 
 
-class RedundancyScore(Comparing):
+class RedundancyScore(nn.Module):
     """Score tokens by `redundancy_scores`, so that those which another token can stand for come last."""
 
     def __init__(self, prefix: int = 0, channels: int | None = None) -> None:
