@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from mmod.blocks.call import BlockCall
@@ -22,13 +23,13 @@ from mmod.blocks.rows import (
     KeptTokens,
     PackedRows,
     Rows,
-    RowsInPlace,
     gather_kept,
-    in_order,
+    reweigh,
+    without_gate,
     write_kept,
 )
 from mmod.config import RoutingConfig
-from mmod.ops import backend
+from mmod.ops import backend, lerp_rows
 from mmod.routing import Routing
 
 # From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
@@ -44,6 +45,40 @@ def choose_execution(call: BlockCall, config: RoutingConfig) -> Execution:
     if config.context == "all":
         return AmongAll(call, config)
     return CachedTokens(call, config) if call.caches else KeptTokens(call, config)
+
+
+class AllTokens(Rows):
+    """All tokens in order, so nothing is gathered; a branch inside the block selects."""
+
+    def __init__(self, x_BND: Tensor, routing: Routing, weighs: bool = True) -> None:
+        self.x_BND = x_BND
+        self.routing = routing
+        self.weighs = weighs
+        self.z = x_BND
+
+    def write_back(self, y_BKD: Tensor) -> Tensor:
+        """Return the tokens after the block."""
+        return y_BKD
+
+
+class RowsInPlace(AllTokens):
+    """All tokens in order, because all are kept or each sample has one token."""
+
+    def write_back(self, y_BKD: Tensor) -> Tensor:
+        """Return the tokens after the layer; skipped ones are unchanged, or weighed."""
+        x_BND = self.x_BND
+        routing = self.routing if self.weighs else without_gate(self.routing)
+        if routing.kept.valid_BK is None:
+            return write_kept(x_BND, x_BND, y_BKD, routing)
+        # A skipped token of a decoding step ran too, which keeps shapes and addresses; its result is dropped here.
+        new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.gate_BK)
+        return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.skipped_BN))
+
+
+def in_order(x_BND: Tensor, routing: Routing) -> bool:
+    """Return whether the rows of a decision are all tokens in order, kept or not."""
+    tokens = x_BND.shape[1]
+    return routing.kept.index_BK.shape[1] == tokens and (routing.kept.valid_BK is None or tokens == 1)
 
 
 class CachedTokens(KeptTokens):
@@ -126,6 +161,10 @@ class OneBranch(Execution):
         super().__init__(call, config)
         self.operator = str(config.operator)
         self.among_all = config.context == "all"
+
+    def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return all tokens."""
+        return AllTokens(x, routing)
 
     def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return all tokens after the host's block."""

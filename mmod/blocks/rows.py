@@ -244,40 +244,6 @@ def without_gate(routing: Routing) -> Routing:
     return routing._replace(gate_BK=None)
 
 
-class AllTokens(Rows):
-    """All tokens in order, so nothing is gathered; a branch inside the block selects."""
-
-    def __init__(self, x_BND: Tensor, routing: Routing, weighs: bool = True) -> None:
-        self.x_BND = x_BND
-        self.routing = routing
-        self.weighs = weighs
-        self.z = x_BND
-
-    def write_back(self, y_BKD: Tensor) -> Tensor:
-        """Return the tokens after the block."""
-        return y_BKD
-
-
-class RowsInPlace(AllTokens):
-    """All tokens in order, because all are kept or each sample has one token."""
-
-    def write_back(self, y_BKD: Tensor) -> Tensor:
-        """Return the tokens after the layer; skipped ones are unchanged, or weighed."""
-        x_BND = self.x_BND
-        routing = self.routing if self.weighs else without_gate(self.routing)
-        if routing.kept.valid_BK is None:
-            return write_kept(x_BND, x_BND, y_BKD, routing)
-        # A skipped token of a decoding step ran too, which keeps shapes and addresses; its result is dropped here.
-        new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.gate_BK)
-        return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.skipped_BN))
-
-
-def in_order(x_BND: Tensor, routing: Routing) -> bool:
-    """Return whether the rows of a decision are all tokens in order, kept or not."""
-    tokens = x_BND.shape[1]
-    return routing.kept.index_BK.shape[1] == tokens and (routing.kept.valid_BK is None or tokens == 1)
-
-
 class PackedRows(Rows):
     """Kept tokens of all images as one sequence (1, T, D) without padding."""
 
@@ -330,7 +296,7 @@ class Execution:
 
     def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return the rows that the block runs on."""
-        return AllTokens(x, routing)
+        raise NotImplementedError
 
     def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the block, from those of the decision; `host` is the host's forward."""
