@@ -11,8 +11,6 @@ from mmod.values import Checked, one_of
 
 EMBEDDED = ("digits", "crowds")
 """Embedded image sets, built on demand."""
-FOLDERS = ("folder", "", "torch/folder", "torch/image_folder")
-"""Names of image folders with one folder per class, in any case."""
 _TORCHVISION = (
     *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "inaturalist", "inat", "places365"),
     "imagenet",
@@ -150,9 +148,9 @@ class DataConfig(StreamConfig, SourceConfig):
         reader = self.source.partition(":")[0]
         if reader == "maps":
             self._check_maps()
-        elif reader not in (*EMBEDDED, "shards", "hf-datasets"):
+        elif self.source != "folder" and reader not in (*EMBEDDED, "shards", "hf-datasets"):
             check_name(self.source)
-        if self.options and (is_folder(self.source) or not reader.lower().startswith("torch/")):
+        if self.options and not reader.lower().startswith("torch/"):
             raise ValueError(
                 f"data.options={self.options} are arguments of torch/NAME, which source {self.source!r} is not: leave "
                 "them out"
@@ -188,13 +186,8 @@ class DataConfig(StreamConfig, SourceConfig):
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 
 
-def is_folder(source: str) -> bool:
-    """Return whether a source is a folder of class folders."""
-    return source.lower() in FOLDERS
-
-
 def check_name(name: str) -> None:
-    """Refuse names of data sets that are neither class folders nor timm's, which would read `root` instead."""
+    """Refuse names of data sets that are none of torchvision's."""
     reader, _, dataset = name.partition("/")
     reader = reader.lower()
     if reader in _STREAMS and dataset:
@@ -202,8 +195,7 @@ def check_name(name: str) -> None:
             f"source {name!r} is a stream without random access, so a run could not be resumed exactly; "
             "use 'shards:PATTERN' for webdataset shards, 'hf-datasets:NAME:SPLIT' for other streams"
         )
-    is_torchvision = reader == "torch" and dataset.lower() in _TORCHVISION
-    if not is_folder(name) and not is_torchvision:
+    if reader != "torch" or dataset.lower() not in _TORCHVISION:
         raise ValueError(
             f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
             "hf-datasets:NAME:SPLIT, maps:SIDE, folder, and torch/NAME with one of "

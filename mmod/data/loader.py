@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig, is_folder
+from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.embedded import SETS, locate
 from mmod.data.labels import Classes, ModelClasses, read_classes
@@ -49,7 +49,7 @@ def check_images(config: DataConfig) -> None:
     """
     reader, _, argument = config.source.partition(":")
     for split in (config.train_split, config.val_split):
-        if is_folder(config.source):
+        if config.source == "folder":
             split_folder(config.root, split)
         elif reader == "maps":
             map_folders(str(config.root), split)
@@ -179,7 +179,7 @@ def _create_source(
         assert config.root is not None
         assert config.label_patch is not None
         return MapSource(config.root, split, int(argument), config.label_patch)
-    if is_folder(config.source):
+    if config.source == "folder":
         return FolderSource(config.root, split, config.train_split, model)
     return TimmSource(config.source, config.root, split, config.options, model)
 

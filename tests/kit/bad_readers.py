@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,11 +31,11 @@ def pixels_of(stream: BatchStream) -> Read:
     return torch.cat([images for images, _ in stream.batches(0)]), stream.report
 
 
-def read_folder(data: bytes, on_corrupt: Any, side: int = 32, source: str = "folder") -> Read:
+def read_folder(data: bytes, on_corrupt: Any, side: int = 32) -> Read:
     for label, image in (("a", data), ("b", PNG)):
         Path("val", label).mkdir(parents=True, exist_ok=True)
         Path("val", label, "0.png").write_bytes(image)
-    return pixels_of(image_stream(DataConfig(source, ".", image_size=side, on_corrupt=on_corrupt, **UNCHANGED)))
+    return pixels_of(image_stream(DataConfig("folder", ".", image_size=side, on_corrupt=on_corrupt, **UNCHANGED)))
 
 
 def read_shard(data: bytes, on_corrupt: Any, side: int = 32) -> Read:
@@ -60,7 +59,6 @@ def read_conversation(data: bytes, on_corrupt: Any, side: int = 32) -> Read:
 
 READERS: dict[str, Callable[..., Read]] = {
     "folder": read_folder,
-    "torch/image_folder": functools.partial(read_folder, source="torch/image_folder"),
     "shard": read_shard,
     "pairs": read_pairs,
 }

@@ -49,7 +49,7 @@ def test_unknown_sources_are_refused_before_anything_is_read(tmp_path, name):
             make()
 
 
-@pytest.mark.parametrize("name", ["folder", "torch/cifar10", "torch/folder", "TORCH/MNIST", "digits"])
+@pytest.mark.parametrize("name", ["folder", "torch/cifar10", "TORCH/MNIST", "digits"])
 def test_known_sources_stay_possible(name):
     assert DataConfig(name).source == name
 
