@@ -195,6 +195,7 @@ class BatchStream:
         self.num_samples = len(reader)
         # Of streamed data: each training batch is read from one lane, in place of a permutation.
         self.lanes: int = getattr(getattr(reader, "source", None), "lanes", 0)
+        # Of any epoch: all have as many full batches.
         self.steps_per_epoch = len(self._order(0))
         if not self.steps_per_epoch:
             samples = f"{len(reader)} samples in {self.lanes} lanes"
@@ -259,6 +260,7 @@ class BatchStream:
                 # The sampler yields whole batches of indices, so that a worker reads a batch at once.
                 batch_size=None,
                 sampler=order,
+                # One without a batch would be started in vain.
                 num_workers=min(self.workers, len(order)),
                 pin_memory=self.pin_memory,
                 generator=torch.Generator(),

@@ -181,6 +181,7 @@ class Store:
     def _add(self, line: bytes) -> None:
         """Note where a line is by the hash of its identity."""
         self._number += 1
+        # Behind the eight digits of the checksum and a blank.
         text = line[9:-1]
         if line[:9] != _checksum(text) + b" ":
             self._refuse(f"result {self._number} does not fit its checksum")

@@ -237,6 +237,7 @@ class StreamedSource:
         if self.lanes:
             # Each lane has equally many samples.
             lane, position = divmod(position, self._count // self.lanes)
+            # The samples left over by equal lanes are asked for where one replaces an unreadable sample.
             lane %= self.lanes
         return epoch, lane, position
 

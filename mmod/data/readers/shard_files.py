@@ -121,6 +121,7 @@ class ShardFiles:
         try:
             return self._index(number, suffix, make)
         except RemoteError as error:
+            # Raised in a pool, it would end the iteration over all shards.
             return error
 
     def _index(self, number: int, suffix: str, make: Callable[[BinaryIO, str], Index]) -> Index:

@@ -165,5 +165,6 @@ def save_montage(path: str | Path, dataset: SyntheticSet[Config, Scene], config:
         grey = np.asarray(Image.open(io.BytesIO(image)).convert("L"))
         large = grey.repeat(scale, axis=0).repeat(scale, axis=1)
         sheet[top : top + len(large), left : left + len(large)] = large
+    # Refuses an existing file: a picture of the user's may have the name.
     with open(path, "xb") as file:
         Image.fromarray(sheet).save(file, format="PNG", optimize=True)

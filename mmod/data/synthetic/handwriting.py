@@ -38,6 +38,7 @@ def load_sources(seed: int = 0) -> SourceDigits:
     """Load the source images, split 70/10/20 and stratified by class; cached per seed."""
     pixels, target = _read_sources()
     images: np.ndarray = np.round(pixels * (255 / 16)).astype(np.uint8)
+    # No split has this number, so that samples draw from other generators.
     rng = np.random.default_rng([seed, len(SPLITS)])
     chunks: dict[str, list[np.ndarray]] = {name: [] for name in SPLITS}
     cuts = np.cumsum([_SOURCE_SHARES[name] for name in SPLITS])[:-1]

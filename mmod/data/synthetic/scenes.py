@@ -91,6 +91,7 @@ def compose_pairs(config: ScenesConfig, split: str) -> Drawn[Pair]:
     painter = Painter(config, split)
     contents = all_contents()
 
+    # The last turn alone is kept: a permutation costs less than a scene.
     @functools.lru_cache(maxsize=1)
     def order(turn: int) -> np.ndarray:
         return np.random.default_rng([*painter.seeds, turn]).permutation(len(contents))

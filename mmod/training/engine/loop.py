@@ -68,6 +68,7 @@ def fit(
     config = kind.config
     shared = config.distributed
     with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
+        # Only to refuse a precision that the device lacks, before anything is made.
         autocast(process.device, config.precision)
 
         def train(write_config: Callable[[], object]) -> FitResult[RoutedResult]:
@@ -192,6 +193,7 @@ class _Trainer:
     def _do_epoch(self, bar: Bar) -> tuple[Evaluated | None, Evaluated | None]:
         """Train an epoch, evaluate the model and its moving average where they are due, and save."""
         evaluation = average = None
+        # A resumed run begins with the methods of its config, and undoes them once more.
         if self.epoch >= (self.config.training_only_epochs or self.epochs):
             undo_training_only_(self.model)
         self._train_epoch(bar)

@@ -93,6 +93,7 @@ class Shards(Replicas):
     def __init__(
         self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
     ) -> None:
+        # Blocks are compiled one by one below, between the hooks that gather their weights.
         super().__init__(model, average, process, precision, compiled=False)
         # Evaluations and exports need the host's plain modules, so a copy is made before sharding.
         self._full = copy.deepcopy(model)

@@ -198,6 +198,7 @@ def image_outcomes(rows: Columns) -> dict[str, np.ndarray]:
     if "guess" not in rows:
         return {"top1": rows["outcome"].float().numpy()}
     classes = _classes(rows)
+    # In 16 bits, because a study keeps a matrix for each of its images.
     counts = [_confusion(target_P, guess_P, classes) for target_P, guess_P in zip(rows["target"], rows["guess"])]
     return {CONFUSION: torch.stack(counts).short().numpy()}
 
