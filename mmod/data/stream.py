@@ -9,13 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
 from mmod.data.labels import Classes
-from mmod.data.readers.images import ImageSource
+from mmod.data.readers.images import ImageSource, Target
 from mmod.random_state import kept_random_state
 
 
@@ -77,7 +78,7 @@ class ImageReader:
         # In a worker, torch's collate stacks in shared memory, which saves a copy.
         return ReadBatch(default_collate(images), self.collate(labels), faults)
 
-    def decode(self, index: int, faults: list[Fault]) -> tuple[Any, Any] | None:
+    def decode(self, index: int, faults: list[Fault]) -> tuple[Image, Target] | None:
         """Return the image of a sample and its class or caption; None if it cannot be read, with the fault added."""
         # The next samples in order stand in for an unreadable one.
         for attempt in range(len(self) if self.replace else 1):
@@ -105,7 +106,7 @@ class Decoded:
     """
 
     image_NCHW: Tensor | None = None
-    labels: dict[int, Any] = field(default_factory=dict)
+    labels: dict[int, Target | None] = field(default_factory=dict)
 
 
 class MemoryReader:
@@ -139,7 +140,7 @@ class MemoryReader:
         images = self.decoded.image_NCHW[readable] * self.scale + self.shift
         return ReadBatch(images, self.reader.collate([self.decoded.labels[index] for index in readable]), faults)
 
-    def _decode(self, index: int, faults: list[Fault]) -> Any:
+    def _decode(self, index: int, faults: list[Fault]) -> Target | None:
         """Keep the image of a sample, and return its label; None if the sample cannot be read."""
         decoded = self.reader.decode(index, faults)
         if decoded is None:

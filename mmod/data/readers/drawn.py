@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image
 
 from mmod.data.embedded import SETS
-from mmod.data.readers.images import decode_image
+from mmod.data.readers.images import Target, decode_image
 from mmod.data.readers.shards import LabelMember
 from mmod.data.synthetic.handwriting import Drawn
 
@@ -29,7 +29,7 @@ class DrawnSource:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Target]:
         """Read one sample; see `ImageSource.read`."""
         members = _members(self.part, index)
         # Through the bytes of a shard, so that both ways refuse the same.

@@ -24,7 +24,7 @@ from mmod.data.labels import (
     read_caption,
     renumbered_class,
 )
-from mmod.data.readers.images import MAX_BYTES, decode_image
+from mmod.data.readers.images import MAX_BYTES, Target, decode_image
 from mmod.io.files import MARK
 from mmod.lazy import name_missing_extra
 from mmod.values import brief
@@ -190,7 +190,7 @@ class StreamedSource:
             caption = _first_value(dataset, source, columns[1])
             if caption is not None and not isinstance(caption, str):
                 raise _wrong_column(caption, source, columns[1], "one caption for each image")
-            self._parse: Callable[[Any], Any] = read_caption
+            self._parse: Callable[[object], Target] = read_caption
         else:
             self.classes, numbers = labels.open(dataset, source, columns[1])
             self._parse = partial(_read_label, numbers=numbers)
@@ -213,7 +213,7 @@ class StreamedSource:
     def __len__(self) -> int:
         return self._count
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Target]:
         """Read one sample; see `ImageSource.read`."""
         image, target = self._raw(*self._position(index))
         try:

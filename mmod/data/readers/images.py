@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -189,12 +189,16 @@ def _faults_of(path: str) -> Iterator[None]:
         raise UnusableError("image cannot be read", details) from error
 
 
+Target = int | list[int] | str
+"""What a sample is trained on: its class, the classes of its patches, or its caption."""
+
+
 class ImageSource(Protocol):
     """Images with a class or caption each, with random access from any process."""
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Target]:
         """Read the image, in mode "L" or "RGB", and the class or caption.
 
         An OSError or ValueError is a fault of the sample, a CorruptDataError one of the whole source.
@@ -214,7 +218,7 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Target]:
         """Read one sample; see `ImageSource.read`."""
         return self.source.read(int(self.indices[index]), mode)
 

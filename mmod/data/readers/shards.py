@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from PIL import Image
@@ -24,6 +24,7 @@ from mmod.data.labels import read_caption
 from mmod.data.readers.images import (
     IMAGE_EXTENSIONS,
     MAX_BYTES,
+    Target,
     decode_image,
     open_image,
     patch_classes,
@@ -47,7 +48,7 @@ class LabelMember(NamedTuple):
     """The label member of a sample: its lower-case extension, and a parser that raises a ValueError."""
 
     extension: str
-    parse: Callable[[bytes], Any]
+    parse: Callable[[bytes], Target]
 
 
 def parse_class(data: bytes) -> int:
@@ -150,7 +151,7 @@ class ShardSource:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Target]:
         """Read one sample; see `ImageSource.read`."""
         shard, image_at, image_size, target_at, target_size = self._rows[index].tolist()
         image, target = self._files.read(shard, [(image_at, image_size), (target_at, target_size)])
