@@ -28,12 +28,13 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
+from mmod.io.jobs import Callback
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import TOLERANCE, Choice, Option, in_batches_of, noted
-from mmod.studies.compare import Run
+from mmod.studies.compare import Measurer, Rates, Run, measure_run
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, verdict
 from mmod.training.engine.distributed import choose_device
@@ -109,6 +110,17 @@ class ImageStudy(StudyKind):
     def describe(self) -> Facts:
         """Return a sentence on the images."""
         return {"images": [_caption(self.dense, ImageKind(self.dense).sketch())]}
+
+    def rates(self) -> Rates | None:
+        """Return the learning rates that are tried on a split of their own; None trains as configs say."""
+        config = self.config
+        if config.rates is None:
+            return None
+        return Rates(config.rates, config.score, self.measure_trial, {"val_split": config.rate_split})
+
+    def measure_trial(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+        """Do a run at a learning rate that is tried, of which the trained model alone counts."""
+        return measure_run(run, callback, measurer)
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch."""

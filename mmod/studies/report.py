@@ -31,7 +31,7 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import BEFORE, Measurer, Run, measure_run
+from mmod.studies.compare import BEFORE, Measurer, Rates, Run, measure_run
 from mmod.studies.config import StudyConfig
 from mmod.training.engine.kind import Kind
 
@@ -105,9 +105,9 @@ class StudyKind:
         # Models of several seeds are paired by seed.
         return measure_run(run, callback, measurer, before=before, by_sample=self.config.seeds == 1)
 
-    def measure_trial(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
-        """Do a run at a learning rate that is tried, of which the trained model alone counts."""
-        return measure_run(run, callback, measurer)
+    def rates(self) -> Rates | None:
+        """Return the learning rates that are tried first; None trains as configs say."""
+        return None
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the costs of a candidate by column, from its final model and its rows."""

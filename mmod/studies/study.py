@@ -12,8 +12,8 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
 from mmod.studies.candidates import comparison_of
-from mmod.studies.compare import Measurer, Rates, Run, at_best_rates, compare, identity_of_final, times_of
-from mmod.studies.config import StudyConfig, TimmStudyConfig
+from mmod.studies.compare import Measurer, Run, at_best_rates, compare, identity_of_final, times_of
+from mmod.studies.config import StudyConfig
 from mmod.studies.report import StudyKind, StudyResult, write_study
 
 
@@ -33,8 +33,8 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     # A folder that cannot be written is no news for the end of a run.
     measurer = Measurer(study.measure, Store(make_folder(config.output) / STORE), keeps_all=True)
     table = Table(weigh=study.weigh)
-    if isinstance(config, TimmStudyConfig) and config.rates is not None:
-        rates = Rates(config.rates, config.score, study.measure_trial, {"val_split": config.rate_split})
+    rates = study.rates()
+    if rates is not None:
         runs, table.rates = at_best_rates(runs, rates, measurer.store, runner, Path(config.output) / "rates")
     # The runs of the first seed, whose models are counted, drawn and timed.
     done: dict[str, Run] = {}

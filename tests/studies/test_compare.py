@@ -72,6 +72,34 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
     assert not pickle.loads(pickle.dumps(kept)).models
 
 
+@pytest.mark.parametrize(
+    ("train_dense", "tunes_dense", "expected"),
+    [
+        (True, True, [("base", True, None), ("dense", True, "base"), ("a", True, "base")]),
+        (True, False, [("dense", True, None), ("a", True, "dense")]),
+        (False, True, [("dense", True, None), ("a", True, None)]),
+        (False, False, [("dense", False, None), ("a", True, None)]),
+    ],
+)
+def test_what_the_dense_model_is_decides_what_others_start_from(
+    train_dense: bool, tunes_dense: bool, expected: list[tuple[str, bool, str | None]], tmp_path: Path
+) -> None:
+    dense = tiny_config(tmp_path)
+    train = dense.started_from("published")
+    candidates = [Candidate(DENSE, is_trained=tunes_dense), Candidate("a", routing={"router": "norm"})]
+    comparison = Comparison(candidates=candidates, dense=dense, train=train, train_dense=train_dense, seeds=2)
+    runs = comparison.runs()
+    for seed in (0, 1):
+        of_seed = [run for run in runs if run.seed == seed]
+        starts = [None if run.starts_from is None else run.starts_from[0] for run in of_seed]
+        assert [(run.name, run.is_trained, start) for run, start in zip(of_seed, starts)] == expected
+        for run, start in zip(of_seed, starts):
+            # The run of the dense config starts as that says.
+            named = None if run is of_seed[0] and (train_dense or not tunes_dense) else "published"
+            assert run.config.model.checkpoint == (named if start is None else f"{tmp_path}/seed{seed}/{start}")
+            assert (run.config.output, run.config.seed) == (f"{tmp_path}/seed{seed}/{run.name}", seed)
+
+
 def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = tmp_path / "study" / "dense"
     fit(tiny_config(dense), progress=False)

@@ -1,14 +1,20 @@
-"""A series is named after a preset only if it decides as the preset does."""
+"""A series is named after a preset only if it decides as the preset does; what a study reads, it reads once."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from mmod.studies.candidates import routed_of
+from mmod.config.parse import parse_config
+from mmod.io import yaml as yaml_files
+from mmod.studies.candidates import comparison_of, routed_of
+from mmod.studies.command import CONFIGS
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
 from mmod.values import from_plain
+from tests.kit.image_study import DENSE
 
 
 def study(routers: dict[str, Any], kind: type[StudyConfig] = ImageStudyConfig) -> StudyConfig:
@@ -73,3 +79,16 @@ def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str
     described = study({"mine": {"budgets": {0.7: tower}, "changes": {"epochs": 7}, "tune": False}}, PairsStudyConfig)
     (model,) = routed_of(described)
     assert (model.routing, model.changes, model.is_trained) == (tower, {"epochs": 7}, False)
+
+
+def test_a_study_reads_each_of_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dense.yaml").write_text(yaml.safe_dump(DENSE))
+    routers = {"random": {"router": "random"}}
+    fields = {"output": "o", "dense": str(tmp_path / "dense.yaml"), "routers": routers, "isoflop": "none"}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(fields))
+    files: list[Path] = []
+    read = yaml_files._read
+    monkeypatch.setattr(yaml_files, "_read", lambda path: files.append(path) or read(path))  # type: ignore[func-returns-value]
+    config = parse_config([str(tmp_path / "study.yaml"), "--seeds", "2"], CONFIGS)
+    assert comparison_of(config).runs()
+    assert [file.name for file in files] == ["study.yaml", "dense.yaml"]
