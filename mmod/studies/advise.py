@@ -225,7 +225,7 @@ def _a_fifth_first(loader: Any) -> Iterable[Any]:
     prompts = loader.dataset
     fifth = math.ceil(len(prompts) / 5)
     if fifth >= loader.batch_size:
-        return loader  # type: ignore[no-any-return]
+        return loader
     ends = [0, *range(fifth, len(prompts), loader.batch_size), len(prompts)]
     places = [range(start, end) for start, end in pairwise(ends)]
     return [loader.collate_fn([prompts[place] for place in batch]) for batch in places]
