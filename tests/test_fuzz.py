@@ -294,8 +294,10 @@ def _prefill(case: Case, sample: Sample, decisions: Trace) -> PrefillFlops:
         for name, routing in decisions.items()
         if isinstance(routing.tokens, TokenGroups)
     }
-    images = [PATCHES] * len(sample.get("pixels", ()))
-    return flops(case.model, Prompt(len(sample["ids"]) - sum(images), images), needed_shares(case.model, shares))
+    images = [PATCHES] * len(sample.get("pixel_values", ()))
+    return flops(
+        case.model, Prompt(sample["input_ids"].shape[1] - sum(images), images), needed_shares(case.model, shares)
+    )
 
 
 # What is checked of every draw, and what of every sixth.

@@ -27,12 +27,10 @@ LINEAR_TEXT = LINEAR.replace(language={"tokens": "all"})
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
-def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) -> None:
-    model = make_joint(name)
+def test_saved_models_load_by_one_call(shard: str, tmp_path: Path) -> None:
+    model = make_joint("llava")
     mmod.route_(model, language=LINEAR.replace(router={"tied": True}, capacity=(0.5, 0.25)))
-    if name == "llava":
-        mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
+    mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
     mmod.set_capacity_(model, [0.4, *list(mmod.capacities(model).values())[1:]])
     model.save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
@@ -42,7 +40,7 @@ def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) ->
     assert routing_configs(again) == routing_configs(model)
     assert list(again.state_dict()) == list(model.state_dict())
     assert sum("shared_router" in key for key in again.state_dict()) == 1
-    batch = prompt(name, (1, 2))
+    batch = prompt("llava", (1, 2))
     with torch.no_grad():
         assert torch.equal(again(**batch).logits, model(**batch).logits)
 
@@ -51,14 +49,6 @@ def test_dense_checkpoints_are_not_taken_for_routed_ones(tmp_path: Path) -> None
     make_language("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no routed model: .*A dense model opens with mmod\.open_model\('"):
         load(tmp_path, lambda *_: None)
-
-
-def test_dense_weights_load_into_a_routed_model() -> None:
-    dense = make_language("qwen3", seed=1)
-    model = mmod.route_(make_language("qwen3", seed=2), LINEAR.replace(language={"tokens": "all"}))
-    report = model.load_state_dict(dense.state_dict(), strict=False)
-    assert not report.unexpected_keys
-    assert all(".router." in key for key in report.missing_keys)
 
 
 def test_a_model_with_lora_is_routed_trained_and_merged() -> None:

@@ -51,7 +51,7 @@ class OwnDiT(nn.Module):
         self.out = nn.Linear(DIM, 16)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        c = self.times(t.unsqueeze(1).float() / 100) + self.labels(y)
+        c = self.times(t.unsqueeze(1).to(x.dtype) / 100) + self.labels(y)
         x = self.patches(x).flatten(2).transpose(1, 2)
         for block in self.blocks:
             x = block(x, c)
@@ -128,7 +128,7 @@ class OwnVideo(nn.Module):
         angle = torch.arange(x.shape[1], device=x.device)[:, None] * torch.logspace(0, -2, DIM // HEADS // 2)
         angle = torch.cat([angle, angle], dim=1)
         words = {"states": self.words(text), "mask": mask}
-        modulation = self.times(time.unsqueeze(1).float() / 100).unflatten(1, (6, DIM))
+        modulation = self.times(time.unsqueeze(1).to(video.dtype) / 100).unflatten(1, (6, DIM))
         for layer in self.layers:
             x = layer(x, words, modulation, (angle.cos(), angle.sin()))
         return self.out(x)

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.kit import clip_zoo, conditioned_zoo, own_vits, vision_zoo, vlm_zoo
+from tests.kit import clip_zoo, conditioned_zoo, own_vits, vision_zoo, vlm_types, vlm_zoo
 from tests.kit.zoo import make_images, make_model
 
 # One image, prompt, or pair of image and caption: arguments without a batch axis, or with one of length 1.
@@ -45,8 +45,13 @@ class Host:
 
     def apply(self, model: Any, change: Any) -> Any:
         """Change a model; captions are not grouped."""
-        if "text" in self.parts and isinstance(change, mmod.RoutingConfig) and change.joins:
+        is_routing = isinstance(change, mmod.RoutingConfig)
+        if is_routing and "text" in self.parts and change.joins:
             return mmod.route_(model, image=change)
+        if is_routing and "language" in self.parts:
+            # Without images, all tokens are chosen among.
+            asked = {} if "vision" in self.parts else {"tokens": "all"}
+            return mmod.route_(model, language=change.replace(language=asked))
         return mmod.apply_(model, change, tokens=self.tokens)
 
     def reload(self, model: Any, folder: Path) -> Any:
@@ -125,30 +130,42 @@ def of_clip(name: str) -> Host:
 def of_language(name: str, lengths: Sequence[int] = (20, 9, 14, 1, 17)) -> Host:
     def samples(number: int) -> list[Sample]:
         generator = torch.Generator().manual_seed(1)
-        return [{"ids": torch.randint(3, vlm_zoo.IMAGE, (length,), generator=generator)} for length in lengths[:number]]
+        rows = [torch.randint(3, vlm_zoo.IMAGE, (1, length), generator=generator) for length in lengths[:number]]
+        return [{"input_ids": row} for row in rows]
 
-    return Host(lambda: vlm_zoo.make_language(name), samples, _logits, {"language": 4})
+    return Host(lambda: vlm_zoo.make_language(name), samples, _logits_of(None), {"language": 4})
 
 
 def of_joint(name: str) -> Host:
+    kind, _ = vlm_zoo.type_of(name)
     images = (1, 2, 1, 0, 1)
 
     def samples(number: int) -> list[Sample]:
         batch = vlm_zoo.prompt(name, images[:number])
-        pixels = batch["pixel_values"].split(images[:number])
-        ids = [row[mask.bool()] for row, mask in zip(batch["input_ids"], batch["attention_mask"])]
-        return [{"ids": row, "pixels": crops} for row, crops in zip(ids, pixels)]
+        return [vlm_zoo.sample_of(batch, row, images[:number]) for row in range(number)]
 
-    make = lambda: vlm_zoo.make_joint(name)  # noqa: E731
-    return Host(make, samples, _logits, {"language": 4, "vision": 4})
+    pictures = vlm_types.FAMILIES[kind].pictures
+    return Host(lambda: vlm_zoo.make_joint(name), samples, _logits_of(pictures), {"language": 4, "vision": 4})
 
 
-def _logits(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
-    padded = vlm_zoo.pad([sample["ids"].tolist() for sample in batch])
-    pixels = [sample["pixels"] for sample in batch if "pixels" in sample and len(sample["pixels"])]
-    inputs = {"pixel_values": torch.cat(pixels).to(_floating(model))} if pixels else {}
-    logits = model(**padded, **inputs, use_cache=False).logits
-    return [row[mask.bool()] for row, mask in zip(logits, padded["attention_mask"])]
+def _logits_of(pictures: vlm_types.Pictures | None) -> Callable[[nn.Module, Sequence[Sample]], list[Tensor]]:
+    """Return what pads samples, joins their pictures and returns the logits of each."""
+
+    def outputs(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
+        inputs: dict[str, Any] = vlm_zoo.pad([sample["input_ids"][0].tolist() for sample in batch])
+        mask = inputs["attention_mask"].bool()
+        shown = [sample for sample in batch if pictures is not None and pictures.name in sample]
+        marks = pictures.kinds if pictures is not None else None
+        for name in shown[0].keys() - {"input_ids", "attention_mask", marks and marks[0]} if shown else ():
+            values = torch.cat([sample[name] for sample in shown], dim=int(pictures.together))
+            inputs[name] = values.to(_floating(model)) if values.is_floating_point() else values
+        if marks is not None:
+            argument, at_text, at_image = marks
+            inputs[argument] = torch.where(inputs["input_ids"] == vlm_zoo.IMAGE, at_image, at_text)
+        logits = model(**inputs, use_cache=False).logits
+        return [row[real] for row, real in zip(logits, mask)]
+
+    return outputs
 
 
 def _by_arguments(
