@@ -50,7 +50,7 @@ def images(batch: int, size: int = 64) -> Tensor:
 
 
 # Graphs of thresholds are counted in the tests of compiled blocks.
-@pytest.mark.parametrize("routing", ["change", "p-mod", "context"])
+@pytest.mark.parametrize("routing", ["change", "context"])
 def test_compiles_without_a_break_for_any_batch(routing: str) -> None:
     model = routed(routing)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=True, backend="eager")
@@ -112,7 +112,7 @@ STRICT = ("attention", "learned threshold")
 
 
 # Thresholds of importance go to ONNX below.
-@pytest.mark.parametrize("routing", ["attention", "stride", "change", "p-mod", "context", "learned threshold"])
+@pytest.mark.parametrize("routing", ["attention", "p-mod", "context", "learned threshold"])
 def test_exports_with_a_dynamic_batch(routing: str) -> None:
     model = routed(routing)
     program = torch.export.export(
@@ -124,9 +124,7 @@ def test_exports_with_a_dynamic_batch(routing: str) -> None:
         torch.testing.assert_close(module(x), model(x))
 
 
-@pytest.mark.parametrize(
-    "name", ["deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"]
-)
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"])
 def test_other_families_compile_and_export(name: str) -> None:
     model = routed("attention", name)
     x = images(2)

@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.blocks.grid import spread_rows
+from tests.kit.cover import in_turn
 from tests.kit.generation import check_cache_changes_nothing, generate
 from tests.kit.oracle import duplicates_by_loop
 from tests.kit.towers import make_deep, tower_of
@@ -108,8 +109,7 @@ def kept_images(model: Any, batch: dict[str, Any]) -> list[list[bool]]:
     return [keep_N[row == IMAGE].tolist() for keep_N, row in zip(first, batch["input_ids"])]
 
 
-@pytest.mark.parametrize("cell", [3, 4, None])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "cell"), in_turn(PLAIN, [3, 4, None]))
 def test_a_token_is_dropped_if_all_of_its_patches_are_duplicates(name: str, cell: int | None) -> None:
     side = 2 if name in MERGED or name == "idefics3" else 1
     rows = 6 if side == 2 else 3

@@ -174,12 +174,10 @@ def test_text_goes_on_in_chunks(name: str) -> None:
 # What is traced grows with the depth.
 SHALLOW = {
     "llava": {"num_hidden_layers": 2},
-    "llava-mistral-window": {"num_hidden_layers": 2},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
 COMPILED = {
     "p-mod": ("llava", PRESETS["p-mod"].replace(blocks=(1,), capacity=0.3)),
-    "window": ("llava-mistral-window", IMAGES_ONLY["linear"].replace(blocks=(0, 1))),
     "predictor": ("gemma3", EVERYTHING["predictor"]),
 }
 
@@ -192,7 +190,7 @@ def test_decoding_compiles_to_one_graph(case: str) -> None:
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(model.__call__, backend=counter, fullgraph=True)
     # A sliding window's mask has a shape of its own each time it grows: transformers' dense layers compile twice, too.
-    graphs = 2 if name in ("gemma3", "llava-mistral-window") else 1
+    graphs = 2 if name == "gemma3" else 1
     for seed in range(2):
         batch = text(seed) if name in LANGUAGE else prompt(name, (1, 2), seed=seed)
         expected = logits(model, batch, transformers.DynamicCache(config=model.config), steps=4)
@@ -232,8 +230,8 @@ def test_generate_compiles_decoding_by_itself() -> None:
 def test_models_compiled_by_the_user_generate_the_same() -> None:
     torch._dynamo.reset()
     importance = mmod.score("attention", importance="vision_tower")
-    config = mmod.RoutingConfig(router=importance, capacity=0.3, blocks=(1,))
-    model, batch = routed("llava", config, **SHALLOW["llava"]), prompt("llava", (1, 0))
+    config = mmod.RoutingConfig(router=importance, capacity=0.3, blocks=(0,))
+    model, batch = routed("llava", config, num_hidden_layers=1), prompt("llava", (1, 0))
     expected = generated(model, batch, max_new_tokens=2)
     model.compile(backend="eager")
     assert torch.equal(generated(model, batch, max_new_tokens=2, cache_implementation="static"), expected)

@@ -68,7 +68,7 @@ class TestThreads:
 
     def test_a_model_compiled_in_several_graphs_serves_threads(self) -> None:
         torch._dynamo.reset()
-        model = mmod.route_(make_model(NAME, depth=3), RoutingConfig(blocks="late", select=mmod.Threshold(1.0))).eval()
+        model = mmod.route_(make_model(NAME, depth=2), RoutingConfig(blocks=(1,), select=mmod.Threshold(1.0))).eval()
         images = [make_images(NAME, 2, seed=seed) for seed in range(2)]
         compiled = torch.compile(model, backend="eager")
         with torch.no_grad():

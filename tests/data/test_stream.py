@@ -212,20 +212,20 @@ def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_
     broken = damaged_folder(folder, tmp_path, [4, 7, 25])
     config = folder_config(tmp_path, workers=workers, on_corrupt="skip", batch_size=3)
     train = image_stream(config, 0)
-    actual = [number for _ in range(2) for images, _ in train.batches(0) for number in numbers(images)]
+    trained = [list(train.batches(0)) for _ in range(2)]
+    actual = [number for batches in trained for images, _ in batches for number in numbers(images)]
     # The folder's order is a, b, c: 4 and 7 are neighbours, whose next readable one is 10; after 25 comes 2.
     expected = [{4: 10, 7: 10, 25: 2}.get(number, number) for number in range(27)]
     assert sorted(actual) == sorted(expected * 2)
     assert train.report.counts == {path: 1 for path in broken if "train" in path}
     evaluation = image_stream(config)
-    assert [number for images, _ in evaluation.batches(0) for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
+    evaluated = list(evaluation.batches(0))
+    assert [number for images, _ in evaluated for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
     assert evaluation.report.counts == {path: 1 for path in broken if "val" in path}
-    for seed, stream in ((0, train), (None, evaluation)):
+    for seed, stream, batches in ((0, train, trained[0]), (None, evaluation, evaluated)):
         memory = image_stream(config, seed, in_memory=True)
         for _ in range(2):
-            for (images, classes), (expected_images, expected_classes) in zip(
-                memory.batches(0), stream.batches(0), strict=True
-            ):
+            for (images, classes), (expected_images, expected_classes) in zip(memory.batches(0), batches, strict=True):
                 torch.testing.assert_close(images, expected_images, rtol=0, atol=1e-5)
                 assert torch.equal(classes, expected_classes)
         assert memory.report.counts == stream.report.counts

@@ -42,7 +42,7 @@ REDUCING: list[tuple[Method, Method]] = [
 
 def _vit(*changes: Any, **arguments: object) -> nn.Module:
     """Return a small ViT with methods."""
-    model = make_model("vit_tiny_patch16_224", depth=2, dynamic_img_size=True, **arguments)
+    model = make_model("vit_tiny_patch16_224", **{"depth": 2, "dynamic_img_size": True, **arguments})
     for change in changes:
         mmod.apply_(model, copy.deepcopy(change))
     return model.eval()
@@ -59,7 +59,7 @@ def _resnet(method: Method) -> nn.Module:
     return model
 
 
-EVERY: dict[str, Callable[[], nn.Module]] = {
+EVERY: dict[str, Callable[..., nn.Module]] = {
     "routing": partial(_vit, mmod.RoutingConfig(blocks=(1,))),
     "staged": partial(_vit, Experts(experts=2), mmod.RoutingConfig(router="norm", blocks=(0, 1))),
     "merge": partial(_vit, Merge(3)),

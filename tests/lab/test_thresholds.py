@@ -16,7 +16,7 @@ from mmod.routing import Router
 from tests.kit.cover import in_turn
 from tests.kit.zoo import make_model
 
-SIDE = 112
+SIDE = 80
 NAME = "vit_tiny_patch16_224"
 
 
