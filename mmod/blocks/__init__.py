@@ -5,6 +5,7 @@
 from mmod.blocks.branches import (
     Branch,
     MethodWarning,
+    Runner,
     SilencedHalves,
     make_halves,
     make_observed,
@@ -13,7 +14,7 @@ from mmod.blocks.branches import (
     warn_of_halves,
 )
 from mmod.blocks.call import Arguments, BlockCall, Halves
-from mmod.blocks.calls import ReadBlocks, StackCalls
+from mmod.blocks.calls import ReadBlocks, SpanPass, StackCalls
 from mmod.blocks.conversion import (
     NO_SHELL,
     Container,
@@ -45,9 +46,7 @@ from mmod.blocks.grid import (
 )
 from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
 from mmod.blocks.importance import ImportanceBlock, ImportanceState, make_importance
-from mmod.blocks.inner import Runner
 from mmod.blocks.owner import BlockOwner, OwnerState, disown, own_
-from mmod.blocks.passes import SpanPass
 from mmod.blocks.record import Deciding, Record, deciding_modules, make_records, recomputing
 from mmod.blocks.remaining import Reduced, Remaining
 from mmod.blocks.routed import RoutedBlock, RoutedState, SpannedBlock, make_routed

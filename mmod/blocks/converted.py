@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.blocks.branches import Branch
+from mmod.blocks.branches import Branch, running
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import running
 from mmod.config import CHANGE
 from mmod.ops import capture_importance
 from mmod.ops.intercept import AttentionIntercept, unseen_attention

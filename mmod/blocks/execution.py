@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from mmod.blocks.branches import running
 from mmod.blocks.call import BlockCall
 from mmod.blocks.converted import ConvertedBlock
-from mmod.blocks.inner import running
 from mmod.blocks.rows import (
     Execution,
     Host,

@@ -1,7 +1,7 @@
 """Routed blocks: mixins in front of a host's class, whose forward is called and never copied.
 
 A `RoutedBlock` decides alone. A `SpannedBlock` shares scores, decisions and rows with the blocks around it, by a
-`SpanPass` (`mmod/blocks/passes.py`).
+`SpanPass` (`mmod/blocks/calls.py`).
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mmod.blocks.branches import GATED, Branch, BranchState, make_branch, make_halves
 from mmod.blocks.call import DecoderCall
+from mmod.blocks.calls import Decision, SpanPass
 from mmod.blocks.conversion import convert, is_converted
 from mmod.blocks.converted import EXPORT, ConvertedBlock
-from mmod.blocks.passes import Decision, SpanPass
 from mmod.blocks.record import Deciding, recomputing
 from mmod.blocks.rows import Execution, FusedNorm, Rows, gather_kept
 from mmod.blocks.span import BlockState, Span

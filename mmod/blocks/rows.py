@@ -13,11 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks.branches import GATED, weigh_branch
+from mmod.blocks.branches import GATED, Inner, running, weigh_branch
 from mmod.blocks.call import BlockCall
 from mmod.blocks.conversion import Mixin
 from mmod.blocks.converted import ConvertedBlock
-from mmod.blocks.inner import Inner, running
 from mmod.config import RoutingConfig
 from mmod.ops import (
     Packing,

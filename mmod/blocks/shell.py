@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmod.blocks.branches import running
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import running
 from mmod.ops import add_key_bias
 from mmod.ops.intercept import AttentionIntercept
 

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmod.blocks.branches import Inner
 from mmod.blocks.call import BlockCall
-from mmod.blocks.calls import UNFINISHED, StackCall, StackCalls
-from mmod.blocks.inner import Inner
-from mmod.blocks.passes import SpanPass
+from mmod.blocks.calls import UNFINISHED, SpanPass, StackCall, StackCalls
 from mmod.blocks.record import Record, make_records
 from mmod.threads import PerThread
 

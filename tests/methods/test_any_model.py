@@ -102,8 +102,8 @@ def attend(block: Any, x_BND: Tensor, mask: Tensor) -> Tensor:
 def halves_of(stack: Any, block: Any, x_BND: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens after the attention and after the MLP of a block, each run alone."""
     from mmod.blocks import convert, make_halves
+    from mmod.blocks.branches import Inner
     from mmod.blocks.converted import ConvertedBlock
-    from mmod.blocks.inner import Inner
     from mmod.threads import PerThread
 
     call = stack.call_of(block, None)

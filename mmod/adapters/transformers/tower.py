@@ -23,7 +23,7 @@ from mmod.adapters.tokens import remember
 from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.vision import vision_part
 from mmod.blocks import Arguments, ConvertedBlock, ModelHook, convert, is_converted
-from mmod.blocks.inner import Inner
+from mmod.blocks.branches import Inner
 from mmod.blocks.record import recomputing
 from mmod.threads import PerThread
 
