@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import Kernel, exporting, kernel_op, op
+from mmod.ops.backend import Kernel, kernel_op, op
 from mmod.ops.casting import without_autocast
 from mmod.ops.merging import held_slots
 from mmod.ops.rows import take_rows
@@ -109,7 +109,7 @@ def _hide_later(rows: int) -> Tensor:
 
 def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Cut B maps (rows, columns) into tiles."""
-    if torch.compiler.is_compiling() or exporting() or not images:
+    if torch.compiler.is_compiling() or not images:
         # Loops over tiles would be unrolled, for one length; and without images there is no tile.
         yield slice(None), slice(None)
         return
@@ -123,8 +123,8 @@ def _parts(x: Tensor, size: int, dim: int = 0) -> tuple[Tensor, ...]:
 
 
 def _is_eager() -> bool:
-    """Return whether operations run at once: not in graphs, nor under torch.func transforms."""
-    return not (torch.compiler.is_compiling() or exporting() or torch._C._are_functorch_transforms_active())
+    """Return whether operations run at once: not in graphs, compiled or exported, nor under torch.func transforms."""
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
