@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.ops import gather_rows
+from mmod.ops import gather_rows, held_slots
 
 
 class Reduced(NamedTuple):
@@ -34,8 +34,7 @@ class Reduced(NamedTuple):
     def slots(self, tokens: int) -> Tensor:
         """Return the slot of each row before the step (B, N), -1 for a dropped one."""
         index_BK = self.index_BK[:, :-1] if self.fuses else self.index_BK
-        slot_BK = torch.arange(index_BK.shape[1], device=index_BK.device).expand_as(index_BK)
-        slot_BN = index_BK.new_full((index_BK.shape[0], tokens), -1).scatter(1, index_BK, slot_BK)
+        slot_BN = held_slots(index_BK, tokens, None)
         return slot_BN if self.joined_BR is None else slot_BN.scatter(1, *self.joined_BR)
 
 
