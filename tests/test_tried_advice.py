@@ -19,6 +19,7 @@ from mmod.io.records import flatten
 from mmod.io.yaml import merged
 from mmod.studies.advised import open_advised
 from mmod.training import TrainConfig, fit
+from mmod.training.engine.start import create_models
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip
 from tests.kit.engine_worker import MODEL
@@ -417,7 +418,7 @@ def start_run(folder: Path, **model: Any) -> None:
     args = {"img_size": 32, "patch_size": 16, "in_chans": 1, "num_classes": 10}
     data = {"source": "digits:tiny", "root": str(SETS / "digits")}
     fields = {"output": str(folder), "model": {"name": "test_vit", "args": args} | model, "data": data}
-    kind_of(TrainConfig.from_dict(fields)).create_models()
+    create_models(kind_of(TrainConfig.from_dict(fields)))
 
 
 # What asks for published weights, the advice of its command, and a call that follows it, given a file of weights.

@@ -185,6 +185,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.training.chat.kind import ChatKind
     from mmod.training.chat.model import resize_images
     from mmod.training.engine.arguments import parse_run
+    from mmod.training.engine.kind import load
     from mmod.training.kinds import all_configs
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
@@ -202,7 +203,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
         config = dataclasses.replace(config, data=data)
     kind = ChatKind(config)
-    opened = open_model(kind.load(), dense=True)
+    opened = open_model(load(kind), dense=True)
     # Batches are whole: the last may go beyond the number.
     number = -(-options.number // options.batch_size)
     prompts = _a_fifth_first(kind.calibration(opened.model, number, options.batch_size))

@@ -24,7 +24,7 @@ from mmod.planning.options import PlanOptions
 from mmod.studies.plan import search_for
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.kind import Kind, device_of, seed_draws
+from mmod.training.engine.kind import Kind, device_of, load, seed_draws
 from mmod.training.engine.run_folder import FitResult, portable
 from mmod.training.kinds import kind_of
 
@@ -399,7 +399,7 @@ def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
 
 def load_start(config: RunConfig) -> nn.Module:
     """Load the model that a run starts from; see `Kind.load`."""
-    return kind_of(config).load()
+    return load(kind_of(config))
 
 
 def evaluate_start(

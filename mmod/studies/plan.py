@@ -11,6 +11,7 @@ from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
 from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.kind import load
 from mmod.training.kinds import extended, kind_of
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
     if not config.model.has_weights:
         raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
-    model = kind.load()
+    model = load(kind)
     found = []
     for options in searches:
         name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")

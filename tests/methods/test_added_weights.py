@@ -16,6 +16,7 @@ from torch import Tensor
 import mmod
 from mmod.methods import Channels, Experts, Method, Recursions, methods_of, read_method, undo_
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.start import create_models
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.kind import TextKind
 from tests.kit.cover import in_turn
@@ -152,7 +153,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     assert evaluation.causal_loss != evaluation.loss
     assert 0 < evaluation.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, teacher = TextKind(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
+    again, teacher = create_models(TextKind(text_config(tmp_path / "next", model=start, methods=[method])))
     assert kind == "experts" or teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     test = TextKind(config).create_streams(Process(0, 1, torch.device("cpu")), again)[1]

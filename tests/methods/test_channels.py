@@ -18,6 +18,7 @@ from mmod.analysis import flops
 from mmod.methods import Channels, methods_of, read_method, undo_
 from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
+from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, run, tiny_config
 
@@ -171,13 +172,13 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
     result = run(narrow)
     for folder, is_changed in (("dense", False), ("run", True)):
         start = replace(narrow, model=narrow.model.started_from(str(tmp_path / folder)))
-        changed, teacher = ImageKind(start).create_models()
+        changed, teacher = create_models(ImageKind(start))
         assert methods_of(changed)[0] == read_method(method)
         assert (teacher is None) == is_changed
     assert evaluate(changed, TensorStream(8, seed=None)) == result.evaluation
     asked = replace(start, distill=replace(start.distill, teacher="dense"))
     with pytest.raises(ValueError, match="holds no dense model"):
-        ImageKind(asked).create_models()
+        create_models(ImageKind(asked))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from mmod.opening.runs import find_run, model_folder
 from mmod.training import fit
 from mmod.training.engine import loop
 from mmod.training.engine.arguments import parse_run
+from mmod.training.engine.kind import load
 from mmod.training.kinds import all_configs, config_class, kind_of
 from tests.kit.chat_configs import MODEL
 from tests.kit.clip_zoo import make_clip
@@ -92,7 +93,7 @@ def same(actual: nn.Module, expected: nn.Module) -> None:
 )
 def test_every_path_in_a_run_is_the_same_model_for_every_command(kind: str, how: str, runs: Runs) -> None:
     run = runs(kind, how)
-    expected = kind_of(parse_run([str(run)], all_configs())).load()
+    expected = load(kind_of(parse_run([str(run)], all_configs())))
     file = next((run / "model").glob("*.safetensors"))
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     assert bool(checkpoints) == (kind in LOOP_KINDS)
@@ -105,12 +106,12 @@ def test_every_path_in_a_run_is_the_same_model_for_every_command(kind: str, how:
         # As evaluate, audit and plan take it.
         config = parse_run([str(path)], all_configs())
         assert (config.kind, config.output) == (kind, str(run))
-        same(kind_of(config).load(), expected)
+        same(load(kind_of(config)), expected)
         # As `checkpoint` of a config, with the methods that weights of the loop are loaded into.
         methods = {"routing": config.routing, "methods": config.methods}
         started = config_class(kind).from_dict({**fields_of(kind, run.parent), "output": "next", **methods})
         started = dataclasses.replace(started, model=started.model.started_from(str(path)))
-        same(kind_of(started).load(), expected)
+        same(load(kind_of(started)), expected)
 
 
 def test_an_average_and_the_last_weights_of_a_run_are_told_apart(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_an_average_and_the_last_weights_of_a_run_are_told_apart(tmp_path: Path)
         open_model(tmp_path / "run/last").model.state_dict(),
     )
     assert any(not torch.equal(value, last[name]) for name, value in average.items())
-    loaded = kind_of(parse_run([str(tmp_path / "run/last")], all_configs())).load()
+    loaded = load(kind_of(parse_run([str(tmp_path / "run/last")], all_configs())))
     assert all(torch.equal(value, last[name]) for name, value in loaded.state_dict().items())
 
 
@@ -344,6 +345,6 @@ def test_a_changed_model_is_not_changed_again(tmp_path: Path) -> None:
     model = {"name": str(tmp_path / "saved"), "pretrained": True}
     data = {"source": "folder", "root": "unused", "image_size": 160, "channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3}
     fields = {"output": str(tmp_path / "run"), "model": model, "data": data, "device": "cpu"}
-    assert mmod.is_routed(kind_of(config_class("image").from_dict(fields)).load())
+    assert mmod.is_routed(load(kind_of(config_class("image").from_dict(fields))))
     with pytest.raises(ValueError, match="was changed by routing: name the dense model, or train it"):
-        kind_of(config_class("image").from_dict({**fields, "methods": [MERGE]})).load()
+        load(kind_of(config_class("image").from_dict({**fields, "methods": [MERGE]})))

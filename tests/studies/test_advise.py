@@ -33,6 +33,7 @@ from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.model import resize_images
 from mmod.training.chat.processor import create_word_processor
 from mmod.training.engine.config import ScheduleConfig
+from mmod.training.engine.kind import load
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip, small_config
@@ -168,7 +169,7 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
     advised = open_advised("run")
     assert not methods_of(advised.model)
     pixels = torch.stack([advised.preprocessing.transform()(Image.new("L", (50, 40), 9 * n)) for n in range(3)])
-    dense = mmod.undo_(kind_of(expected).load())
+    dense = mmod.undo_(load(kind_of(expected)))
     with torch.no_grad():
         torch.testing.assert_close(advised.model.eval()(pixels), dense(pixels))
     main(["advise", "run", "--images", str(folder), "--output", "other", "--mean", "0.5", "--std", "0.2"])
@@ -338,7 +339,7 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     data = ConversationsConfig(str(path), None)
     config = ChatConfig(output="run", model=ChatModelConfig(str(tmp_path / "llava")), data=data)
     kinds = [ChatKind(config), ChatKind(config.at_size(4))]
-    models: list[Any] = [kind.load() for kind in kinds]
+    models: list[Any] = [load(kind) for kind in kinds]
     batches = [list(kind.calibration(model, 4, 2)) for kind, model in zip(kinds, models)]
     image = models[0].config.image_token_id
 

@@ -14,6 +14,7 @@ from mmod.studies.assess import assess, described, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.kind import seed_draws
+from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
 from mmod.training.kinds import all_configs
 from tests.kit.image_study import MODEL, config
@@ -35,7 +36,7 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     run_config = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
     routed = assess(run_config, progress=False)
     seed_draws(0, 0, 0)
-    model = ImageKind(run_config).create_models()[0].eval()
+    model = create_models(ImageKind(run_config))[0].eval()
     assert routed.runs[DENSE][0].text == str(evaluate(model, image_stream(run_config.data)))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     costs = {"image": flops(model, (1, 32, 32)).routed, "image, dense": dense.costs[DENSE]["image"]}
@@ -58,7 +59,7 @@ def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:
 
 def test_the_folder_of_a_saved_model_stands_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_config = config(tmp_path)
-    model = ImageKind(run_config).create_models()[0].eval()
+    model = create_models(ImageKind(run_config))[0].eval()
     route_(model, "gradual")
     save_pretrained(model, tmp_path / "saved")
     words = [f"--data.{name}={value}" for name, value in vars(run_config.data).items() if name in DATA]

@@ -20,7 +20,7 @@ from mmod.studies import assess, plan
 from mmod.studies.compare import Measurer, Run, measure_run
 from mmod.studies.study import study_kind
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.kind import Step
+from mmod.training.engine.kind import Step, load
 from mmod.training.kinds import KINDS, all_configs, config_class, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
@@ -70,7 +70,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     assert named_kind(*stack_configs([str(path), "--seed", "1"])) == kind
 
     figure = PAIRED.get(kind)
-    result, outcomes = kind_of(done).evaluate(kind_of(done).load())
+    result, outcomes = kind_of(done).evaluate(load(kind_of(done)))
     assert bool(outcomes) == (figure is not None)
     if figure is not None:
         # What models are paired by gives what is shown, the same samples weighted alike.
@@ -96,7 +96,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 
     plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
     searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
-    routed = mmod.route_(kind_of(done).load(), **{training.planned_part: searched})
+    routed = mmod.route_(load(kind_of(done)), **{training.planned_part: searched})
     assert mmod.routed_blocks(routed)
     # A comparison writes a searched plan into `routing` as this kind reads it.
     options = PlanOptions()
@@ -104,7 +104,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     run = Run("searched", 0, done, candidate=candidate, searches=(options,), plans=tmp_path)
     plans = {tmp_path: {options.budget: searched.to_dict()}}
     ready = Measurer(measure_run, Store(), plans).ready(run)
-    assert list(mmod.routed_blocks(kind_of(ready.config).load())) == list(mmod.routed_blocks(routed))
+    assert list(mmod.routed_blocks(load(kind_of(ready.config)))) == list(mmod.routed_blocks(routed))
     assert "divergence added by each option" in capsys.readouterr().out
 
 

@@ -33,6 +33,7 @@ from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, choices
 from mmod.studies.report import Point, StudyResult, beside_controls, harm, verdict
 from mmod.studies.study import run_study
+from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.fitted import fit_roughly
@@ -564,7 +565,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
     kind: Any = kind_of(read_runs(config)[0])
     batches = list(image_stream(kind.config.data).batches(0))
-    advice = mmod.advise(kind.load(), batches, images=12, progress=False)
+    advice = mmod.advise(load(kind), batches, images=12, progress=False)
     rows = {row.name: row.accuracy for row in advice.rows}
     assert advice.accuracy == pytest.approx(result.points[0].figures[0]["top1"] / 100)
     assert set(rows) == {point.name for point in result.points} - {"dense"}

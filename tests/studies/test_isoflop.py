@@ -17,6 +17,7 @@ from mmod.studies import isoflop as study
 from mmod.studies.isoflop import describe, places_of, run_study
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.start import create_models
 from mmod.training.text.kind import TextKind, window_flops
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
@@ -58,7 +59,7 @@ def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_flops_of_a_dense_pass_are_those_that_torch_counts(tmp_path: Path, layers: int) -> None:
-    model, _ = TextKind(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}})).create_models()
+    model, _ = create_models(TextKind(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}})))
     with flop_counter() as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 48, dtype=torch.long))
     assert window_flops(model, 48) == counter.get_total_flops()
@@ -84,7 +85,7 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
     # In fp64 importance has products of its own on a CPU too.
-    model = TextKind(config).create_models()[0].double().train()
+    model = create_models(TextKind(config))[0].double().train()
     task = TextKind(config).create_task(model, None, Process(0, 1, torch.device("cpu")))
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
     with flop_counter() as counter:
@@ -93,11 +94,11 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
 
 
 def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
-    dense, _ = TextKind(text_config(tmp_path)).create_models()
+    dense, _ = create_models(TextKind(text_config(tmp_path)))
     costs = []
     for capacity in (0.25, 0.5, 1.0):
         routing = {**PREDICTOR, "capacity": capacity}
-        costs.append(window_flops(TextKind(text_config(tmp_path, routing=routing)).create_models()[0], 48))
+        costs.append(window_flops(create_models(TextKind(text_config(tmp_path, routing=routing)))[0], 48))
     assert costs == sorted(costs)
     routers = costs[-1] - window_flops(dense, 48)
     assert 0 < routers < 0.05 * costs[-1]

@@ -38,7 +38,7 @@ from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
 from mmod.training.engine.arguments import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
-from mmod.training.engine.kind import Kind, device_of
+from mmod.training.engine.kind import Kind, device_of, load
 from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.kind import sample_images
 from mmod.training.image.preflight import check_same_classes
@@ -62,7 +62,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         )
     kind = kind_of(config.plain())
     # Before anything is read: random weights have learned nothing.
-    model = kind.load() if config.model.has_weights else None
+    model = load(kind) if config.model.has_weights else None
     if model is None or not is_routed(model):
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
@@ -114,7 +114,7 @@ def _on_device(kind: Kind, batch: Any) -> Any:
 
 def _dense(kind: Kind, folder: str) -> nn.Module:
     """Return the dense model of a run folder."""
-    return kind_of(dataclasses.replace(kind.config.finished(folder), routing=None)).load()
+    return load(kind_of(dataclasses.replace(kind.config.finished(folder), routing=None)))
 
 
 def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
@@ -199,5 +199,5 @@ def _baselines(config: RunConfig, folders: Sequence[str]) -> dict[str, nn.Module
             raise ValueError(f"audit.baselines: {str(folder)!r} is a run of another kind than the audited one")
         if isinstance(run, ImageConfig):
             check_same_classes(run_classes(config.model.checkpoint), folder, "audit.baselines:")
-        models[name] = kind_of(run.plain()).load()
+        models[name] = load(kind_of(run.plain()))
     return models

@@ -40,7 +40,7 @@ from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arg
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
-from mmod.training.engine.kind import AfterStep, device_of, load
+from mmod.training.engine.kind import AfterStep, device_of
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
@@ -71,7 +71,6 @@ class ChatKind:
     config: TrainConfig
     result = EvalResult
     planned_part = "language"
-    load = load
 
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `mmod.training.chat.model.create_with_processor`."""

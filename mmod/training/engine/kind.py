@@ -67,9 +67,6 @@ class Kind(Protocol):
     def create(self) -> nn.Module:
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
 
-    def load(self) -> nn.Module:
-        """Create that model, drawn as in training, on the run's device, in evaluation mode."""
-
     def sketch(self) -> nn.Module:
         """Create that model on the meta device, from names and sizes alone; a ValueError if methods do not fit it."""
 

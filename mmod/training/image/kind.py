@@ -35,7 +35,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Streams, device_of, load
+from mmod.training.engine.kind import Streams, device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.image.config import TrainConfig
@@ -54,8 +54,6 @@ class ImageKind:
     planned_part = "image"
     # What all kinds of the loop share.
     create = start.create
-    create_models = start.create_models
-    load = load
     sketch = start.sketch
     check_schedule = check_schedule
     fit = fit

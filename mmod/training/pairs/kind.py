@@ -30,7 +30,7 @@ from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import device_of, load
+from mmod.training.engine.kind import device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.pairs.config import TrainConfig
@@ -49,8 +49,6 @@ class PairsKind:
     planned_part = "image"
     # What all kinds of the loop share.
     create = start.create
-    create_models = start.create_models
-    load = load
     sketch = start.sketch
     check_schedule = check_schedule
     create_teacher = start.create_teacher

@@ -22,6 +22,7 @@ from mmod.opening.open import open_model
 from mmod.opening.open_clip import load_clip
 from mmod.opening.weights import read_weights
 from mmod.training import ModelConfig, TrainConfig
+from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind
 from tests.kit.pairs_worker import MODEL
 from tests.kit.trap import Trap
@@ -102,7 +103,7 @@ def test_the_weights_of_a_training_script_are_read(
     assert ("the EMA weights" in capsys.readouterr().err) == (which == "ema")
 
     run = config(tmp_path, model=ModelConfig(NAME, SMALL, checkpoint=str(path)), routing={"capacity": 0.5})
-    model, teacher = ImageKind(run).create_models()
+    model, teacher = create_models(ImageKind(run))
     assert teacher is not None
     same(teacher.state_dict(), expected)
     assert not any(parameter.requires_grad for parameter in teacher.parameters())

@@ -14,6 +14,7 @@ from mmod.config.parse import parse_config
 from mmod.io.records import FolderTakenError
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.kind import load
 from mmod.training.kinds import config_class, kind_of
 from tests.kit.engine_worker import MODEL, weights
 from tests.kit.sets import SETS
@@ -57,7 +58,7 @@ def test_more_epochs_of_a_finished_run_are_a_new_run_from_its_weights(tmp_path: 
     assert continued.teacher() == teacher
     more = fit(continued, progress=False)
     assert (more.epochs, more.steps) == (2, 2 * first.steps)
-    loaded = kind_of(continued).load().state_dict()
+    loaded = load(kind_of(continued)).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in weights(tmp_path / "a run" / "model").items())
     # The finished run is as it was.
     assert fit(config, progress=False).reused

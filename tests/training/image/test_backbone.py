@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 import mmod
 from mmod.data.config import DataConfig
 from mmod.training import ModelConfig, TrainConfig
+from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind
 
 SMALL = {"in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}
@@ -40,7 +41,7 @@ def save(folder: Path, name: str, classes: int, size: int = 16) -> dict[str, tor
 @pytest.mark.parametrize(("had", "classes"), [(0, 5), (7, 5), (7, 0), (5, 5)])
 def test_a_fresh_head_takes_all_other_weights(tmp_path: Path, name: str, had: int, classes: int) -> None:
     start = save(tmp_path, name, had)
-    model, teacher = ImageKind(config(tmp_path, name, classes, head="fresh", routing={"capacity": 0.5})).create_models()
+    model, teacher = create_models(ImageKind(config(tmp_path, name, classes, head="fresh", routing={"capacity": 0.5})))
     state = model.state_dict()
     body = [key for key in start if not key.startswith("head")]
     assert all(torch.equal(state[key], start[key]) for key in body)
@@ -54,13 +55,13 @@ def test_a_fresh_head_takes_all_other_weights(tmp_path: Path, name: str, had: in
 def test_a_missing_classifier_is_named(tmp_path: Path, had: int, classes: int, message: str) -> None:
     save(tmp_path, "vit_tiny_patch16_224", had)
     with pytest.raises(ValueError, match=rf"{message}.*model\.head='fresh'"):
-        ImageKind(config(tmp_path, "vit_tiny_patch16_224", classes)).create_models()
+        create_models(ImageKind(config(tmp_path, "vit_tiny_patch16_224", classes)))
 
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_weights_of_another_image_size_are_converted_as_timm_does(tmp_path: Path, name: str) -> None:
     start = save(tmp_path, name, 5, size=32)
-    actual = ImageKind(config(tmp_path, name, 5)).create_models()[0].state_dict()
+    actual = create_models(ImageKind(config(tmp_path, name, 5)))[0].state_dict()
     convert = timm.models.vision_transformer.checkpoint_filter_fn
     expected = convert(start, timm.create_model(name, img_size=16, num_classes=5, **HOSTS[name]))
     assert actual.keys() == expected.keys()
@@ -73,7 +74,7 @@ def test_routers_of_a_routed_backbone_stay(tmp_path: Path) -> None:
     routed = timm.create_model(name, img_size=16, num_classes=7, **HOSTS[name])
     mmod.route_(routed, mmod.RoutingConfig(**routing))
     save_file(routed.state_dict(), tmp_path / "start.safetensors")
-    model, _ = ImageKind(config(tmp_path, name, 5, head="fresh", routing=routing)).create_models()
+    model, _ = create_models(ImageKind(config(tmp_path, name, 5, head="fresh", routing=routing)))
     routers = [key for key in model.state_dict() if ".router." in key]
     assert routers
     assert all(torch.equal(model.state_dict()[key], routed.state_dict()[key]) for key in routers)

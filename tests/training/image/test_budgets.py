@@ -12,6 +12,7 @@ from torch import nn
 
 import mmod
 from mmod.training import ElasticConfig, EmaConfig, FitResult, evaluate
+from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.task import ElasticTask
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
@@ -26,7 +27,7 @@ def elastic(output: Path, **changes: Any) -> Any:
 
 
 def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
-    model, _ = ImageKind(elastic(tmp_path)).create_models()
+    model, _ = create_models(ImageKind(elastic(tmp_path)))
     nn.init.normal_(model.head.weight)  # type: ignore[union-attr,arg-type]
     images, targets = next(TensorStream(8, seed=None).batches(0))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES))
@@ -49,7 +50,7 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
 
 
 def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = ImageKind(elastic(tmp_path)).create_models()
+    model, _ = create_models(ImageKind(elastic(tmp_path)))
     capacities: list[float] = []
     monkeypatch.setattr("mmod.training.image.task.set_capacity_", lambda _, capacity: capacities.append(capacity))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
@@ -63,7 +64,7 @@ def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, mo
 def test_an_elastic_run_is_evaluated_at_each_capacity(tmp_path: Path) -> None:
     done = run(elastic(tmp_path / "run", epochs=1, ema=EmaConfig(0.5)))
     again = elastic(tmp_path / "again", model={"checkpoint": str(tmp_path / "run")})
-    model, _ = ImageKind(again).create_models()
+    model, _ = create_models(ImageKind(again))
     for evaluation in (done.evaluation, done.average):
         assert evaluation is not None
         assert evaluation.capacities is not None
@@ -100,9 +101,9 @@ def test_what_is_for_training_alone_leaves_a_dense_model(
     trained, others = weights(tmp_path / "routed/model"), weights(Path(dense.folder) / "model")
     assert trained.keys() == others.keys()
     assert any(not torch.equal(trained[name], others[name]) for name in trained)
-    model, teacher = ImageKind(
-        tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")})
-    ).create_models()
+    model, teacher = create_models(
+        ImageKind(tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")}))
+    )
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == done.best  # type: ignore[arg-type]
     assert dense.steps == done.steps

@@ -24,6 +24,7 @@ from mmod.studies.advise import read_images
 from mmod.studies.audit.sets import read_set
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.kind import load
 from mmod.training.image.kind import ImageKind
 from tests.kit.processes import run_processes
 
@@ -59,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
     kind = ImageKind(config)
-    model = kind.load()
+    model = load(kind)
     return kind.evaluate(model).result, model
 
 
@@ -97,7 +98,7 @@ def test_a_subset_has_the_labels_of_the_run_without_a_training_folder(
 
 def _audited(config: TrainConfig) -> Any:
     kind = ImageKind(config)
-    return read_set(kind, kind.load())
+    return read_set(kind, load(kind))
 
 
 def test_classes_that_the_run_does_not_know_are_refused_and_a_new_classifier_takes_them(

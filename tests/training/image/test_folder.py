@@ -22,6 +22,8 @@ from mmod.opening.opened import Options
 from mmod.opening.transformers import create_images, processor_fields
 from mmod.studies.assess import assess, described
 from mmod.training import fit
+from mmod.training.engine.kind import load
+from mmod.training.engine.start import create_models
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import feature_of
 from mmod.training.image.kind import ImageKind
@@ -82,7 +84,7 @@ def test_a_run_is_evaluated_and_opened_as_it_was_trained(
     else:
         opened = mmod.load_pretrained(folder)
     assert opened.config.id2label == NAMES
-    model, x = ImageKind(finished).load(), torch.randn(2, 3, side_of(name), side_of(name))
+    model, x = load(ImageKind(finished)), torch.randn(2, 3, side_of(name), side_of(name))
     assert torch.equal(read(opened, x), read(model, x))
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     mean = getattr(processor, "image_mean", None) or processor.data_config["mean"]
@@ -94,7 +96,7 @@ def test_a_run_starts_from_another_with_its_routers(images: Path) -> None:
     fit(first, progress=False)
     model = {"name": str(images.parent / "vit"), "checkpoint": first.output}
     second = config(images, output=str(images.parent / "second"), model=model, routing=LEARNED)
-    expected, actual = ImageKind(first.finished(first.output)).load(), ImageKind(second).load()
+    expected, actual = load(ImageKind(first.finished(first.output))), load(ImageKind(second))
     assert expected.state_dict().keys() == actual.state_dict().keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(actual.state_dict()[name], value)
@@ -103,7 +105,7 @@ def test_a_run_starts_from_another_with_its_routers(images: Path) -> None:
 def test_a_folder_without_a_classifier_gets_one(images: Path) -> None:
     started = config(images, "headless")
     model = {"name": str(images.parent / "headless"), "pretrained": True, "args": {"num_classes": 2}}
-    made: Any = ImageKind(config(images, "headless", model=model, routing=GRADUAL)).load()
+    made: Any = load(ImageKind(config(images, "headless", model=model, routing=GRADUAL)))
     dense = make_image_model("headless")
     assert type(made).__name__ == "Dinov2ForImageClassification"
     for name, value in dense.state_dict().items():
@@ -115,12 +117,12 @@ def test_a_folder_without_a_classifier_gets_one(images: Path) -> None:
 def test_a_folder_or_a_run_of_transformers_teaches(images: Path) -> None:
     save_image_model("dinov2", images.parent / "dinov2")
     first = config(images, distill={"teacher": str(images.parent / "dinov2")})
-    teacher: Any = ImageKind(first).create_models()[1]
+    teacher: Any = create_models(ImageKind(first))[1]
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(read(teacher, x), read(make_image_model("dinov2"), x))
     fit(first, progress=False)
     second = config(images, output=str(images.parent / "second"), distill={"teacher": first.output})
-    taught: Any = ImageKind(second).create_models()[1]
+    taught: Any = create_models(ImageKind(second))[1]
     opened = transformers.AutoModelForImageClassification.from_pretrained(Path(first.output, "model"))
     assert torch.equal(read(taught, x), read(opened, x))
 
@@ -224,10 +226,10 @@ def test_images_must_be_as_the_processor_says(images: Path) -> None:
     started = config(images)
     data = {**started.to_dict()["data"], "mean": None}
     with pytest.raises(ValueError, match=r"normalised with mean \[0\.5, 0\.5, 0\.5\].*set data\.mean to"):
-        ImageKind(config(images, data=data)).load()
+        load(ImageKind(config(images, data=data)))
     data = {**started.to_dict()["data"], "image_size": 64}
     with pytest.raises(ValueError, match=r"data\.image_size is 64 and the model takes 32x32"):
-        ImageKind(config(images, data=data)).load()
+        load(ImageKind(config(images, data=data)))
 
 
 def test_architectures_that_are_unknown_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import mmod
 from mmod.data.loader import evaluation_fields
 from mmod.training import DistillConfig, EmaConfig, Step, evaluate
 from mmod.training.engine.kind import seed_draws
+from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
@@ -94,7 +95,7 @@ def test_routed_checkpoint_is_distilled_from_the_dense_model_unless_told_otherwi
 
 def test_evaluation_counts_what_a_loop_counts(tmp_path: Path) -> None:
     seed_draws(0, 0, 0)
-    model, _ = ImageKind(tiny_config(output=tmp_path, routing={"capacity": 0.5})).create_models()
+    model, _ = create_models(ImageKind(tiny_config(output=tmp_path, routing={"capacity": 0.5})))
     stream = TensorStream(8, seed=None)
     result = evaluate(model, stream)
     assert model.training
@@ -118,7 +119,7 @@ def test_draws_depend_on_seed_step_and_process_only() -> None:
 
 
 def seven_classes() -> dict[str, Tensor]:
-    model, _ = ImageKind(tiny_config(output="unused", args={"num_classes": 7})).create_models()
+    model, _ = create_models(ImageKind(tiny_config(output="unused", args={"num_classes": 7})))
     return model.state_dict()
 
 
@@ -139,7 +140,7 @@ class TestStartingWeights:
             torch.save(write(), tmp_path / "start.pth")
             changes = {"checkpoint": str(tmp_path / "start.pth")}
         with pytest.raises(ValueError, match=message):
-            ImageKind(tiny_config(output=tmp_path, model=changes)).create_models()
+            create_models(ImageKind(tiny_config(output=tmp_path, model=changes)))
 
     @pytest.mark.parametrize(
         ("field", "message"),
@@ -149,7 +150,7 @@ class TestStartingWeights:
         config = tiny_config(output=tmp_path)
         config = replace(config, data=replace(config.data, **{field: 3}))
         with pytest.raises(ValueError, match=message):
-            ImageKind(config).create_models()
+            create_models(ImageKind(config))
 
 
 @pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh"}], ids=["dense", "routed"])

@@ -33,6 +33,7 @@ from mmod.training import (
     evaluate,
     fit,
 )
+from mmod.training.engine.start import create_models
 from mmod.training.image.features import Features
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.preflight import check_input
@@ -164,14 +165,14 @@ def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfi
     assert fit(config, progress=False).best == done.best
     # The run's moving average in a model of its own is evaluated alike.
     resumed = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
-    assert evaluate(ImageKind(resumed).create_models()[0], image_stream(data)) == done.best
+    assert evaluate(create_models(ImageKind(resumed))[0], image_stream(data)) == done.best
 
 
 def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: Path) -> None:
-    dense, _ = ImageKind(config_of(tmp_path, data)).create_models()
-    routed, _ = ImageKind(
-        config_of(tmp_path, data, routing={"router": "norm", "gate": "identity", "capacity": 1})
-    ).create_models()
+    dense, _ = create_models(ImageKind(config_of(tmp_path, data)))
+    routed, _ = create_models(
+        ImageKind(config_of(tmp_path, data, routing={"router": "norm", "gate": "identity", "capacity": 1}))
+    )
     routed.load_state_dict(dense.state_dict())
     stream = image_stream(data)
     assert replace(evaluate(routed, stream), kept={}) == evaluate(dense, stream)
@@ -188,7 +189,7 @@ def test_models_that_answer_something_else(
     args: dict[str, Any], changes: dict[str, Any], message: str, data: DataConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ImageKind(config_of(tmp_path, replace(data, **changes), args=args)).create_models()
+        create_models(ImageKind(config_of(tmp_path, replace(data, **changes), args=args)))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from mmod.data.synthetic.digits import DIFFICULTIES
 from mmod.io.tensors import read_tensors
 from mmod.opening.weights import find_weights
 from mmod.training import TrainConfig
+from mmod.training.engine.kind import load
 from mmod.training.image.kind import ImageKind
 from mmod.values import from_plain
 
@@ -42,7 +43,7 @@ def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
         data=dataclasses.replace(config.data, root=str(scenes)),
     )
     shipped = ImageKind(config)
-    evaluation = shipped.evaluate(shipped.load()).result
+    evaluation = shipped.evaluate(load(shipped)).result
     assert (evaluation.samples, evaluation.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
 
 

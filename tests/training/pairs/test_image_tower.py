@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import mmod
+from mmod.training.engine.start import create_models
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.kind import PairsKind
 from tests.kit.pairs_worker import clip_config, write_model
@@ -19,7 +20,7 @@ from tests.kit.pairs_worker import clip_config, write_model
 def create(folder: Path, **model: Any) -> torch.nn.Module:
     routing = {"image": {"router": "linear", "capacity": 0.5}} if model.pop("routed", False) else None
     fields = clip_config(folder, "run", model=model, routing=routing, distill={"teacher": "none"})
-    return PairsKind(TrainConfig.from_dict(fields)).create_models()[0]
+    return create_models(PairsKind(TrainConfig.from_dict(fields)))[0]
 
 
 @pytest.mark.parametrize("part", ["whole", "tower"])

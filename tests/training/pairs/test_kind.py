@@ -14,6 +14,8 @@ from torch import Tensor
 
 import mmod
 from mmod.data.corrupt import CorruptDataError
+from mmod.training.engine.kind import load
+from mmod.training.engine.start import create_models
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.kind import PairsKind
 from mmod.training.pairs.model import create_transforms
@@ -83,7 +85,7 @@ def test_bf16_with_augmentation_learns_the_training_pairs(folder: Path) -> None:
 
 class TestStartingWeights:
     def state(self, config: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-        model, teacher = PairsKind(TrainConfig.from_dict(config)).create_models()
+        model, teacher = create_models(PairsKind(TrainConfig.from_dict(config)))
         return model.state_dict(), teacher
 
     def test_open_clips_own_files_start_a_run(self, folder: Path) -> None:
@@ -123,7 +125,7 @@ class TestStartingWeights:
             TrainConfig.from_dict(clip_config(folder, "x") | {"model": {"name": f"local-dir:{folder}/dense/model"}})
         )
         assert again.config.model.has_weights
-        loaded, drawn = again.load().state_dict(), again.prepare(weights=False).state_dict()
+        loaded, drawn = load(again).state_dict(), again.prepare(weights=False).state_dict()
         for name, value in weights(folder / "dense/model").items():
             assert torch.equal(value, loaded[name])
         assert not torch.equal(drawn["visual.conv1.weight"], loaded["visual.conv1.weight"])
@@ -183,7 +185,7 @@ def test_config_builds_its_model_and_says_what_it_is(path: Path, monkeypatch: py
     assert f"mmod train pairs {path.relative_to(ROOT)}" in path.read_text()
     start = config.model.__class__(config.model.name, config.model.config)
     with torch.device("meta"):
-        model, _ = PairsKind(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)})).create_models()
+        model, _ = create_models(PairsKind(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)})))
     assert mmod.is_routed(model) == (config.routing is not None)
     create_transforms(model, config.model.name, config.augment)
 
@@ -196,6 +198,6 @@ def test_random_weights_are_reported_only_where_none_follow(folder: Path, caplog
         run(clip_config(folder, start, model={start: f"{finished.folder}/model"}))
         assert "initialized randomly" not in caplog.text
     base = TrainConfig.from_dict(clip_config(folder, "base"))
-    PairsKind(base.finished(finished.folder)).load()
+    load(PairsKind(base.finished(finished.folder)))
     assert "initialized randomly" not in caplog.text
     assert not logging.getLogger().filters

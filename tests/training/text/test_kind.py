@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import mmod
 from mmod.training import fit
+from mmod.training.engine.start import create_models
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import TextKind
 from mmod.training.text.task import TextTask
@@ -31,7 +32,7 @@ def test_a_dense_run_is_where_a_routed_one_starts(tmp_path: Path, tied: bool) ->
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense" / "model")
     start = {"config": None, "checkpoint": str(tmp_path / "dense")}
     config = text_config(tmp_path / "routed", model=start, routing={**SCORE, "gate": "identity", "capacity": 1.0})
-    model, teacher = TextKind(config).create_models()
+    model, teacher = create_models(TextKind(config))
     assert teacher is not None
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     tokens = torch.arange(40)[None]
@@ -43,14 +44,14 @@ def test_a_dense_run_is_where_a_routed_one_starts(tmp_path: Path, tied: bool) ->
     again = mmod.load_pretrained(tmp_path / "routed" / "model")
     assert mmod.is_routed(again)
     continued = text_config(tmp_path / "on", model={**start, "checkpoint": str(tmp_path / "routed")}, routing=SCORE)
-    assert set(TextKind(continued).create_models()[0].state_dict()) == set(again.state_dict())
+    assert set(create_models(TextKind(continued))[0].state_dict()) == set(again.state_dict())
     assert dense.evaluation.causal_loss == dense.evaluation.loss
 
 
 def test_the_parts_of_the_loss_are_what_they_are_said_to_be(tmp_path: Path) -> None:
-    model, _ = TextKind(text_config(tmp_path, routing=SCORE)).create_models()
+    model, _ = create_models(TextKind(text_config(tmp_path, routing=SCORE)))
     tokens, following = torch.randint(0, 256, (2, 3, 20)).unbind()
-    twin = {"teacher": TextKind(text_config(tmp_path)).create_models()[0].eval(), "distill_weight": 0.5}
+    twin = {"teacher": create_models(TextKind(text_config(tmp_path)))[0].eval(), "distill_weight": 0.5}
     plain = TextTask(model, auxiliary=True, **twin)(tokens, following)
     assert set(plain) == {"loss", "task", "auxiliary", "distillation"}
     both = TextTask(model, auxiliary=True, elastic=True)(tokens, following)
@@ -90,13 +91,13 @@ def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     quiet(tmp_path / "dense", epochs=1, epoch_steps=1)
     model = {"config": {**LLAMA, "hidden_size": 16}, "checkpoint": str(tmp_path / "dense")}
     with pytest.raises(ValueError, match="does not fit the model"):
-        TextKind(text_config(tmp_path / "other", model=model)).create_models()
+        create_models(TextKind(text_config(tmp_path / "other", model=model)))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_that_come_with_mmod_build_their_model(path: Path) -> None:
     config = TrainConfig.load(path)
     with torch.device("meta"):
-        model, _ = TextKind(config).create_models()
+        model, _ = create_models(TextKind(config))
     assert mmod.is_routed(model) == (config.routing is not None)
     assert config.output == f"runs/text/{path.stem}"

@@ -10,6 +10,7 @@ import torch
 
 import mmod
 from mmod.training import fit
+from mmod.training.engine.start import create_models
 from mmod.training.text.kind import TextKind
 from tests.kit.text_configs import text_config
 
@@ -53,9 +54,9 @@ def test_the_load_stays_near_one_until_a_target_is_set(dense: Path) -> None:
 
 @torch.no_grad()
 def test_a_converted_model_starts_near_the_dense_one(dense: Path) -> None:
-    model, _ = TextKind(
-        text_config(dense.parent / "start", model={"config": None, "checkpoint": str(dense)})
-    ).create_models()
+    model, _ = create_models(
+        TextKind(text_config(dense.parent / "start", model={"config": None, "checkpoint": str(dense)}))
+    )
     ids = torch.randint(0, 256, (2, 40))
     before = model(input_ids=ids).logits.softmax(-1)
     gaps = []
