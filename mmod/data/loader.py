@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
+from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, StreamConfig, TextConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.embedded import SETS, locate
 from mmod.data.labels import Classes, ModelClasses, read_classes
@@ -39,14 +39,19 @@ _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
 
 
-def check_images(config: DataConfig) -> None:
-    """Raise a ValueError if the files of a split are missing, before anything is read; sets that are built never are.
+@functools.singledispatch
+def check_files(config: StreamConfig) -> None:
+    """Raise a ValueError if files of a data set are missing, before anything is read; sets that are built have none.
 
     Example:
-        >>> check_images(DataConfig("folder", root="nowhere"))
+        >>> check_files(DataConfig("folder", root="nowhere"))
         Traceback (most recent call last):
         ValueError: root='nowhere' is no folder: name one by data.root (dense.data.root of a study)
     """
+
+
+@check_files.register
+def _check_images(config: DataConfig) -> None:
     reader, _, argument = config.source.partition(":")
     for split in (config.train_split, config.val_split):
         if config.source == "folder":
@@ -248,8 +253,8 @@ Transform = Callable[..., Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 
-def check_pairs(config: PairsConfig) -> None:
-    """Raise a ValueError if no shard is where the config names some, before anything is read."""
+@check_files.register
+def _check_pairs(config: PairsConfig) -> None:
     for pattern in (config.train, config.val):
         if not is_streamed(pattern) and not (isinstance(pattern, str) and pattern.startswith("scenes:")):
             expand_pattern(pattern)
@@ -318,8 +323,8 @@ END = 0
 _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
 
 
-def check_text(config: TextConfig) -> None:
-    """Raise a ValueError if the pattern matches no file, before anything is read."""
+@check_files.register
+def _check_text(config: TextConfig) -> None:
     if not is_streamed(config.source):
         _paths(config.source)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from mmod.analysis.memory import ActivationMemory
+from mmod.data.loader import check_files
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
 from mmod.training.engine.kind import LoopKind, device_of
@@ -84,7 +85,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     world = int(os.environ.get("WORLD_SIZE", 1))
     # The checks of a run in the same order, so that an estimate refuses what training would.
     check_schedule(kind, world)
-    kind.check_data()
+    check_files(config.data)
     torch.manual_seed(config.seed)
     model, teacher = create_models(kind)
     model.to(device)

@@ -117,9 +117,6 @@ class LoopKind(Kind, Protocol):
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher that a config names, by default from a checkpoint of the model's architecture."""
 
-    def check_data(self) -> None:
-        """Raise a ValueError if files of the training or evaluation data are missing."""
-
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation batches of one process, or with a seed of shuffled training batches."""
 

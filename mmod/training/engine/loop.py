@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
+from mmod.data.loader import check_files
 from mmod.io.files import replacing
 from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
@@ -107,7 +108,7 @@ class _Trainer:
         if streams is None:
             # Before the model is made, which may take minutes.
             check_schedule(kind, process.world)
-            kind.check_data()
+            check_files(config.data)
         # As rank 0 in all processes, so that all draw the same new weights.
         seed_draws(config.seed, 0, 0)
 

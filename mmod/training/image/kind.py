@@ -21,7 +21,7 @@ from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.timing import Reading
 from mmod.data.labels import ModelClasses, read_classes
-from mmod.data.loader import BatchStream, check_images, evaluation_fields, image_stream, normalisation
+from mmod.data.loader import BatchStream, evaluation_fields, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
@@ -105,10 +105,6 @@ class ImageKind:
         if classes != expected:
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
-
-    def check_data(self) -> None:
-        """Raise if folders or shards of images are missing; see `LoopKind.check_data`."""
-        check_images(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training images, whose classes are those of the model by name.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmod.analysis import FlopReport, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
-from mmod.data.loader import BatchStream, check_pairs, pairs_stream
+from mmod.data.loader import BatchStream, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method, methods_of
@@ -93,10 +93,6 @@ class PairsKind:
             return start.load_dense(model, known, checkpoint, methods)
         load_clip(model, checkpoint, known)
         return {}
-
-    def check_data(self) -> None:
-        """Raise if shards are missing; see `LoopKind.check_data`."""
-        check_pairs(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training pairs, for the model's image size and context length."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
-from mmod.data.loader import BatchStream, check_text, text_stream
+from mmod.data.loader import BatchStream, text_stream
 from mmod.methods import Method
 from mmod.methods.base import deciding_together
 from mmod.opening.open import open_start
@@ -61,10 +61,6 @@ class TextKind:
             return {**{name: state[source] for name, source in tied.items()}, **state}
 
         return start.load_dense(model, read_weights(checkpoint), checkpoint, methods, adapt)
-
-    def check_data(self) -> None:
-        """Raise if text is missing; see `LoopKind.check_data`."""
-        check_text(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training windows."""
