@@ -95,15 +95,6 @@ class RemoteFiles:
             self._failed[url] = time.monotonic(), failure
             raise
 
-    def read_all(self, url: str) -> bytes | None:
-        """Read a small file; None if it does not exist."""
-        try:
-            return self._ask(url, lambda files, path: files.cat_file(path))
-        except RemoteError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
-
     def copy(self, url: str, path: Path) -> None:
         """Copy a file to a local path, where it appears complete; the caller holds a lock."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -139,15 +139,10 @@ class ShardFiles:
         with _locked(path) if copy is not None else nullcontext():
             # Asked again under the lock.
             index = _read_index(path, url, size, tag)
-            if index is None and self._paths[number] is None:
-                # A published index lies beside the shard, and has no later version of the shard's time.
-                folder, _, name = url.rpartition("/")
-                published = self._files.read_all(f"{folder}/.{name}.{suffix}.index")
-                index = None if published is None else _parse_index(published, url, size, None)
             if index is None:
                 with self.open(number) as file:
                     index = make(file, url)
-            _write_index(path, index, size, tag)
+                _write_index(path, index, size, tag)
         return index
 
     def _identity(self, number: int) -> tuple[int | None, str | None]:
@@ -188,16 +183,9 @@ def _locked(path: Path) -> Iterator[None]:
 def _read_index(path: Path, url: str, size: int | None, tag: str | None) -> Index | None:
     """Return a kept index if it is of this version of the shard."""
     try:
-        return _parse_index(path.read_bytes(), url, size, tag)
-    except OSError:
-        return None
-
-
-def _parse_index(data: bytes, url: str, size: int | None, tag: str | None) -> Index | None:
-    head, _, body = data.partition(b"\n")
-    try:
+        head, _, body = path.read_bytes().partition(b"\n")
         header = parse_json(head, url)
-    except ValueError:
+    except (OSError, ValueError):
         return None
     if not isinstance(header, dict) or size is None or header.get("version") != _VERSION or header.get("size") != size:
         return None
@@ -208,7 +196,7 @@ def _parse_index(data: bytes, url: str, size: int | None, tag: str | None) -> In
     if not isinstance(faults, list) or any(not isinstance(fault, list) or len(fault) != 2 for fault in faults):
         return None
     rows = np.frombuffer(body, "<i8").reshape(-1, 4)
-    # An index of others may hold any numbers: nothing outside the shard is read.
+    # A damaged index may hold any numbers: nothing outside the shard is read.
     if rows.size:
         ends = rows[:, ::2] + rows[:, 1::2]
         if rows.min() < 0 or max(rows.max(), ends.max()) > size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import shutil
 import sys
 import threading
 import time
@@ -74,14 +75,12 @@ def test_without_copies_samples_are_read_from_their_urls(shards: Path) -> None:
     assert not list((shards / "cache").glob("*.tar"))
 
 
-def test_a_published_index_saves_the_first_pass(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = fsspec.filesystem("memory")
-    ShardSource(f"{shards}/{{0..1}}.tar", CorruptReport())
-    for path in shards.glob(".*.index"):
-        memory.pipe(f"/shards/{path.name}", path.read_bytes())
+def test_indices_of_another_node_save_the_first_pass(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    remote = RemoteConfig(copy=False)
+    ShardSource(URL, CorruptReport(), shards / "one", remote=remote)
+    shutil.copytree(shards / "one", shards / "other")
     forbid_indexing(monkeypatch)
-    source = ShardSource(URL, CorruptReport(), shards / "cache", remote=RemoteConfig(copy=False))
-    assert read_all(source) == SAMPLES
+    assert read_all(ShardSource(URL, CorruptReport(), shards / "other", remote=remote)) == SAMPLES
 
 
 def test_an_index_of_another_version_is_not_used(shards: Path) -> None:
