@@ -318,7 +318,7 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     hints = _hints(config_class)
     prefix = f"{name}." if name else ""
     fields: dict[str, Any] = {}
-    limits = {} if limit is None else _limits(cls)
+    limits = {} if limit is None else _limits(config_class)
     unknown = [key for key in values if key not in hints]
     mistakes = Mistakes()
     if unknown:
