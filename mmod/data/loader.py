@@ -201,6 +201,7 @@ def scenes_of(config: DataConfig) -> list[DigitScene]:
     scenes = list(compose_scenes(DIGITS.config(difficulty or "default"), config.val_split))
     if config.val_limit is None:
         return scenes
+    # As `image_stream` draws them, by the same labels.
     return [scenes[int(place)] for place in spread([scene.label for scene in scenes], config.val_limit)]
 
 

@@ -273,6 +273,7 @@ def fingerprint(*outputs: Tensor) -> str:
 
 
 def _weights(count: int, step: float) -> Tensor:
+    # Multiples of an irrational number modulo 1, no two of which are equal.
     return 0.5 + torch.arange(count) * step % 1
 
 

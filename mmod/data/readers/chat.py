@@ -65,6 +65,7 @@ class ChatCollator:
             raise ValueError(f"{name} has no chat template")
         if getattr(processor, "image_token_id", None) is None:
             raise ValueError(f"{name} has no image_token_id")
+        # Asked once: it renders a conversation.
         self._end = self._missing_end()
 
     def _missing_end(self) -> str:

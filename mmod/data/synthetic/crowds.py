@@ -106,7 +106,7 @@ def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -
     boxes = tuple(painter.apart([len(digit) for digit in digits], config.grid, rng))
     for source, digit, (left, top, right, bottom) in zip(chosen, digits, boxes):
         paste(canvas, digit, left, top)
-        # Faint pixels at a digit's edge stay background.
+        # Faint pixels at a digit's edge stay background, which is class 0.
         labels[top:bottom, left:right][digit >= 255 * config.ink] = painter.sources.labels[source] + 1
     return Crowd(canvas, labels, chosen, boxes, clutter)
 

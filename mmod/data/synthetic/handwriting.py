@@ -170,6 +170,7 @@ class Painter:
 
     def apart(self, sides: Sequence[int], grid: int, rng: np.random.Generator, gap: int = 0) -> list[Box]:
         """Draw boxes with these sides until none overlap and all centres are `gap` pixels apart horizontally."""
+        # Drawn anew as a whole, so that all arrangements that fit are equally likely.
         while True:
             boxes: list[Box] = []
             for side in sides:

@@ -89,6 +89,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     torch.manual_seed(config.seed)
     model, teacher = create_models(kind)
     model.to(device)
+    # As the first of the run's processes, by whose number the steps of an epoch go.
     stream = kind.create_stream(Process(0, world, device), model, config.seed)
     kind.check_samples(model, stream)
     batch = config.step_samples(world)

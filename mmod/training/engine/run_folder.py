@@ -198,6 +198,7 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
         ) from error
     try:
         fields = {**parse_json(path.read_bytes(), path.name), "folder": str(folder), "reused": True}
+        # Null stays None: conversations without questions are not evaluated.
         results = {name: fields[name] and result_class(**fields[name]) for name in ("evaluation", "average")}
         return FitResult(**{**fields, **results})
     except (ValueError, TypeError, KeyError, AttributeError) as error:

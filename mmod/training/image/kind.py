@@ -113,6 +113,7 @@ class ImageKind:
             ValueError: The model does not know a class, or its names are not known and it has another number of them.
         """
         stream = self._stream(process, model_classes(self.config, model), seed)
+        # Of evaluations alone: what training needs of the model's outputs is checked by `check_samples`.
         if seed is None and stream.classes is not None:
             stream.classes.check_ranks(image_facts(model).classes)
         return stream
