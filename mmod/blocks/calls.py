@@ -159,6 +159,7 @@ class StackCalls:
 
     def show_patches(self, patches: Patches) -> None:
         """Note what is known of patches that were made for the next pass."""
+        # What earlier passes have taken is over; without a pass in between, as in stages, all wait.
         if self._began:
             self._patches = []
         self._began = False
@@ -172,4 +173,5 @@ class StackCalls:
         first, *others = self._patches
         if not others:
             return first
+        # Which of them are this pass's is unknown: only a grid that all have holds for it.
         return Patches(first.grid if all(other.grid == first.grid for other in others) else None)

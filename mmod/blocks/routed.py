@@ -192,6 +192,7 @@ class SpannedBlock(RoutedBlock):
         # In a call in which a decoder may skip no token, its layers share nothing.
         if state.call.decodes and not cast(DecoderCall, state.call).shares(arguments):
             return None
+        # The dense block in front computes no importance then, so that no pass begins.
         if span.for_loss and not self.training:
             return None
         span_pass = span.enter(x, state)
@@ -233,6 +234,7 @@ class SpannedBlock(RoutedBlock):
         """Return all tokens after the block, or the rows alone if the next block takes them."""
         state = self.mod_state
         assert state.span is not None
+        # Where something may read tokens between two blocks, it finds all of them.
         if state.passes_rows and span_pass.uninterrupted:
             # Compilers guard on the block's number, so it is read only where there are some to compare.
             is_read = span_pass.read_blocks and state.number in span_pass.read_blocks
@@ -267,6 +269,7 @@ class SpannedBlock(RoutedBlock):
                 rows = Rows(x, earlier)
                 z = rows.z
         if rows is not None:
+            # Attention runs before this block decides, so on the rows of the decision before.
             arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
         if state.observes:
             queries_BN = call.masks(arguments, z).queries_BN

@@ -173,6 +173,7 @@ class Rows:
 
     def follow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of the next block's decision, from the rows after the block before."""
+        # A decision of its own, where tokens join others, keeps some of these rows; the same one keeps all.
         if self.routing is not routing:
             return self._narrow(rows_BND, routing)
         gate_BK = self._among.gate_BK
@@ -223,6 +224,7 @@ class Rows:
         assert routing.joined.slot_BN is not None
         # A row goes where the token went that it stands for.
         slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
+        # The decision as one about the rows before, by which the way back undoes it.
         among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
         size_BK = routing.joined.size_BK
         if size_BK is None:

@@ -85,6 +85,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         # The first block begins a pass, or one that is called directly.
         span_pass = state.span.enter(x, state) or state.span.begin(x)
         span_pass.busy = True
+        # Known only in the pass: whether the head reads rows depends on who called the model.
         if span_pass.remaining is None:
             span_pass.remaining = Remaining(restores=not (span_pass.uninterrupted and span_pass.ends_for_head))
         rows = span_pass.remaining
@@ -139,6 +140,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         if self.record.traced:
             self._trace(rows, span_pass.shape, x.device)
         if call.halves.fed:
+            # From the block's own arguments again, because fewer rows go on to the MLP.
             arguments = self._narrowed(bound, rows)
         return call.halves.feed(self, x, arguments)
 
