@@ -25,7 +25,7 @@ from mmod.data.embedded import SETS, locate
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.drawn import DrawnSource
 from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
-from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
+from mmod.data.readers.hf_datasets import StreamedSource, documents, is_streamed
 from mmod.data.readers.images import ImageSource, Subset, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
 from mmod.data.readers.timm import TimmSource
@@ -103,7 +103,7 @@ def image_stream(
     if is_streamed(config.source):
         own = config.source.replace("{split}", split)
         train = config.source.replace("{split}", config.train_split)
-        source = StreamedSource(own, config.columns, limit, seed, world, ClassColumn(train, model))
+        source = StreamedSource(own, config.columns, limit, seed, world, train, model)
         classes = source.classes
     else:
         complete = _create_source(config, split, report, model)

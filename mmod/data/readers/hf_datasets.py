@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -95,50 +94,41 @@ def count_samples(dataset: Any, source: str, column: str) -> int:
     return sum(1 for _ in read_column(source, column))
 
 
-@dataclass(frozen=True)
-class ClassColumn:
-    """What is known of a column of classes.
+def _number_classes(
+    dataset: Any, source: str, column: str, training: str, model: ModelClasses | None
+) -> tuple[Classes | None, dict[Any, int]]:
+    """Return the classes of a column if they have names, and the number of each label with a name.
 
-    Args:
-        training: The source whose names number the classes, where labels are texts.
-        model: The classes of the model that reads the images, if they are known by name.
+    Raises:
+        ValueError: Labels are texts whose set is not known, or neither numbers nor texts; or names of folders.
     """
-
-    training: str
-    model: ModelClasses | None = None
-
-    def open(self, dataset: Any, source: str, column: str) -> tuple[Classes | None, dict[Any, int]]:
-        """Return the classes of a column if they have names, and the number of each label with a name.
-
-        Raises:
-            ValueError: Labels are texts whose set is not known, or neither numbers nor texts; or names of folders.
-        """
-        names = getattr((dataset.features or {}).get(column), "names", None)
-        if names:
-            folder = source.removeprefix(PREFIX).partition(":")[0]
-            if dataset.info.builder_name == "imagefolder" and Path(folder).is_dir():
-                raise ValueError(
-                    f"{folder!r} is a folder of class folders, of which `datasets` takes the innermost for classes: "
-                    "read it by data.source: folder"
-                )
-            raw = {name: number for number, name in enumerate(names)}
-            classes = match_classes(Classes(raw, len(raw)), names, self.model, source)
-            return classes, {number: classes.numbers[name] for name, number in raw.items()}
-        label = _first_value(dataset, source, column)
-        if not isinstance(label, str):
-            if isinstance(label, (list, tuple, dict)):
-                raise _wrong_column(label, source, column, "one class for each image")
-            return None, {}
-        if self.model is not None and self.model.required:
-            return Classes(self.model.numbers, given=True, is_plain=False), dict(self.model.numbers)
-        if source.removeprefix(PREFIX).partition(":")[0] not in _BUILDERS:
+    names = getattr((dataset.features or {}).get(column), "names", None)
+    reader = source.removeprefix(PREFIX).partition(":")[0]
+    if names:
+        if dataset.info.builder_name == "imagefolder" and Path(reader).is_dir():
             raise ValueError(
-                f"the column {column!r} of {source!r} holds texts such as {brief(label)}, whose numbers need all: "
-                "list the classes in a file, data.classes"
+                f"{reader!r} is a folder of class folders, of which `datasets` takes the innermost for classes: "
+                "read it by data.source: folder"
             )
-        own = Classes(rank_names(_texts(self.training, column)), None)
-        classes = match_classes(own, own.numbers.keys(), self.model, source)
-        return classes, dict(classes.numbers)
+        raw = {name: number for number, name in enumerate(names)}
+        classes = match_classes(Classes(raw, len(raw)), names, model, source)
+        return classes, {number: classes.numbers[name] for name, number in raw.items()}
+    label = _first_value(dataset, source, column)
+    if not isinstance(label, str):
+        if isinstance(label, (list, tuple, dict)):
+            raise _wrong_column(label, source, column, "one class for each image")
+        return None, {}
+    if model is not None and model.required:
+        return Classes(model.numbers, given=True, is_plain=False), dict(model.numbers)
+    # Only files are read whole for the sake of their names: a set of the hub may be of any size.
+    if reader not in _BUILDERS:
+        raise ValueError(
+            f"the column {column!r} of {source!r} holds texts such as {brief(label)}, whose numbers need all: "
+            "list the classes in a file, data.classes"
+        )
+    own = Classes(rank_names(_texts(training, column)), None)
+    classes = match_classes(own, own.numbers.keys(), model, source)
+    return classes, dict(classes.numbers)
 
 
 @functools.lru_cache(maxsize=8)
@@ -172,7 +162,8 @@ class StreamedSource:
     Args:
         columns: Names of the columns of images and of classes or captions.
         seed: Of the order of training samples; None keeps that of the dataset.
-        labels: What is known of the classes; None for captions.
+        training: The source whose names number the classes, where labels are texts; None for captions.
+        model: The classes of the model that reads the images, if they are known by name.
     """
 
     def __init__(
@@ -182,17 +173,18 @@ class StreamedSource:
         limit: int | None = None,
         seed: int | None = None,
         world: int = 1,
-        labels: ClassColumn | None = None,
+        training: str | None = None,
+        model: ModelClasses | None = None,
     ) -> None:
         dataset = open_dataset(source, columns)
         self.classes: Classes | None = None
-        if labels is None:
+        if training is None:
             caption = _first_value(dataset, source, columns[1])
             if caption is not None and not isinstance(caption, str):
                 raise _wrong_column(caption, source, columns[1], "one caption for each image")
             self._parse: Callable[[object], Target] = read_caption
         else:
-            self.classes, numbers = labels.open(dataset, source, columns[1])
+            self.classes, numbers = _number_classes(dataset, source, columns[1], training, model)
             self._parse = partial(_read_label, numbers=numbers)
         from datasets import Image as ImageFeature
 
