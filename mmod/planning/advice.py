@@ -12,7 +12,7 @@ from mmod.analysis.timing import Spread
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
-from mmod.planning.choice import NOISE, Choice, Option, exceeds, in_batches_of, keeps, noted
+from mmod.planning.choice import NOISE, Choice, Option, beside_controls, exceeds, in_batches_of, keeps, noted
 from mmod.planning.samples import AGREEMENT, ALONE
 
 # From `python -m scripts.gradual_size`.
@@ -266,6 +266,7 @@ class Advice:
             f"{dense}.",
             f"{front}{columns}",
             "Nothing was trained: fine-tuned models may lose less, and rank differently.",
+            *filter(None, [beside_controls({row.label: row.to_control for row in self.rows})]),
             *too_small,
             *redundancy,
             *filter(None, [self.note]),

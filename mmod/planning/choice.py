@@ -7,7 +7,7 @@ one whose worse end is best is named. So the sentence follows from the table by 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mmod.analysis.statistics import Estimate, unbeaten
@@ -171,7 +171,7 @@ class Choice:
         if None in speeds and len(speeds) == 1:
             lines.append(f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}.")
             return "\n".join(lines)
-        lines.append(f"Least lost {self.where}, by the worse end of each interval:\n")
+        lines.append(f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n")
         for chosen, reached in speeds.items():
             line = f"- {' and '.join(f'{speed:g}' for speed in reached)} times as fast: "
             if chosen is None:
@@ -242,6 +242,26 @@ def noted(alone: Spread | None, control: str | None, to_control: Estimate | None
                 "hardly matters what is kept."
             )
     return " ".join(notes)
+
+
+def beside_controls(differences: Mapping[str, Estimate | None]) -> str:
+    """Say which models are clearly better than their controls, such as random tokens; empty where none is tested.
+
+    Args:
+        differences: Difference of each model to its control, by name; None for those without.
+    """
+    tested = {name: value for name, value in differences.items() if value is not None and value.has_interval}
+    better = "; ".join(name for name, value in tested.items() if value.low > 0)
+    others = "; ".join(name for name, value in tested.items() if value.low <= 0)
+    sentences = []
+    if better:
+        sentences.append(f"Clearly better than their controls, such as random tokens: {better}.")
+    if others:
+        sentences.append(
+            f"Not clearly better than their controls, such as random tokens: {others}. On these samples it hardly "
+            "matters what these keep."
+        )
+    return " ".join(sentences)
 
 
 def in_batches_of(size: int, samples: str = "images") -> str:

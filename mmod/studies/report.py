@@ -31,6 +31,7 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
+from mmod.planning.choice import beside_controls
 from mmod.studies.compare import BEFORE, Measurer, Rates, Run, measure_run
 from mmod.studies.config import StudyConfig
 from mmod.training.engine.kind import Kind
@@ -240,7 +241,7 @@ def write_study(
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
     parts = [*harm(table, config.score, names), told.text, *left_out, *_of_one_seed(config, table, names)]
-    text = "\n\n".join(filter(None, [*parts, beside_controls(points)]))
+    text = "\n\n".join(filter(None, [*parts, beside_controls({point.name: point.to_control for point in points})]))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
     page = "\n\n".join([shown, *filter(None, [text, told.code])])
@@ -373,18 +374,6 @@ def _of_one_seed(config: StudyConfig, table: Table, names: Sequence[str]) -> lis
     if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, names):
         return []
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
-
-
-def beside_controls(points: Sequence[Point]) -> str:
-    """Say where no model is clearly better than its control, such as random tokens; empty where one is."""
-    differences = {point.name: point.to_control for point in points if point.to_control is not None}
-    tested = {name: value for name, value in differences.items() if value.has_interval}
-    if not tested or any(value.low > 0 for value in tested.values()):
-        return ""
-    return (
-        f"No clear gain over a control, such as random tokens: {listed(list(tested))}. On these samples it hardly "
-        "matters what is kept."
-    )
 
 
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
-from mmod.planning.choice import NOISE, Choice, Option, noted
+from mmod.planning.choice import NOISE, Choice, Option, beside_controls, noted
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1)
 # A front as models have it: faster ones lose more, some near a tolerance.
@@ -96,7 +96,7 @@ def test_without_intervals_only_speeds_are_told() -> None:
     choice = Choice(options, 0.02, "points", "images", "for single images")
     assert choice.best is None
     assert choice.text.splitlines() == [
-        "Least lost for single images, by the worse end of each interval:",
+        "Least lost for single images, by the worse end of each interval, speeds within 3 %:",
         "",
         "- 1.25 times as fast: b, 1.40 times as fast at -1.0 points",
         "- 1.5 times as fast: a, 1.60 times as fast at -2.0 points",
@@ -129,3 +129,24 @@ def test_what_a_choice_is_worse_in_is_said_in_words(
     note = noted(alone, "random", to_control)
     assert note.startswith(told)
     assert bool(note) == bool(told)
+
+
+@pytest.mark.parametrize(
+    ("to_control", "told"),
+    [
+        (
+            {"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, -0.1, 4.0)},
+            "Not clearly better .* random tokens: a; b\\.",
+        ),
+        (
+            {"a": Estimate(-2.0, -3.0, -1.0), "b": None},
+            "Not clearly better .*: a\\. On these samples it hardly matters",
+        ),
+        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)}, "Clearly better .*: b\\. Not clearly .*: a\\."),
+        ({"b": Estimate(2.0, 0.1, 4.0)}, "Clearly better than their controls, such as random tokens: b\\.$"),
+        # Of one seed it is not known.
+        ({"a": Estimate(0.0, seeds=1), "b": None}, "$"),
+    ],
+)
+def test_what_is_better_than_its_control_is_named(to_control: dict[str, Estimate | None], told: str) -> None:
+    assert re.match(told, beside_controls(to_control))
