@@ -32,6 +32,7 @@ class Mark(NamedTuple):
     Attributes:
         low: Lower end of the bar at its score, `high` the upper one.
         note: What a browser shows of it besides name and figures.
+        is_named: It gets its name and its bar off the front too.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Mark(NamedTuple):
     low: float
     high: float
     note: str = ""
+    is_named: bool = False
 
 
 def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
@@ -99,7 +101,7 @@ class Fronts:
         self.styles = looks({mark.series for mark in panels[0]})
         self.fronts = [front_of(marks, faster) for marks in panels]
         floor = floor_of(panels[0], self.fronts)
-        barred = list(itertools.chain.from_iterable(self.fronts))
+        barred = [*itertools.chain.from_iterable(self.fronts), *(mark for mark in panels[0] if mark.is_named)]
         bottom = min(floor, *(mark.low for mark in barred))
         top = max(mark.score for mark in panels[0])
         top = max(top, *(mark.high for mark in barred))
@@ -123,7 +125,7 @@ class Fronts:
             axis.plot([mark.cost for mark in points], [mark.score for mark in points], **line)
         for mark in marks:
             style = {**self.styles[mark.series], "linestyle": ""}
-            if mark in front:
+            if mark in front or mark.is_named:
                 axis.vlines(mark.cost, mark.low, mark.high, color=style["color"], linewidth=0.8)
             elif mark in shown and mark.series != "dense":
                 style |= {"markersize": 0.75 * style["markersize"], "alpha": 0.7}
@@ -165,7 +167,8 @@ class Fronts:
                 boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
         texts = []
         lost = [mark for mark in marks if mark.score < self.floor]
-        for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front), *lost]:
+        further = [mark for mark in marks if (mark.series == "dense" or mark.is_named) and mark not in [*front, *lost]]
+        for mark in [*front, *further, *lost]:
             look = {"color": self.styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
             look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
             name = f"{mark.name}: {mark.score:.3g}" if mark in lost else mark.name
@@ -236,7 +239,8 @@ def _mark(row: Mapping[str, Any], cost: str, score: str) -> Mark:
         below = row["to_dense"].value - row["to_dense"].low
         above = row["to_dense"].high - row["to_dense"].value
     note = "\n".join(filter(None, [f"± {std:.2f}" if std else "", row.get("note") or ""]))
-    return Mark(row["name"], row["series"], row[cost], row[score], row[score] - below, row[score] + above, note)
+    ends = (row[score] - below, row[score] + above)
+    return Mark(row["name"], row["series"], row[cost], row[score], *ends, note, bool(row.get("recommended")))
 
 
 def _has_interval(row: Mapping[str, Any]) -> bool:

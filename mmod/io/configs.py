@@ -45,7 +45,9 @@ def shipped_config(path: str | Path) -> Path | None:
 
 
 def existing_config(path: str | Path, noun: str = "config file") -> Path:
-    """Return the config file for a path or a name; a FileNotFoundError suggests similar names.
+    """Return the config file for a path or a name.
+
+    A FileNotFoundError suggests similar names, a ValueError for a file of Python what to call there.
 
     Args:
         noun: What else the path may be, for the message.
@@ -54,6 +56,11 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
     if not file.is_file():
         hint = f": it is a folder{_in_folder(file)}" if file.is_dir() else f"; {_near(file)}".rstrip("; ")
         raise FileNotFoundError(f"no {noun} at {str(file)!r}{hint}")
+    if file.suffix == ".py":
+        raise ValueError(
+            f"{str(file)!r} is a file of Python, and no {noun}: a model of your own is compared in Python, by "
+            "mmod.advise(model, loader), see docs/before_you_commit.md"
+        )
     return file
 
 

@@ -290,7 +290,7 @@ class Advice:
 
     @name_missing_extra()
     def plot(self, path: str | Path, overwrite: bool = False) -> None:
-        """Draw the `metric` over speed-up; a line joins the candidates on the front, which alone are named."""
+        """Draw the `metric` over speed-up; the front, which a line joins, and what the advice names have names."""
         from mmod.analysis.fronts import Fronts, Mark
         from mmod.analysis.style import FAINT, new_figure, save_figure, tidy
 
@@ -298,12 +298,14 @@ class Advice:
         factor = 100 if is_share else 1
         lossless = 1.0 if self.accuracy is None else 0.0
         baseline = factor * lossless
+        named = self._named
         marks = [Mark("dense", "dense", cost=1.0, score=baseline, low=baseline, high=baseline)]
         for row in self.rows:
             score = factor * (row.score if row.accuracy is None else row.accuracy)
             # A schedule is named after its paper, as in "as FastV".
             series = row.series or row.name.removeprefix("as ").partition(" ")[0]
-            marks.append(Mark(row.name, series, row.speedup.median, score.value, score.low, score.high, row.code))
+            figures = (row.speedup.median, score.value, score.low, score.high)
+            marks.append(Mark(row.name, series, *figures, row.code, row == named))
         figure = new_figure(7, 4.8)
         axis = figure.subplots()
         fronts = Fronts([axis], [marks], faster=True)
@@ -313,7 +315,7 @@ class Advice:
             title = f"change of {self.metric} in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
-        note = f"dotted: tolerance of {100 * self.tolerance:g} %"
+        note = f"dotted: tolerance of {self.choices[0].limit}"
         note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note
         figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
         fronts.name(figure)

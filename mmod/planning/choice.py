@@ -124,19 +124,19 @@ class Choice:
         """The choice in one sentence, and what so few samples leave undecided."""
         named = self.named
         if named is None:
-            return f"Nothing here pays {self.where} at a tolerance of {self._limit}: keep the dense model."
+            return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
         others = [option for option in self.undecided if option is not named]
         if self._is_open(named):
             too = f" Undecided too: {_listed(others)}." if others else ""
             return (
                 f"Undecided: keep the dense model {self.where} until {self._missing([named])} tell whether "
-                f"{named.name} loses more than {self._limit}: it is {_times(named)} at {self._measured(named)}.{too}"
+                f"{named.name} loses more than {self.limit}: it is {_times(named)} at {self._measured(named)}.{too}"
             )
         missing = ""
         if others:
             names = _listed(others)
             missing = (
-                f" Undecided: {self._missing(others)} would tell whether more than {self._limit} is lost by {names}."
+                f" Undecided: {self._missing(others)} would tell whether more than {self.limit} is lost by {names}."
             )
         return f"Use {named.name}: {_times(named)} {self.where}, at {self._measured(named)}.{_noted(named)}{missing}"
 
@@ -155,11 +155,11 @@ class Choice:
             f"{self._measured(chosen)}, the least lost of what was tried.{_noted(chosen)}"
         )
         if self._is_open(chosen):
-            text += f" Undecided: {self._missing([chosen])} would tell whether more than {self._limit} is lost."
+            text += f" Undecided: {self._missing([chosen])} would tell whether more than {self.limit} is lost."
         within = self.best
         if within is None or keeps(chosen.loss, self.tolerance):
             return text
-        return f"{text} Within {self._limit} is {within.name}: {_times(within)} at {self._measured(within)}."
+        return f"{text} Within {self.limit} is {within.name}: {_times(within)} at {self._measured(within)}."
 
     @property
     def text(self) -> str:
@@ -198,7 +198,8 @@ class Choice:
         return sorted(faster, key=lambda option: -option.speedup.median)
 
     @property
-    def _limit(self) -> str:
+    def limit(self) -> str:
+        """The tolerance in words."""
         return f"{100 * self.tolerance:g} {self.unit}"
 
     def _is_open(self, option: Option) -> bool:
@@ -207,7 +208,7 @@ class Choice:
     def _measured(self, option: Option) -> str:
         """Return what a model loses in words, with a warning where that may be more than the tolerance."""
         if exceeds(option.loss, self.tolerance):
-            return f"{option.measured}, which is clearly more lost than {self._limit}"
+            return f"{option.measured}, which is clearly more lost than {self.limit}"
         if option.worst > self.tolerance and option.loss.has_interval:
             return f"{option.measured}, so that {100 * option.worst:.1f} {self.unit} may be lost"
         return option.measured

@@ -263,6 +263,8 @@ def read_images(
     classes = len(source.names)
     known = image_facts(opened.model).classes or 0
     notes = [f"{source.left_out}."] if source.left_out else []
+    if len(source) > number:
+        notes.append(f"{number:,} of {len(source):,} images were read; --number reads more.")
     if report.faults:
         notes.append(f"{len(report.faults)} broken images were skipped.")
     if source.classes is None and classes and known:

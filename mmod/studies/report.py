@@ -257,7 +257,10 @@ def write_study(
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
     }
     # Settings are shown where a browser points, and are no columns.
-    noted = [{**row, "note": hint(runs[row["name"]].candidate, row)} for row in told.rows]
+    noted = [
+        {**row, "note": hint(runs[row["name"]].candidate, row), "recommended": row["name"] in told.recommended}
+        for row in told.rows
+    ]
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)

@@ -131,6 +131,10 @@ def test_the_front_is_named_and_a_legend_names_all_series() -> None:
         named |= names_of(axis)
     # What is below the axis is named with its score, which its place does not tell.
     assert {"dense", LOST} <= named <= {*FRONT, LOST}
+    # What is recommended need not be on the front, as its interval may be narrower, and is never below the axis.
+    recommended = [{**row, "recommended": row["name"] in ("random-0.5", "untrained-0.5")} for row in rows()]
+    named = names_of(draw_tradeoff(recommended).axes[0])
+    assert {"dense", "random-0.5", "untrained-0.5"} <= named <= {*FRONT, "random-0.5", "untrained-0.5"}
     (legend,) = figure.legends
     expected = {"Pareto front", "dense", "a-mod", "mod", "random", "shallow", "untrained"}
     assert {text.get_text() for text in legend.get_texts()} == expected

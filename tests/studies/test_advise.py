@@ -73,6 +73,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     folder, output = make_folder(tmp_path / "images", 3, 4), tmp_path / "advice"
     main(words(folder, output, "--number", "6"))
     shown = capsys.readouterr().out
+    assert "6 of 12 images were read; --number reads more." in shown
     assert "| recipe" in shown
     assert "| smaller-image-" in shown.replace("*", " ").replace("  ", "")
     assert (

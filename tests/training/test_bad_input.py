@@ -62,6 +62,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     for path, hint in (*folders, (tmp_path / "nowhere.yaml", "$")):
         with pytest.raises(FileNotFoundError, match=f"no config file at '{path}'{hint}"):
             TrainConfig.load(path)
+    (tmp_path / "own.py").touch()
+    with pytest.raises(ValueError, match=r"own.py' is a file of Python, and no config file: .* mmod\.advise\(model, "):
+        TrainConfig.load(tmp_path / "own.py")
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
