@@ -2,7 +2,7 @@
 
 In a page of the docs, `<!-- api NAME ... -->` stands before the entries of these names, `<!-- options NAME -->` before
 the options of a config in their order, both as `MODULE:NAME` or `mmod.NAME`, and `<!-- names -->` before a list of all
-names with entries. What is between such a line and `<!-- end -->` is written here.
+public names with entries. What is between such a line and `<!-- end -->` is written here.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ def _relative(page: Path, folder: Path) -> str:
 
 
 def name_table() -> str:
-    """Return a table of all names with entries."""
-    rows = [f"| `{name}` | {first_sentence(lookup(name))} |" for name in entries()]
+    """Return a table of all public names with entries; those of internals are written `MODULE:NAME`."""
+    public = [name for name in entries() if ":" not in name]
+    rows = [f"| `{name}` | {first_sentence(lookup(name))} |" for name in public]
     return "\n".join(["| name | what it is |", "|---|---|", *rows])
 
 

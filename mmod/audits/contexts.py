@@ -36,7 +36,7 @@ Shift = Callable[[Any, range], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparisons(Checked):
-    """What a routed model is compared with in an audit, beside other tokens of the same samples.
+    """What a routed model is compared with in an audit, in addition to other tokens of the same samples.
 
     Args:
         reference: The dense model. Its attention and its entropy are two more conditions, and its loss divides samples

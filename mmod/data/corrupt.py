@@ -50,7 +50,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class CorruptReport:
-    """The distinct faults so far, in order.
+    """The faults of damaged data that a stream met, each once and in order.
 
     Args:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.

@@ -177,7 +177,7 @@ class Routing(NamedTuple):
         skipped_BN: Weights of skipped tokens' states (B, N); None for 1.
         joined: Which kept token a skipped one joined, if any.
         tokens: Which tokens are padding, and which may be skipped.
-        importance_BN: Importance of the tokens, if computed beside the scores (B, N).
+        importance_BN: Importance of the tokens, where it was computed (B, N).
         predicted_BN: Logits of the network that predicts the kept tokens, if there is one (B, N).
     """
 
