@@ -52,13 +52,6 @@ def test_conversion_drops_exactly_the_records_that_readers_count() -> None:
     assert len(written) < 6000 * len(lines)
 
 
-def test_an_answer_of_10_mb_is_read_whole() -> None:
-    said = [SAID[0], {"from": "gpt", "value": "words " * (10**7 // 6)}]
-    Path("0.png").write_bytes(PNG)
-    Path("t.jsonl").write_text(json.dumps({"image": "0.png", "conversations": said}))
-    assert open_conversations("t.jsonl")[0].answer == said[1]["value"]
-
-
 def test_rows_of_wrong_types_are_dropped_with_their_reason() -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
