@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import open_clip
 import pytest
 import timm
 import yaml
@@ -235,6 +236,11 @@ def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     fit_once(monkeypatch)
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda *names, pretrained=False, **options: create(*names, **options))
+    # A CLIP model of a few layers under the name of a large one.
+    clip = open_clip.get_model_config("ViT-B-32")
+    for tower in ("vision_cfg", "text_cfg"):
+        clip[tower] |= {"width": 128, "layers": 4}
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "ViT-B-32", clip)
     scope: dict[str, object] = {}
     name, _, section = page.partition("#")
     text = PAGES[name].partition(f"\n## {section}\n")[2].partition("\n## ")[0] if section else PAGES[name]
