@@ -73,7 +73,7 @@ class AdviceRow:
 
 @dataclass(frozen=True)
 class Advice:
-    """What `advise` measured; `print` shows the table, one sentence of advice and the lines that apply it.
+    """What `advise` measured; `print` shows the table, what to use and the lines that apply it.
 
     Args:
         rows: The candidates, the fastest first.

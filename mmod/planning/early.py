@@ -32,7 +32,7 @@ def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
 
 
 def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look]]:
-    """Yield what asks for all samples of the candidates near the Pareto front, then of those on it that have few.
+    """Yield what asks for all samples of candidates that none as fast clearly beats, then of the front's that have few.
 
     Args:
         table: Gets the rows of what was asked for before more is asked for.

@@ -64,8 +64,8 @@ def advise(
 ) -> Advice:
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
 
-    All candidates run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
-    model with a head is evaluated by how often its top class is the dense model's, another one by the cosine of
+    All candidates run on the first 64 images and are timed in turns; those that none as fast clearly beats run on all.
+    A model with a head is evaluated by how often its top class is the dense model's, another one by the cosine of
     features, and one with an output per patch (`global_pool=""`) by the cosine of its patches. What your own model
     returns is taken for logits if there are labels. A language model is
     evaluated by its greedy answers where batches have labels, else by how often its next token is the dense model's. It
@@ -81,9 +81,10 @@ def advise(
         part: The part to make cheaper; None takes "image" where there are several, or "language".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
-        tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1).
+        tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1): the fastest candidate is advised
+            whose whole 95 % interval is within it.
         faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
-            that reaches it and loses least is advised, whatever the tolerance.
+            that reaches it and loses least, by the worse end of its interval, is advised, whatever the tolerance.
         candidates: What to try. None takes those of `mmod tradeoff my-model`: gradual and late merging, A-MoD, random
             tokens, equal patches left out, smaller images, ToMe and pruning at 0.85, 0.7 or 0.55 of the FLOPs; for a
             language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
