@@ -25,7 +25,7 @@ TOOLS = {
     "tools/tradeoff.py configs/tradeoff/vlm.yaml": "transformers",
 }
 ASKED = """
-import importlib, importlib.machinery, json, os, sys
+import importlib, importlib.machinery, json, os, sys, warnings
 from types import SimpleNamespace
 import mmod
 
@@ -37,6 +37,10 @@ for name in mmod.__all__:
 said["names"] = [name for name in asked["heavy"] if name in sys.modules]
 # As on Windows, in all that follows.
 sys.modules["fcntl"] = None
+with warnings.catch_warnings():
+    # It says once what its locks are then.
+    warnings.simplefilter("ignore")
+    import filelock
 from tests.kit.scripts import run_script
 
 def run(command):
