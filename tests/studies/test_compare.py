@@ -20,6 +20,7 @@ from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
 from mmod.studies.compare import Comparison, Measurer, compare, evaluate_start, measure_run
 from mmod.training import fit
+from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
 from tests.kit.sets import SETS
@@ -41,7 +42,6 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
     candidates = [Candidate(DENSE), *(Candidate(name, routing={"router": name}) for name in ("norm", "random"))]
     comparison = Comparison(candidates=candidates, dense=kind.config)
     loaded: list[weakref.ref[nn.Module]] = []
-    load = ImageKind.load
 
     def tracked(kind: ImageKind) -> nn.Module:
         gc.collect()
@@ -59,7 +59,7 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
             drawn[run.name] = float(torch.rand(()))
         return drawn
 
-    monkeypatch.setattr(ImageKind, "load", tracked)
+    monkeypatch.setattr("mmod.studies.compare.load", tracked)
     (tmp_path / "compared").mkdir()
     first = draws()
     assert len(loaded) == len(candidates)

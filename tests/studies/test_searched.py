@@ -16,7 +16,7 @@ from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, measure_run
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.study import run_study
-from mmod.training.kinds import kind_of
+from mmod.training.engine.kind import load
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -58,10 +58,9 @@ def test_each_seed_has_plans_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
         assert plans[0] != plans[1]
     jobs = {job.name: job for job in comparison_of(config).runs() if job.seed == 0}
     measurer = Measurer(measure_run, Store(tmp_path / STORE))
-    kind = type(kind_of(jobs["dense"].config))
-    load, loaded = kind.load, list[Any]()
+    loaded: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "load", lambda kind: loaded.append(kind) or load(kind))  # type: ignore[func-returns-value]
+        patch.setattr("mmod.studies.plan.load", lambda kind: loaded.append(kind) or load(kind))  # type: ignore[func-returns-value]
         cheap, dear = (measurer.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
     # The dense model is loaded once for all budgets.
     assert len(loaded) == 1
