@@ -102,9 +102,9 @@ class Comparison:
         """
         base = self._base(seed)
         if base is None:
-            return [self._run(candidate, seed, None) for candidate in self.candidates]
+            return [self._run_from(candidate, seed, None) for candidate in self.candidates]
         others = [candidate for candidate in self.candidates if candidate.name != base.name]
-        return [base, *(self._run(candidate, seed, base if base.is_trained else None) for candidate in others)]
+        return [base, *(self._run_from(candidate, seed, base if base.is_trained else None) for candidate in others)]
 
     def _base(self, seed: int) -> Run | None:
         """Return the run of the dense model as its own config makes it; None where there is none."""
@@ -119,7 +119,7 @@ class Comparison:
         # It starts from what its config says, like a model from scratch.
         return _run(dataclasses.replace(dense, from_scratch=True), config, self.train_dense)
 
-    def _run(self, candidate: Candidate, seed: int, base: Run | None) -> Run:
+    def _run_from(self, candidate: Candidate, seed: int, base: Run | None) -> Run:
         """Return the run of a candidate, which starts from a run that is trained before, if there is one."""
         if candidate.from_scratch:
             start = self.dense.started_from(None)
@@ -210,10 +210,8 @@ class Rates(NamedTuple):
     seed: int = 0
 
 
-def at_best_rates(
-    runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path
-) -> tuple[list[Run], dict[str, float]]:
-    """Return runs at the best factor of the learning rate of each trained candidate, and the factors by its name.
+def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
+    """Return the best factor of the learning rate of each trained candidate, by its name.
 
     Args:
         runs: Those of a comparison, of which the first may train the dense model that trials start from.
@@ -222,11 +220,6 @@ def at_best_rates(
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
-    best = _best_rates(runs, rates, store, runner, folder)
-    return [dataclasses.replace(run, config=_with_rate(run.config, best.get(run.name, 1.0))) for run in runs], best
-
-
-def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
     # Trials start from the dense model too, which may not be trained yet.
     jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
     tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
@@ -253,6 +246,11 @@ def _best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner,
             raise FloatingPointError(f"{name} is trained by none of the rates {list(rates.factors)}: give smaller ones")
         best[name] = factors[chosen]
     return best
+
+
+def at_rates(runs: Sequence[Run], factors: Mapping[str, float]) -> list[Run]:
+    """Return runs with the learning rates of candidates multiplied by their factors."""
+    return [dataclasses.replace(run, config=_with_rate(run.config, factors.get(run.name, 1.0))) for run in runs]
 
 
 def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged
 from mmod.planning.options import FIT, PlanOptions
-from mmod.values import Checked, from_plain, one_of, refuse_unknown
+from mmod.values import Checked, check_value, from_plain, one_of, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.data.config import DataConfig
@@ -434,12 +434,7 @@ class PairsStudyConfig(StudyConfig):
         for series, _, fields in self.variants():
             refuse_unknown(f"tower in routers.{series}", fields, (*_TOWERS, "changes", "tune", "budgets"))
             for tower in _TOWERS:
-                routing = fields.get(tower, {})
-                if not isinstance(routing, Mapping):
-                    raise TypeError(
-                        f"routers.{series}: the routing of tower {tower} must be a mapping of keys to values, got "
-                        f"{routing!r}"
-                    )
+                check_value(f"routers.{series}.{tower}", fields.get(tower, {}), Mapping[str, Any])
 
     def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
         """Check the routing of each tower; see `StudyConfig.check_named`."""

@@ -24,7 +24,18 @@ from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Comparison, Measurer, Rates, Run, at_best_rates, compare, config_of, fit, measured_of
+from mmod.studies.compare import (
+    Comparison,
+    Measurer,
+    Rates,
+    Run,
+    at_rates,
+    best_rates,
+    compare,
+    config_of,
+    fit,
+    measured_of,
+)
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.training.engine.config import LoopConfig
@@ -141,7 +152,8 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.
     rates = Rates(sorted(config.rates), _GAIN, _gain, seed=config.seeds)
     table = Table()
-    runs, table.rates = at_best_rates(runs, rates, store, runner, Path(config.output) / "rates")
+    table.rates = best_rates(runs, rates, store, runner, Path(config.output) / "rates")
+    runs = at_rates(runs, table.rates)
     result: StudyResult | None = None
     for run in compare(runs, table, Measurer(_train, store), runner):
         # By seed, so that there is a picture after the first.

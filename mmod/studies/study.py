@@ -12,7 +12,7 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
 from mmod.studies.candidates import comparison_of
-from mmod.studies.compare import Measurer, Run, at_best_rates, compare, identity_of_final, times_of
+from mmod.studies.compare import Measurer, Run, at_rates, best_rates, compare, identity_of_final, times_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.report import StudyKind, StudyResult, write_study
 
@@ -35,7 +35,8 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     table = Table(weigh=study.weigh)
     rates = study.rates()
     if rates is not None:
-        runs, table.rates = at_best_rates(runs, rates, measurer.store, runner, Path(config.output) / "rates")
+        table.rates = best_rates(runs, rates, measurer.store, runner, Path(config.output) / "rates")
+        runs = at_rates(runs, table.rates)
     # The runs of the first seed, whose models are counted, drawn and timed.
     done: dict[str, Run] = {}
 

@@ -64,7 +64,7 @@ def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]
         ),
         (
             {"image": "a-mod"},
-            r"routers\.mine: the routing of tower image must be a mapping .*, got 'a-mod'",
+            r"routers\.mine\.image must be a mapping .*, got 'a-mod'",
         ),
         (
             {"image": {}, "image_size": 32},
