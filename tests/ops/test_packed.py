@@ -59,12 +59,11 @@ def test_the_kernel_is_as_exact_as_torch(device: str, dtype: torch.dtype, case: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_graphs_hold_it_whole_for_any_batch(backend: str, device: str) -> None:
+def test_graphs_hold_it_whole_for_any_batch(device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(packed_attention, fullgraph=True, dynamic=True, backend="aot_eager")
-    with use(backend, "packed_attention"):
-        for lengths in ([4, 0, 9], [30, 2, 9, 5]):
+    for backend, lengths in (("torch", [4, 0, 9]), ("torch", [30, 2, 9, 5]), ("triton", [3, 0, 7, 2])):
+        with use(backend, "packed_attention"):
             rows = [x.requires_grad_() for x in rows_of(lengths, device=device)]
             out = compiled(*rows, starts(lengths, device), max(lengths))
             expected = packed_attention(*rows, starts(lengths, device), max(lengths))
