@@ -61,5 +61,7 @@ def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:
 def _shown(result: StudyResult) -> Path:
     """Print the outcome of a study and return its folder."""
     used = sum(os.times()[:4])
-    print(f"\n{result.summary}\nTable and pictures: {result.folder}, after {used:.0f} CPU seconds")
+    # A log of several studies is read faster without blank lines and fences of code, which the page in the folder has.
+    lines = [line for line in result.summary.splitlines() if line and not line.startswith("```")]
+    print("", *lines, f"Table and pictures: {result.folder}, after {used:.0f} CPU seconds", sep="\n")
     return Path(result.folder)

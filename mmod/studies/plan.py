@@ -11,7 +11,6 @@ from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
 from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.kind import load
 from mmod.training.kinds import extended, kind_of
 
 if TYPE_CHECKING:
@@ -40,10 +39,12 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
     Args:
         searches: Searches that differ in their budgets alone.
     """
+    # Imported late: help is answered without torch.
     from mmod.config import RoutingConfig
     from mmod.io.store import STORE
     from mmod.planning.plan_search import Option
     from mmod.planning.search import search_plan
+    from mmod.training.engine.kind import load
 
     kind = kind_of(config)
     if getattr(config, "routing", None) is not None:

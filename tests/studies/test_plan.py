@@ -54,9 +54,10 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
         main([str(config), *quick, "--plan.budget", "0.8"])
 
 
-def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="kind must be one of 'image', 'pairs', 'chat', 'text'"):
+def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
         main([str(config), "--kind=conversations"])
+    assert "kind must be one of 'image', 'pairs', 'chat', 'text'" in capsys.readouterr().err
     fields = TrainConfig.load(config).to_dict()
     for changes, message in (
         ({"routing": {"router": "random"}}, "routing: null"),
