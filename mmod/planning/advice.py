@@ -12,7 +12,16 @@ from mmod.analysis.timing import Spread
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
-from mmod.planning.choice import NOISE, Choice, Option, beside_controls, exceeds, in_batches_of, keeps, noted
+from mmod.planning.choice import (
+    NOISE,
+    Alternative,
+    Recommendation,
+    beside_controls,
+    exceeds,
+    in_batches_of,
+    keeps,
+    noted,
+)
 from mmod.planning.samples import AGREEMENT, ALONE
 
 # From `python -m scripts.gradual_size`.
@@ -124,12 +133,12 @@ class Advice:
         return "images" if self.cache is None else "prompts"
 
     @property
-    def choices(self) -> list[Choice]:
-        """The choice in batches, which the sentence is about, and where it was timed the one for single images."""
-        choices = [self._choice(in_batches_of(self.batch_size, self.samples), "")]
+    def recommendations(self) -> list[Recommendation]:
+        """What to use in batches, which the sentence is about, and where it was timed, for single images."""
+        found = [self._recommendation(in_batches_of(self.batch_size, self.samples), "")]
         if self.rows and ALONE in self.rows[0].speedups:
-            choices.append(self._choice(in_batches_of(1), ALONE))
-        return choices
+            found.append(self._recommendation(in_batches_of(1), ALONE))
+        return found
 
     @property
     def best(self) -> AdviceRow | None:
@@ -138,13 +147,13 @@ class Advice:
         None if the dense model is. Where a speed-up is wanted, the candidate that reaches it, within the noise, and has
         the best worse end of its interval.
         """
-        chosen = self.choices[0].best if self.faster is None else self.choices[0].at_speed(self.faster)
+        chosen = self.recommendations[0].best if self.faster is None else self.recommendations[0].at_speed(self.faster)
         return self._row_of(chosen)
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
         """Candidates on the front whose interval holds the tolerance, and that are faster than any within it."""
-        names = {option.name for option in self.choices[0].undecided}
+        names = {model.name for model in self.recommendations[0].undecided}
         return tuple(row for row in self.rows if row.label in names)
 
     def is_decided(self, row: AdviceRow) -> bool:
@@ -154,16 +163,16 @@ class Advice:
     @property
     def sentence(self) -> str:
         """The advice in one sentence, and which candidates so few samples leave undecided."""
-        choice = self.choices[0]
+        recommendation = self.recommendations[0]
         if self.faster is None:
-            return choice.sentence
+            return recommendation.sentence
         more = "" if self.best else " Time larger batches, or leave out `faster`: then more is tried."
-        return choice.sentence_at(self.faster) + more
+        return recommendation.sentence_at(self.faster) + more
 
-    def _choice(self, where: str, of: str) -> Choice:
-        """Return the choice by the time of a pass; an empty name is the one that decides."""
-        options = [
-            Option(
+    def _recommendation(self, where: str, of: str) -> Recommendation:
+        """Return what to use by the times of a pass; an empty name is the one that decides."""
+        models = [
+            Alternative(
                 row.label,
                 row.speedups[of] if of else row.speedup,
                 row.loss,
@@ -174,10 +183,10 @@ class Advice:
             for row in self.rows
         ]
         unit = "%" if self.accuracy is None else "points"
-        return Choice(options, self.tolerance, unit, self.samples, where)
+        return Recommendation(models, self.tolerance, unit, self.samples, where)
 
-    def _row_of(self, option: Option | None) -> AdviceRow | None:
-        return next((row for row in self.rows if option is not None and row.label == option.name), None)
+    def _row_of(self, model: Alternative | None) -> AdviceRow | None:
+        return next((row for row in self.rows if model is not None and row.label == model.name), None)
 
     def _measured(self, row: AdviceRow) -> str:
         """Return what a candidate scores by the `metric`, in words."""
@@ -195,7 +204,7 @@ class Advice:
 
     @property
     def _named(self) -> AdviceRow | None:
-        return self._row_of(self.choices[0].named) if self.faster is None else self.best
+        return self._row_of(self.recommendations[0].named) if self.faster is None else self.best
 
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
@@ -227,8 +236,8 @@ class Advice:
     def __str__(self) -> str:
         lines = [str(self.table()), f"\n**{self.sentence}**\n"]
         if self.faster is None:
-            # Of the choice in batches, the sentence stands above.
-            lines += [choice.text.removeprefix(f"{self.sentence}\n\n") + "\n" for choice in self.choices]
+            # Of that in batches, the sentence stands above.
+            lines += [one.text.removeprefix(f"{self.sentence}\n\n") + "\n" for one in self.recommendations]
         lines += [f"- {fact}" for fact in self.facts]
         row = self._named
         if row is not None and self.code:
@@ -315,7 +324,7 @@ class Advice:
             title = f"change of {self.metric} in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
-        note = f"dotted: tolerance of {self.choices[0].limit}"
+        note = f"dotted: tolerance of {self.recommendations[0].limit}"
         note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note
         figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
         fronts.name(figure)

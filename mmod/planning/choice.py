@@ -28,7 +28,7 @@ _MOST = 50
 
 
 @dataclass(frozen=True)
-class Option:
+class Alternative:
     """A model that may take the dense one's place.
 
     Args:
@@ -59,8 +59,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The choice among models that were timed in one kind of pass.
+class Recommendation:
+    """What to use of the models that were timed in one kind of pass.
 
     Args:
         tolerance: Share that may be lost.
@@ -69,55 +69,55 @@ class Choice:
         where: The pass, such as "in batches of 8".
     """
 
-    options: Sequence[Option]
+    models: Sequence[Alternative]
     tolerance: float
     unit: str
     samples: str
     where: str
 
     @property
-    def best(self) -> Option | None:
+    def best(self) -> Alternative | None:
         """The fastest model within the tolerance, or one as fast that loses less; None if the dense one is."""
-        within = [option for option in self._faster if keeps(option.loss, self.tolerance)]
+        within = [model for model in self._faster if keeps(model.loss, self.tolerance)]
         # Times of a few rounds cannot tell these apart: the loss does.
-        as_fast = [option for option in within if NOISE * option.speedup.median >= within[0].speedup.median]
-        return min(as_fast, key=lambda option: option.worst, default=None)
+        as_fast = [model for model in within if NOISE * model.speedup.median >= within[0].speedup.median]
+        return min(as_fast, key=lambda model: model.worst, default=None)
 
     @property
-    def undecided(self) -> list[Option]:
+    def undecided(self) -> list[Alternative]:
         """The models whose interval holds the tolerance, and that are faster than any within it.
 
         What a model as fast beats in both mean and worse end, or is hardly faster, would not change the choice.
         """
-        by_name = {option.name: option for option in self._faster}
+        by_name = {model.name: model for model in self._faster}
 
         def is_better(one: str, other: str) -> bool:
             better = by_name[one].figures
             worse = by_name[other].figures
             return better != worse and all(low <= high for low, high in zip(better, worse))
 
-        costs = {name: option.figures[0] for name, option in by_name.items()}
-        within = [option.speedup.median for option in self._faster if keeps(option.loss, self.tolerance)]
+        costs = {name: model.figures[0] for name, model in by_name.items()}
+        within = [model.speedup.median for model in self._faster if keeps(model.loss, self.tolerance)]
         fastest = NOISE * max(within, default=0.0)
         front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
-        return [option for option in front if self._is_open(option) and option.speedup.median > fastest]
+        return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
 
     @property
-    def named(self) -> Option | None:
+    def named(self) -> Alternative | None:
         """The model that the sentence is about: the best, or the one that fewest more samples decide."""
         # What loses more than the tolerance by its mean would mostly be decided against.
         soonest = min(
             self.undecided,
-            key=lambda option: (option.loss.value > self.tolerance, self._needed(option)),
+            key=lambda model: (model.loss.value > self.tolerance, self._needed(model)),
             default=None,
         )
         return self.best or soonest
 
-    def at_speed(self, speed: float) -> Option | None:
+    def at_speed(self, speed: float) -> Alternative | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
         # The best mean of many is often luck. What reaches the speed within the noise counts.
-        reaching = [option for option in self.options if NOISE * option.speedup.median >= speed]
-        return min(reaching, key=lambda option: (option.worst, -option.speedup.median), default=None)
+        reaching = [model for model in self.models if NOISE * model.speedup.median >= speed]
+        return min(reaching, key=lambda model: (model.worst, -model.speedup.median), default=None)
 
     @property
     def sentence(self) -> str:
@@ -125,7 +125,7 @@ class Choice:
         named = self.named
         if named is None:
             return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
-        others = [option for option in self.undecided if option is not named]
+        others = [model for model in self.undecided if model is not named]
         if self._is_open(named):
             too = f" Undecided too: {_listed(others)}." if others else ""
             return (
@@ -144,7 +144,7 @@ class Choice:
         """Return what to use for a speed-up that is wanted, whatever the tolerance."""
         chosen = self.at_speed(speed)
         if chosen is None:
-            fastest = max(self.options, key=lambda option: option.speedup.median, default=None)
+            fastest = max(self.models, key=lambda model: model.speedup.median, default=None)
             nearest = ""
             if fastest is not None:
                 nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
@@ -165,7 +165,7 @@ class Choice:
     def text(self) -> str:
         """The sentence, and the model that loses least at some speeds."""
         lines = [f"{self.sentence}\n"] if self._is_tested else []
-        speeds: dict[Option | None, list[float]] = {}
+        speeds: dict[Alternative | None, list[float]] = {}
         for speed in _SPEEDS:
             speeds.setdefault(self.at_speed(speed), []).append(speed)
         if None in speeds and len(speeds) == 1:
@@ -181,45 +181,45 @@ class Choice:
         return "\n".join(lines)
 
     @property
-    def recommended(self) -> list[Option]:
+    def recommended(self) -> list[Alternative]:
         """The models that the text is about."""
         chosen = [self.named if self._is_tested else None, *map(self.at_speed, _SPEEDS)]
-        return [option for option in dict.fromkeys(chosen) if option is not None]
+        return [model for model in dict.fromkeys(chosen) if model is not None]
 
     @property
     def _is_tested(self) -> bool:
         """Whether losses have intervals: the sentence on a tolerance says nothing without."""
-        return any(option.loss.has_interval for option in self.options)
+        return any(model.loss.has_interval for model in self.models)
 
     @property
-    def _faster(self) -> list[Option]:
+    def _faster(self) -> list[Alternative]:
         """Models that are clearly faster than the dense one, the fastest first."""
-        faster = [option for option in self.options if option.speedup.low >= NOISE]
-        return sorted(faster, key=lambda option: -option.speedup.median)
+        faster = [model for model in self.models if model.speedup.low >= NOISE]
+        return sorted(faster, key=lambda model: -model.speedup.median)
 
     @property
     def limit(self) -> str:
         """The tolerance in words."""
         return f"{100 * self.tolerance:g} {self.unit}"
 
-    def _is_open(self, option: Option) -> bool:
-        return not keeps(option.loss, self.tolerance) and not exceeds(option.loss, self.tolerance)
+    def _is_open(self, model: Alternative) -> bool:
+        return not keeps(model.loss, self.tolerance) and not exceeds(model.loss, self.tolerance)
 
-    def _measured(self, option: Option) -> str:
+    def _measured(self, model: Alternative) -> str:
         """Return what a model loses in words, with a warning where that may be more than the tolerance."""
-        if exceeds(option.loss, self.tolerance):
-            return f"{option.measured}, which is clearly more lost than {self.limit}"
-        if option.worst > self.tolerance and option.loss.has_interval:
-            return f"{option.measured}, so that {100 * option.worst:.1f} {self.unit} may be lost"
-        return option.measured
+        if exceeds(model.loss, self.tolerance):
+            return f"{model.measured}, which is clearly more lost than {self.limit}"
+        if model.worst > self.tolerance and model.loss.has_interval:
+            return f"{model.measured}, so that {100 * model.worst:.1f} {self.unit} may be lost"
+        return model.measured
 
-    def _missing(self, options: Sequence[Option]) -> str:
+    def _missing(self, models: Sequence[Alternative]) -> str:
         """Return how many more samples decide about all of some models."""
-        least = "at least " if any(_is_too_close(option.loss, self.tolerance) for option in options) else ""
-        return f"{least}{max(map(self._needed, options)):,} more {self.samples}"
+        least = "at least " if any(_is_too_close(model.loss, self.tolerance) for model in models) else ""
+        return f"{least}{max(map(self._needed, models)):,} more {self.samples}"
 
-    def _needed(self, option: Option) -> int:
-        return missing_samples(option.loss, self.tolerance, option.samples)
+    def _needed(self, model: Alternative) -> int:
+        return missing_samples(model.loss, self.tolerance, model.samples)
 
 
 def noted(alone: Spread | None, control: str | None, to_control: Estimate | None) -> str:
@@ -312,13 +312,13 @@ def _growth(loss: Estimate, tolerance: float) -> float:
     return _POWER**2 * (shrinking if loss.value == 0 else shrinking**2)
 
 
-def _times(option: Option) -> str:
-    return f"{option.speedup.median:.2f} times as fast"
+def _times(model: Alternative) -> str:
+    return f"{model.speedup.median:.2f} times as fast"
 
 
-def _noted(option: Option) -> str:
-    return f" {option.note}" if option.note else ""
+def _noted(model: Alternative) -> str:
+    return f" {model.note}" if model.note else ""
 
 
-def _listed(options: Sequence[Option]) -> str:
-    return ", ".join(f"{option.name} ({_times(option)})" for option in options)
+def _listed(models: Sequence[Alternative]) -> str:
+    return ", ".join(f"{model.name} ({_times(model)})" for model in models)

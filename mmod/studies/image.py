@@ -33,7 +33,7 @@ from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import TOLERANCE, Choice, Option, in_batches_of, noted
+from mmod.planning.choice import TOLERANCE, Alternative, Recommendation, in_batches_of, noted
 from mmod.studies.compare import Measurer, Rates, Run, measure_run
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, verdict
@@ -174,8 +174,8 @@ class ImageStudy(StudyKind):
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
-        chosen = choices(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
-        texts = [choice.text for choice in chosen]
+        found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
+        texts = [one.text for one in found]
         texts += [*filter(None, [note]), *facts["images"]]
         limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
         if not has_intervals or (is_by_sample and not note):
@@ -187,9 +187,9 @@ class ImageStudy(StudyKind):
         texts.append(" ".join(limits))
         # Recommended are the best models in the largest batches.
         recommended = []
-        if chosen:
+        if found:
             by_label = {run.candidate.label: name for name, run in runs.items()}
-            recommended = [by_label[option.name] for option in chosen[0].recommended]
+            recommended = [by_label[model.name] for model in found[0].recommended]
         lines = self.code([runs[name].candidate for name in recommended])
         return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
 
@@ -211,8 +211,10 @@ class ImageStudy(StudyKind):
         return "\n\n".join(blocks)
 
 
-def choices(table: Table, score: str, measure: str, candidates: Mapping[str, Candidate]) -> list[Choice]:
-    """Return the choice for each size of batches, the largest first; none before models are timed.
+def recommendations(
+    table: Table, score: str, measure: str, candidates: Mapping[str, Candidate]
+) -> list[Recommendation]:
+    """Return what to use for each size of batches, the largest first; none before models are timed.
 
     Args:
         measure: Title of the score.
@@ -223,7 +225,7 @@ def choices(table: Table, score: str, measure: str, candidates: Mapping[str, Can
         speedups[size] = {name: ratios(ms[DENSE], ms[name]) for name in candidates}
     found = []
     for size in sizes:
-        options = []
+        models = []
         for name, candidate in candidates.items():
             difference = gap(table, score, name, DENSE)
             if difference is None:
@@ -234,8 +236,10 @@ def choices(table: Table, score: str, measure: str, candidates: Mapping[str, Can
                 alone = speedups[1][name] if 1 in speedups and size > 1 else None
                 note = noted(alone, candidate.control, gap(table, score, name, candidate.control))
             measured = f"{difference:+.1f} points of {measure}"
-            options.append(Option(candidate.label, speedups[size][name], loss, evaluated(table, name), measured, note))
-        found.append(Choice(options, TOLERANCE, "points", "images", in_batches_of(size)))
+            models.append(
+                Alternative(candidate.label, speedups[size][name], loss, evaluated(table, name), measured, note)
+            )
+        found.append(Recommendation(models, TOLERANCE, "points", "images", in_batches_of(size)))
     return found
 
 

@@ -11,25 +11,25 @@ import pytest
 
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
-from mmod.planning.choice import NOISE, Choice, Option, beside_controls, noted
+from mmod.planning.choice import NOISE, Alternative, Recommendation, beside_controls, noted
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1)
 # A front as models have it: faster ones lose more, some near a tolerance.
 TRUE_LOSS = {1.1: 0.0, 1.2: 0.013, 1.3: 0.004, 1.4: 0.03, 1.6: 0.048, 1.8: 0.12, 2.2: 0.3}
 
 
-def drawn(rng: np.random.Generator, samples: int, tolerance: float) -> Choice:
+def drawn(rng: np.random.Generator, samples: int, tolerance: float) -> Recommendation:
     """Return the choice by random samples among models with the true losses."""
-    options = []
+    models = []
     for speed, lost in TRUE_LOSS.items():
         score = share_of(rng.random(samples) >= lost)
         loss = Estimate(1 - score.value, 1 - score.high, 1 - score.low)
-        options.append(Option(f"at {speed}", Spread(speed, speed, speed), loss, samples, f"{100 * score} %"))
-    return Choice(options, tolerance, "%", "images", "in batches of 8")
+        models.append(Alternative(f"at {speed}", Spread(speed, speed, speed), loss, samples, f"{100 * score} %"))
+    return Recommendation(models, tolerance, "%", "images", "in batches of 8")
 
 
-def true_loss(option: Option) -> float:
-    return TRUE_LOSS[option.speedup.median]
+def true_loss(model: Alternative) -> float:
+    return TRUE_LOSS[model.speedup.median]
 
 
 @pytest.mark.parametrize("tolerance", TOLERANCES)
@@ -68,8 +68,8 @@ def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
         for speed in (1.05, 1.25, 1.5, 2.0):
             chosen = choice.at_speed(speed)
             assert chosen is not None
-            reaching = [option for option in choice.options if NOISE * option.speedup.median >= speed]
-            assert chosen.loss.high == min(option.loss.high for option in reaching)
+            reaching = [model for model in choice.models if NOISE * model.speedup.median >= speed]
+            assert chosen.loss.high == min(model.loss.high for model in reaching)
             sentence = choice.sentence_at(speed)
             assert sentence.startswith(f"For {speed:g} times the speed use {chosen.name}: ")
             assert ("may be lost" in sentence) == (chosen.loss.low <= tolerance < chosen.loss.high)
@@ -89,11 +89,11 @@ def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
 
 
 def test_without_intervals_only_speeds_are_told() -> None:
-    options = [
-        Option(name, Spread(speed, speed, speed), Estimate(loss), 100, f"{-100 * loss:+.1f} points")
+    models = [
+        Alternative(name, Spread(speed, speed, speed), Estimate(loss), 100, f"{-100 * loss:+.1f} points")
         for name, speed, loss in (("a", 1.6, 0.02), ("b", 1.4, 0.01))
     ]
-    choice = Choice(options, 0.02, "points", "images", "for single images")
+    choice = Recommendation(models, 0.02, "points", "images", "for single images")
     assert choice.best is None
     assert choice.text.splitlines() == [
         "Least lost for single images, by the worse end of each interval, speeds within 3 %:",

@@ -29,7 +29,7 @@ from mmod.planning import Candidate
 from mmod.studies.candidates import comparison_of, read_runs, routed_of
 from mmod.studies.compare import Run
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
-from mmod.studies.image import ImageStudy, choices
+from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.report import StudyResult, harm, verdict
 from mmod.studies.study import run_study
 from mmod.training.engine.kind import load
@@ -265,7 +265,8 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     # Alone it is slower, and there what may be lucky is all that is faster.
     assert "keep the dense model for single images until " in told.text
     assert "- 1.25 and 1.5 times as fast: lucky, 1.50 times" in told.text
-    wanted = choices(table, "top1", "accuracy", {name: run.candidate for name, run in runs.items()})[0].sentence_at(1.4)
+    candidates = {name: run.candidate for name, run in runs.items()}
+    wanted = recommendations(table, "top1", "accuracy", candidates)[0].sentence_at(1.4)
     assert "For single images it is slower than the dense model: 0.97 times as fast." in wanted
     assert "It is not clearly better than its control, lucky (-2.5 [" in wanted
     (points,) = re.findall(r"the widest interval is ([0-9.]+) points", told.text)
@@ -552,8 +553,9 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "Nothing was trained" in str(advice)
     assert "`mmod tradeoff my-model` tries the same candidates" in str(advice)
     # The same answer in the same words, for batches and for single images.
-    assert len(advice.choices) == 2
-    assert [choice.text in result.summary for choice in advice.choices] == [True, True], (result.summary, str(advice))
+    assert len(advice.recommendations) == 2
+    told = [one.text in result.summary for one in advice.recommendations]
+    assert told == [True, True], (result.summary, str(advice))
     codes = {row.name: row.code for row in advice.rows}
     for candidate in comparison_of(config).candidates[1:]:
         assert candidate.series == "smaller-image" or candidate.code("image", True) == codes[candidate.name]
