@@ -236,8 +236,8 @@ class Advice:
     def __str__(self) -> str:
         lines = [str(self.table()), f"\n**{self.sentence}**\n"]
         if self.faster is None:
-            # Of that in batches, the sentence stands above.
-            lines += [one.text.removeprefix(f"{self.sentence}\n\n") + "\n" for one in self.recommendations]
+            in_batches, *alone = self.recommendations
+            lines += [f"{text}\n" for text in (in_batches.by_speed, *(one.text for one in alone))]
         lines += [f"- {fact}" for fact in self.facts]
         row = self._named
         if row is not None and self.code:

@@ -78,7 +78,7 @@ class Recommendation:
     @property
     def best(self) -> Alternative | None:
         """The fastest model within the tolerance, or one as fast that loses less; None if the dense one is."""
-        within = [model for model in self._faster if keeps(model.loss, self.tolerance)]
+        within = self._within
         # Times of a few rounds cannot tell these apart: the loss does.
         as_fast = [model for model in within if NOISE * model.speedup.median >= within[0].speedup.median]
         return min(as_fast, key=lambda model: model.worst, default=None)
@@ -97,8 +97,7 @@ class Recommendation:
             return better != worse and all(low <= high for low, high in zip(better, worse))
 
         costs = {name: model.figures[0] for name, model in by_name.items()}
-        within = [model.speedup.median for model in self._faster if keeps(model.loss, self.tolerance)]
-        fastest = NOISE * max(within, default=0.0)
+        fastest = NOISE * self._within[0].speedup.median if self._within else 0.0
         front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
         return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
 
@@ -164,14 +163,17 @@ class Recommendation:
     @property
     def text(self) -> str:
         """The sentence, and the model that loses least at some speeds."""
-        lines = [f"{self.sentence}\n"] if self._is_tested else []
+        return "\n\n".join([self.sentence, self.by_speed] if self._is_tested else [self.by_speed])
+
+    @property
+    def by_speed(self) -> str:
+        """The model that loses least at some speeds, a line each."""
         speeds: dict[Alternative | None, list[float]] = {}
         for speed in _SPEEDS:
             speeds.setdefault(self.at_speed(speed), []).append(speed)
         if None in speeds and len(speeds) == 1:
-            lines.append(f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}.")
-            return "\n".join(lines)
-        lines.append(f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n")
+            return f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}."
+        lines = [f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n"]
         for chosen, reached in speeds.items():
             line = f"- {' and '.join(f'{speed:g}' for speed in reached)} times as fast: "
             if chosen is None:
@@ -196,6 +198,11 @@ class Recommendation:
         """Models that are clearly faster than the dense one, the fastest first."""
         faster = [model for model in self.models if model.speedup.low >= NOISE]
         return sorted(faster, key=lambda model: -model.speedup.median)
+
+    @property
+    def _within(self) -> list[Alternative]:
+        """Those of them that are within the tolerance by their whole interval."""
+        return [model for model in self._faster if keeps(model.loss, self.tolerance)]
 
     @property
     def limit(self) -> str:
