@@ -230,7 +230,7 @@ class Recommendation:
 
 
 def noted(alone: Spread | None, control: str | None, to_control: Estimate | None) -> str:
-    """Say of a model that is chosen in batches whether it is slower for single samples, or no better than its control.
+    """Say whether a model chosen in batches is slower for single samples, and how it compares with its control.
 
     Args:
         alone: Its speed-up for single samples, where it was timed.
@@ -244,29 +244,34 @@ def noted(alone: Spread | None, control: str | None, to_control: Estimate | None
             notes.append(
                 f"It is better than its control, {control}, by {to_control:.1f} points: what it keeps matters."
             )
+        elif to_control.high < 0:
+            notes.append(f"It is worse than its control ({to_control:+.1f} points): {control} keeps what matters more.")
         else:
             notes.append(
-                f"It is not clearly better than its control, {control} ({to_control:+.1f} points): on these images it "
+                f"It is not clearly better than its control, {control} ({to_control:+.1f} points): on these samples it "
                 "hardly matters what is kept."
             )
     return " ".join(notes)
 
 
 def beside_controls(differences: Mapping[str, Estimate | None]) -> str:
-    """Say which models are clearly better than their controls, such as random tokens; empty where none is tested.
+    """Say which models are better or worse than their controls, such as random tokens; empty where none is tested.
 
     Args:
         differences: Difference of each model to its control, by name; None for those without.
     """
     tested = {name: value for name, value in differences.items() if value is not None and value.has_interval}
     better = "; ".join(name for name, value in tested.items() if value.low > 0)
-    others = "; ".join(name for name, value in tested.items() if value.low <= 0)
+    worse = "; ".join(name for name, value in tested.items() if value.high < 0)
+    alike = "; ".join(name for name, value in tested.items() if not value.is_clear)
     sentences = []
     if better:
         sentences.append(f"Clearly better than their controls, such as random tokens: {better}.")
-    if others:
+    if worse:
+        sentences.append(f"Clearly worse than their controls, such as random tokens: {worse}.")
+    if alike:
         sentences.append(
-            f"Not clearly better than their controls, such as random tokens: {others}. On these samples it hardly "
+            f"Not clearly different from their controls, such as random tokens: {alike}. On these samples it hardly "
             "matters what these keep."
         )
     return " ".join(sentences)
