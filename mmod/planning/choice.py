@@ -17,6 +17,8 @@ TOLERANCE = 0.02
 """Share of accuracy, or of agreement, that may be lost."""
 NOISE = 1.03
 """Speeds whose ratio is below this are within the noise of a machine."""
+SEEDS = "seeds"
+"""What intervals are over where models were trained several times."""
 # Speeds for which a model is named, as multiples of the dense model's.
 _SPEEDS = (1.25, 1.5, 2.0)
 # Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
@@ -34,7 +36,7 @@ class Alternative:
     Args:
         speedup: Time of the dense model over its own, over the rounds.
         loss: What it loses to the dense model, as a share.
-        samples: Number of samples that the loss is from.
+        samples: Number of samples, or of seeds, that the loss is from.
         measured: The loss in words.
         note: Further sentences about it, where it is named.
     """
@@ -65,7 +67,7 @@ class Recommendation:
     Args:
         tolerance: Share that may be lost.
         unit: Unit of losses, "points" or "%".
-        samples: What models were evaluated on, "images" or "prompts".
+        samples: What intervals are over, "images", "prompts" or `SEEDS`.
         where: The pass, such as "in batches of 8".
     """
 
@@ -222,6 +224,9 @@ class Recommendation:
 
     def _missing(self, models: Sequence[Alternative]) -> str:
         """Return how many more samples decide about all of some models."""
+        # The spread of a few seeds is not known well enough for a number.
+        if self.samples == SEEDS:
+            return f"more {SEEDS}"
         least = "at least " if any(_is_too_close(model.loss, self.tolerance) for model in models) else ""
         return f"{least}{max(map(self._needed, models)):,} more {self.samples}"
 

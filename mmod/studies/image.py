@@ -33,7 +33,7 @@ from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import TOLERANCE, Alternative, Recommendation, in_batches_of, noted
+from mmod.planning.choice import SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of, noted
 from mmod.studies.compare import Measurer, Rates, Run, measure_run
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.report import COLUMNS, Facts, Lines, Runs, StudyKind, Told, verdict
@@ -223,6 +223,9 @@ def recommendations(
     speedups: dict[int, dict[str, Spread]] = {}
     for (_, size), ms in table.times.items():
         speedups[size] = {name: ratios(ms[DENSE], ms[name]) for name in candidates}
+    # More images would not narrow intervals over seeds.
+    is_by_sample = paired_by_sample(table, score, list(candidates))
+    samples = "images" if is_by_sample else SEEDS
     found = []
     for size in sizes:
         models = []
@@ -236,10 +239,9 @@ def recommendations(
                 alone = speedups[1][name] if 1 in speedups and size > 1 else None
                 note = noted(alone, candidate.control, gap(table, score, name, candidate.control))
             measured = f"{difference:+.1f} points of {measure}"
-            models.append(
-                Alternative(candidate.label, speedups[size][name], loss, evaluated(table, name), measured, note)
-            )
-        found.append(Recommendation(models, TOLERANCE, "points", "images", in_batches_of(size)))
+            number = evaluated(table, name) if is_by_sample else len(table.runs[name])
+            models.append(Alternative(candidate.label, speedups[size][name], loss, number, measured, note))
+        found.append(Recommendation(models, TOLERANCE, "points", samples, in_batches_of(size)))
     return found
 
 

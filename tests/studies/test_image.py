@@ -274,6 +274,19 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
 
 
+def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
+    table = Table()
+    for name, values in {"dense": [95.0, 95.2], "near": [94.9, 93.2]}.items():
+        for seed, value in enumerate(values):
+            table.add(name, seed, Measured({"top1": value}, samples=10_000))
+    table.times = {("image", 8): {"dense": [3.0], "near": [2.0]}}
+    (told,) = recommendations(table, "top1", "accuracy", {name: Candidate(name) for name in table.runs})
+    assert told.sentence.startswith(
+        "Undecided: keep the dense model in batches of 8 until more seeds tell whether near"
+    )
+    assert "Undecided: more seeds would tell" in told.sentence_at(1.4)
+
+
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
     config = dataclasses.replace(study, latency_batch=16)
     facts = {"images": ["Images: some"]}
