@@ -28,11 +28,7 @@ from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
-from mmod.planning.untrained import (
-    image_candidates,
-    language_candidates,
-    smaller_images,
-)
+from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
 from mmod.values import check_value
 
 ROUNDS = 5
@@ -118,6 +114,12 @@ def advise(
     _check_candidates(candidates)
     check_batches(batches)
     part, stack, is_only = _part_to_change(model, part)
+    if faster is not None and (stack.language or candidates is not None):
+        raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
+    if at_size is not None and (candidates is not None or not stack.language):
+        raise ValueError(
+            "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
+        )
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
     # Configs name models of the supported libraries, and no class of the user's own.
@@ -125,25 +127,14 @@ def advise(
     samples: Images | Prompts
     chosen: Sequence[Candidate]
     unfitted: dict[str, str] = {}
-    study = ""
-    if faster is not None and (stack.language or candidates is not None):
-        raise ValueError("faster chooses the candidates of an image model: leave it out for prompts, or candidates")
-    if at_size is not None and (candidates is not None or not stack.language):
-        raise ValueError(
-            "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
-        )
     with in_mode(False, model), torch.no_grad():
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, store)
-            if at_size is not None:
-                samples.batches_at = partial(_batches_at, at_size, images)
-                chosen = [*chosen, *smaller_images(model)]
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, is_right, at_size, store)
         else:
             samples = Images(model, part, stack.prefix, *first_images(batches, images), batch_size)
             if candidates is None:
                 image = samples.pixels[:1].to(samples.device)
                 chosen, unfitted = image_candidates(model, part, depth, image, samples.patches, faster)
-                study = _STUDY if is_named and faster is None else ""
             else:
                 chosen = candidates
         results = Store(store)
@@ -157,25 +148,17 @@ def advise(
         if folder is not None:
             _check_question(Path(folder), results, question)
         entrants, refused = changed_models(model, samples, depth, chosen)
-        refused |= unfitted
-        by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         figure = CORRECT if samples.has_labels else AGREEMENT
-        table = Table()
-        # On all samples, since every look is compared with it.
-        table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
-        runner = Runner(progress=progress, title="advise", leave=False)
-        measure = partial(evaluate_once, results, entrants)
-        table.fill(runner.run(look_at(by_name, 0, samples.first), measure))
-        table.times = _times(results, entrants)
-        for looks in near_front(table, figure, len(samples)):
-            table.fill(runner.run(looks, measure))
+        table = _compared(entrants, figure, results, progress)
+        by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
         caches = {name: one.samples.cache_bytes(one.model) for name, one in entrants.items()}
         rows = tuple(rows_of(table, figure, by_name, caches, part, is_only))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
+    is_as_in_study = is_named and not stack.language and candidates is None and faster is None
     advice = Advice(
         rows,
-        refused,
+        refused | unfitted,
         samples.measure,
         mean_of(table, CORRECT, DENSE) if samples.has_labels else None,
         samples.batch_size * float(np.median(table.times[BATCH][DENSE])),
@@ -183,7 +166,7 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, [note, samples.note, study])),
+        " ".join(filter(None, [note, samples.note, _STUDY if is_as_in_study else ""])),
         caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
@@ -192,6 +175,22 @@ def advise(
         advice.save(folder, overwrite=True)
         results.put(_QUESTION, question)
     return advice
+
+
+def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, progress: bool) -> Table:
+    """Return the rows and times of all models; those that may be on the front are evaluated on all samples."""
+    _, dense, samples = entrants[DENSE]
+    table = Table()
+    # On all samples, since every look is compared with it.
+    table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
+    runner = Runner(progress=progress, title="advise", leave=False)
+    measure = partial(evaluate_once, results, entrants)
+    changed = [name for name in entrants if name != DENSE]
+    table.fill(runner.run(look_at(changed, 0, samples.first), measure))
+    table.times = _times(results, entrants)
+    for looks in near_front(table, figure, len(samples)):
+        table.fill(runner.run(looks, measure))
+    return table
 
 
 def _check_question(folder: Path, results: Store, question: Mapping[str, object]) -> None:
@@ -238,6 +237,7 @@ def _prompts(
     count: int,
     candidates: Sequence[Candidate] | None,
     is_right: IsRight,
+    at_size: AtSize | None,
     store: Path | None,
 ) -> tuple[Prompts, Sequence[Candidate]]:
     """Return prompts to evaluate candidates on, and the candidates; plans are searched on the first fifth."""
@@ -259,7 +259,10 @@ def _prompts(
         f"Plans were searched on the first {ends[searched - 1]} of {ends[-1]} prompts, and all candidates evaluated on "
         f"the other {len(evaluated)}. {evaluated.note}"
     ).rstrip()
-    return evaluated, candidates
+    if at_size is None:
+        return evaluated, candidates
+    evaluated.batches_at = partial(_batches_at, at_size, count)
+    return evaluated, [*candidates, *smaller_images(model)]
 
 
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack, bool]:
