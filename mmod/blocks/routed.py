@@ -201,6 +201,33 @@ class SpannedBlock(RoutedBlock):
             self._check_alone(span)
         return span_pass
 
+    def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
+        """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
+        if span_pass is None:
+            return super().attend(x, arguments, None)
+        state = self.mod_state
+        call = state.call
+        rows = span_pass.rows
+        z = x
+        if rows is None:
+            earlier = self._joined_before(span_pass, x.device)
+            if earlier is not None:
+                rows = Rows(x, earlier)
+                z = rows.z
+        if rows is not None:
+            # Attention runs before this block decides, so on the rows of the decision before.
+            arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
+        if state.observes:
+            queries_BN = call.masks(arguments, z).queries_BN
+            attend = partial(super().attend, z, arguments, span_pass)
+            y, span_pass.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
+        else:
+            y = super().attend(z, arguments, span_pass)
+        # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
+        if rows is span_pass.rows or rows is None:
+            return y
+        return rows.write_back(y)
+
     def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
         """Decide as the span does, and return its rows, or new ones where none were passed on."""
         if span_pass is None:
@@ -254,33 +281,6 @@ class SpannedBlock(RoutedBlock):
                 f"{span.names[self.mod_state.position]} decides by the scores that {span.names[0]} computes, and its "
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
-
-    def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
-        """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
-        if span_pass is None:
-            return super().attend(x, arguments, None)
-        state = self.mod_state
-        call = state.call
-        rows = span_pass.rows
-        z = x
-        if rows is None:
-            earlier = self._joined_before(span_pass, x.device)
-            if earlier is not None:
-                rows = Rows(x, earlier)
-                z = rows.z
-        if rows is not None:
-            # Attention runs before this block decides, so on the rows of the decision before.
-            arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
-        if state.observes:
-            queries_BN = call.masks(arguments, z).queries_BN
-            attend = partial(super().attend, z, arguments, span_pass)
-            y, span_pass.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
-        else:
-            y = super().attend(z, arguments, span_pass)
-        # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
-        if rows is span_pass.rows or rows is None:
-            return y
-        return rows.write_back(y)
 
     def _decide(self, x_BND: Tensor, span_pass: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
         """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
