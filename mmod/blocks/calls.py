@@ -56,6 +56,7 @@ class SpanPass:
         masks: Which tokens of captions are padding, once a block has asked.
     """
 
+    # Of captions alone: passes of images, which are most, set neither.
     read_B1: Tensor | None = None
     masks: TokenMasks | None = None
 

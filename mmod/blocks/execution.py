@@ -181,6 +181,7 @@ class OneBranch(Execution):
         elif self.operator == "attention" and not (call.caches and in_order(z, routing)):
             attends = partial(call.attend_to_all, block, routing=routing)
         elif call.caches:
+            # The branch is the MLP, or attention where each token keeps its place: the cache receives all.
             selected = call.select_tokens(arguments, z, None)
             call.begin_update(arguments, z, routing, all_tokens=True)
         branch = partial(run_on_kept, routing, attends, self.operator in call.tuples)
