@@ -91,9 +91,10 @@ _ASKED = ("checkpoint", "image_size", "mean", "std", "measure", "number", "batch
 def _folder_of(options: argparse.Namespace) -> str:
     """Return the folder of a question: by the model, the samples, and the options that are not the usual ones."""
     asked = [options.prompts or options.images]
+    usual = _parser()
     for name in _ASKED:
         value = getattr(options, name)
-        if value != _parser().get_default(name):
+        if value != usual.get_default(name):
             asked.append(f"{name}-{'-'.join(map(str, value)) if isinstance(value, list) else value}")
     # A path or a name on a hub becomes the name of one folder.
     names = [re.sub(r"[/:\\]+", "-", part).strip("-") for part in (options.model, *asked)]

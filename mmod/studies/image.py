@@ -160,11 +160,11 @@ class ImageStudy(StudyKind):
         score = config.score
         names = list(runs)
         suffixes = config.size_suffixes
-        axes = {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
+        axes = {"gflops": "GFLOPs per image"}
+        axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
         shown = {name: COLUMNS[name] for name in ("name", "gflops")}
         shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
         summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
-        axes = {"gflops": "GFLOPs per image", **axes}
         told = Told(rows, _with_batch_sizes(suffixes, self.columns), self.measures[score], axes, "", summary)
         note = self.note(table)
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
