@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_stacks
 from mmod.blocks import BlockCall, Execution, ImportanceBlock, Mixin, RoutedBlock, Rows, convert, make_dense
+from mmod.blocks.execution import AllTokens
 from mmod.blocks.rows import Host
 from mmod.methods.route import routed_blocks
 from mmod.ops import lerp_rows
@@ -146,7 +147,15 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-class Looped(Execution):
+class OnAllTokens(Execution):
+    """The block gets all tokens, and a control does its own with them."""
+
+    def make_rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return all tokens."""
+        return AllTokens(x, routing)
+
+
+class Looped(OnAllTokens):
     """Image by image: one call of the host block for each."""
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
@@ -161,7 +170,7 @@ class Looped(Execution):
         return torch.stack(out)
 
 
-class Masked(Execution):
+class Masked(OnAllTokens):
     """Every token is computed, attending to kept ones only; results of skipped tokens are discarded."""
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
