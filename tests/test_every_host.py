@@ -227,6 +227,8 @@ def test_every_weight_that_learns_in_the_dense_model_learns(library: str, name: 
         return {key for key, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
 
     expected = learning()
+    # Whatever a first call has drawn: a router that keeps nothing by its threshold learns nothing.
+    torch.manual_seed(0)
     host.apply(model, CHANGES[change][0])
     assert expected | {key for key, _ in model.named_parameters() if ".router." in key} <= learning()
 
