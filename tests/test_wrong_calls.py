@@ -20,16 +20,91 @@ from tests.kit.own_vits import make_own
 from tests.kit.vlm_zoo import make_language
 
 Call = Callable[[Any], object]
-LINEAR = mmod.RoutingConfig(router="linear", gate="identity")
+SHARED = {"name": "linear", "shared": True}
+CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"blocks": "lates"}, ValueError, "got 'lates'; near ones: late$"),
+    ({"skipped": "merged"}, ValueError, "got 'merged'; near ones: merge$"),
+    ({"ratio": 0.5}, TypeError, "has no field 'ratio'; near ones: capacity; "),
+    (
+        {"router": {"name": "duplicate", "cel": 2}},
+        ValueError,
+        "^unknown option of router 'duplicate': cel; near ones: cell; valid ones are ",
+    ),
+    ({"capacity": torch.rand(2)}, TypeError, r"capacity must be .*, got Tensor \(2,\)$"),
+    ({"ruoter": "norm"}, TypeError, "Config has no field 'ruoter'; near ones: router;"),
+    ({"capacity": "0.5"}, TypeError, r"capacity must be a number in \[0, 1\].*, got '0.5'"),
+    ({"router": mmod.Score}, TypeError, "must be a name, a score or a function, got <class"),
+    ({"router": "atention"}, ValueError, "'norm', .*, got 'atention'; .*register_score"),
+    ({"capacity": -0.5}, ValueError, r"a number in \[0, 1\] or several .*, got -0.5"),
+    ({"blocks": "odd"}, ValueError, "one of 'every_other', 'late', 'all' or several values"),
+    ({"blocks": (), "depth": 4}, ValueError, r"from 0 to 3, each once, got \[\]"),
+    ({"blocks": (1, 1), "depth": 4}, ValueError, r"ascending numbers from 0 to 3, .*\[1, 1\]"),
+    ({"select": "top-k"}, ValueError, "one of 'topk', 'threshold', got 'top-k'"),
+    ({"select": {"name": "topk", "max_tokens": 4}}, ValueError, "no options, got max_tokens"),
+    ({"gate": "relu"}, ValueError, "'tanh', 'step', got 'relu'"),
+    ({"gate": "tanh"}, ValueError, "gate 'tanh' needs a score that learns"),
+    ({"gate": "identity", "router": "attention", "losses": {"membership": 1.0}}, ValueError, "'attention' does not"),
+    ({"router": "linear", "gate": "identity", "losses": {"load": 1.0}}, ValueError, "losses.load needs gate 'linear'"),
+    (
+        {"router": "linear", "gate": "identity", "losses": {"load": 0.0}},
+        ValueError,
+        "a mapping of names to a number above 0",
+    ),
+    (
+        {"router": "linear", "gate": "identity", "losses": {"bce": 1.0}},
+        ValueError,
+        "one of 'capacity', 'importance', 'load'",
+    ),
+    (
+        {"router": "linear", "skipped": "scale", "gate": "step", "select": mmod.Threshold(0.5), "context": "all"},
+        ValueError,
+        "gate 'linear', 'sigmoid' or 'tanh'",
+    ),
+    ({"language": "all"}, TypeError, "must be options of LanguageRouting, got 'all'"),
+    ({"skipped": "drop"}, ValueError, "skipped must be one of 'pass', 'scale', 'follow', 'merge', got 'drop'"),
+    ({"skipped": "scale"}, ValueError, "skipped='scale' needs operator='block' and gate 'linear'"),
+    ({"skipped": "merge", "operator": "mlp"}, ValueError, "skipped='merge' needs context='kept' and operator='block'"),
+    ({"skipped": "follow", "context": "all"}, ValueError, "needs context='kept' and operator='block'"),
+    ({"skipped": {"name": "follow", "before": "mlp"}}, ValueError, "skipped='follow' has no options, got before"),
+    ({"skipped": {"before": "norm"}}, ValueError, "skipped.before must be one of 'block', 'mlp', got 'norm'"),
+    ({"skipped": {"before": "mlp"}, "router": "norm"}, ValueError, "shares its score between blocks, got 'norm'"),
+    ({"skipped": {"before": "mlp"}, "router": "linear"}, ValueError, "shares its score between blocks, got 'linear'"),
+    ({"router": SHARED, "skipped": "merge"}, ValueError, "router.shared of 'linear' needs skipped='pass' or 'scale'"),
+    ({"router": SHARED, "losses": {"importance": 0.1}}, ValueError, "router.shared of 'linear' needs skipped="),
+    ({"router": {"name": "duplicate", "tolerance": 256}}, ValueError, "tolerance"),
+    ({"router": {"name": "duplicate", "cell": 1}}, ValueError, "cell"),
+    ({"router": {"name": "duplicate", "std": 0.0}}, ValueError, "std"),
+    ({"router": {"name": "duplicate", "std": (0.5, -1.0)}}, ValueError, "std"),
+    ({"router": {"name": "cells", "side": 1}}, ValueError, "side"),
+    ({"operator": "head"}, ValueError, "operator must be"),
+    ({"operator": "mlp", "context": "all"}, ValueError, "context='kept'"),
+    ({"operator": "mlp", "skipped": "scale"}, ValueError, "operator='block'"),
+    ({"operator": "attention", "router": "linear", "language": {"gate_on": "mlp"}}, ValueError, "gate_on"),
+    ({"context": "all", "language": {"positions": "compact"}}, ValueError, "compact"),
+    ({"language": {"tokens": 0}}, ValueError, r"language\.tokens"),
+    ({"language": {"tokens": "text"}}, ValueError, r"language\.tokens"),
+    ({"language": {"tokens": "span"}, "select": "threshold"}, ValueError, r"language\.tokens"),
+    ({"language": {"tokens": 2}, "select": "threshold"}, ValueError, r"language\.tokens"),
+    ({"language": {"gate_on": "mlp"}, "router": "linear", "gate": "identity"}, ValueError, r"language\.gate_on"),
+    ({"language": {"inference_threshold": 1.0}, "router": "linear"}, ValueError, r"language\.inference_threshold"),
+    (
+        {"language": {"inference_threshold": 0.5}, "router": "linear", "select": "threshold"},
+        ValueError,
+        r"language\.inference_threshold",
+    ),
+    ({"language": {"predictor": True}, "router": "linear"}, ValueError, r"language\.predictor"),
+    ({"language": {"positions": "none"}}, ValueError, r"language\.positions"),
+    ({"depth": 10**400}, ValueError, r"depth must be an integer in \[1, 100000\] or null, got 1000"),
+    ({"depth": 10**5000}, ValueError, "depth must be an integer in"),
+    ({"depth": "4"}, TypeError, "depth must be an integer in .*, got '4'"),
+    ({"protect_prefix": "no"}, TypeError, "protect_prefix must be true or false, got 'no'"),
+]
 CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
     (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig, got 'attention'"),
     (lambda m: mmod.route_(m, "gradul"), ValueError, "got 'gradul'; near ones: gradual"),
     (lambda m: mmod.route_(m, "A-MoD"), ValueError, "got 'A-MoD'; near ones: a-mod"),
-    (lambda m: mmod.RoutingConfig(blocks="lates"), ValueError, "got 'lates'; near ones: late$"),
-    (lambda m: mmod.RoutingConfig(skipped="merged"), ValueError, "got 'merged'; near ones: merge$"),
     (lambda m: mmod.Gate("sigmod"), ValueError, "got 'sigmod'; near ones: sigmoid"),
-    (lambda m: mmod.RoutingConfig(ratio=0.5), TypeError, "has no field 'ratio'; near ones: capacity; "),
     (lambda m: mmod.RoutingConfig.from_dict({"keep": 0.5}), ValueError, "option keep; near ones: capacity; "),
     (lambda m: mmod.RoutingConfig.from_dict({"prune": 1}), ValueError, r"in a config methods: \[\{kind: merge, r"),
     (lambda m: mmod.apply_(m, {"kind": "ToMe"}), ValueError, "got 'ToMe'; near ones: merge; "),
@@ -68,11 +143,6 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     ),
     (lambda m: mmod.apply_(m, Merge), TypeError, "must be a method of mmod.methods.*Merge"),
     (lambda m: mmod.apply_(m, torch.rand(2, 3)), TypeError, r"or a RoutingConfig, got Tensor \(2, 3\)$"),
-    (
-        lambda m: mmod.RoutingConfig(router={"name": "duplicate", "cel": 2}),
-        ValueError,
-        "^unknown option of router 'duplicate': cel; near ones: cell; valid ones are ",
-    ),
     (lambda m: mmod.route_(m, torch.rand(2, 3)), TypeError, r"must be a RoutingConfig, got Tensor \(2, 3\), or"),
     (
         lambda m: mmod.route_(m, mmod.RoutingConfig(), tokens=torch.rand(2, 3)),
@@ -81,12 +151,6 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     ),
     (lambda m: mmod.flops(m, {"x": {"y": [3]}}), ValueError, r"input_size must be .*, got {'x': {'y': \[3\]}}$"),
     (lambda m: mmod.flops(m, torch.rand(2, 3, 160, 160)), ValueError, r"160, 160\): pass \(3, 160, 160\)$"),
-    (lambda m: mmod.RoutingConfig(capacity=torch.rand(2)), TypeError, r"capacity must be .*, got Tensor \(2,\)$"),
-    (
-        lambda m: mmod.RoutingConfig(ruoter="norm"),
-        TypeError,
-        "Config has no field 'ruoter'; near ones: router;",
-    ),
     (lambda m: Prune(kep=0.5), TypeError, "^Prune has no field 'kep'; near ones: keep; valid ones are keep, blocks"),
     (lambda m: Gate("tanh", scael=1), TypeError, "^Gate has no field 'scael'; near ones: scale; valid ones are name, "),
     (lambda m: mmod.apply_(m, {"r": 8}), ValueError, "must be one of 'channels', .*, got None"),
@@ -102,30 +166,9 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: Merge(r=2.5), TypeError, "method.r must be an integer .* got 2.5"),
     (lambda m: Prune(blocks=3), TypeError, "method.blocks must be several values, each an integer .*, got 3"),
     (lambda m: Exit(blocks=(1.5,)), TypeError, r"method.blocks .* got \(1.5,\)"),
-    (lambda m: mmod.RoutingConfig(capacity="0.5"), TypeError, r"capacity must be a number in \[0, 1\].*, got '0.5'"),
-    (lambda m: mmod.RoutingConfig(router=mmod.Score), TypeError, "must be a name, a score or a function, got <class"),
-    (lambda m: mmod.RoutingConfig(router="atention"), ValueError, "'norm', .*, got 'atention'; .*register_score"),
     (lambda m: mmod.RoutingConfig.from_dict({"capcity": 1}), ValueError, "option capcity; near ones: capacity"),
-    (lambda m: mmod.RoutingConfig(capacity=-0.5), ValueError, r"a number in \[0, 1\] or several .*, got -0.5"),
-    (lambda m: mmod.RoutingConfig(blocks="odd"), ValueError, "one of 'every_other', 'late', 'all' or several values"),
-    (lambda m: mmod.RoutingConfig(blocks=(), depth=4), ValueError, r"from 0 to 3, each once, got \[\]"),
-    (lambda m: mmod.RoutingConfig(blocks=(1, 1), depth=4), ValueError, r"ascending numbers from 0 to 3, .*\[1, 1\]"),
-    (lambda m: mmod.RoutingConfig(select="top-k"), ValueError, "one of 'topk', 'threshold', got 'top-k'"),
-    (lambda m: mmod.RoutingConfig(select={"name": "topk", "max_tokens": 4}), ValueError, "no options, got max_tokens"),
     (lambda m: mmod.Threshold(min_tokens=5, max_tokens=4), ValueError, r"at least min_tokens \(5\), got 4"),
     (lambda m: mmod.Threshold(min_tokens=-1), ValueError, "min_tokens must be an integer of at least 0, got -1"),
-    (lambda m: mmod.RoutingConfig(gate="relu"), ValueError, "'tanh', 'step', got 'relu'"),
-    (lambda m: mmod.RoutingConfig(gate="tanh"), ValueError, "gate 'tanh' needs a score that learns"),
-    (lambda m: LINEAR.replace(router="attention", losses={"membership": 1.0}), ValueError, "'attention' does not"),
-    (lambda m: LINEAR.replace(losses={"load": 1.0}), ValueError, "losses.load needs gate 'linear'"),
-    (lambda m: LINEAR.replace(losses={"load": 0.0}), ValueError, "a mapping of names to a number above 0"),
-    (lambda m: LINEAR.replace(losses={"bce": 1.0}), ValueError, "one of 'capacity', 'importance', 'load'"),
-    (lambda m: LINEAR.replace(skipped="scale"), ValueError, "skipped='scale' needs .* gate"),
-    (
-        lambda m: LINEAR.replace(skipped="scale", gate="step", select=mmod.Threshold(0.5), context="all"),
-        ValueError,
-        "gate 'linear', 'sigmoid' or 'tanh'",
-    ),
     (lambda m: mmod.RoutingConfig(router=sum).to_dict(), ValueError, "router is a function cannot be saved"),
     (
         lambda m: mmod.route_(m, mmod.RoutingConfig(blocks="all")),
@@ -147,7 +190,6 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
         ValueError,
         r"is routed: .* first; mmod\.undo_ undoes its merge$",
     ),
-    (lambda m: mmod.RoutingConfig(language="all"), TypeError, "must be options of LanguageRouting, got 'all'"),
     (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
     (lambda m: mmod.set_capacity_(m, 0.5), ValueError, "nothing in this VisionTransformer is routed"),
     (
@@ -189,6 +231,14 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.register_score("score")(Merge), TypeError, "derived from mmod.Score .*Merge"),
     (lambda m: mmod.methods.register_method("merge")(Prune), ValueError, "Merge already; choose another name"),
 ]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), CONFIGS, ids=range(len(CONFIGS)))
+def test_a_config_that_cannot_be_says_what_is_valid(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        mmod.RoutingConfig(**fields)
 
 
 @pytest.mark.parametrize(("call", "error", "message"), CALLS, ids=range(len(CALLS)))

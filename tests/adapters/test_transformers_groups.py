@@ -335,26 +335,3 @@ def test_unmasked_attention_implementations_are_refused() -> None:
     model.config._attn_implementation = "an attention of its own"
     with torch.no_grad(), pytest.raises(ValueError, match="no mask that can be narrowed"):
         model(**words())
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"tokens": 0},
-        {"tokens": "span", "select": "threshold"},
-        {"tokens": 2, "select": "threshold"},
-        {"tokens": "text"},
-        {"gate_on": "mlp", "gate": "identity"},
-        {"inference_threshold": 1.0},
-        {"inference_threshold": 0.5, "select": "threshold"},
-        {"predictor": True},
-        {"positions": "none"},
-    ],
-    ids=str,
-)
-def test_options_that_exclude_each_other(wrong: dict[str, Any]) -> None:
-    (option, *_) = wrong
-    others = {name: wrong[name] for name in wrong if name in ("select", "router", "gate")}
-    language = {name: value for name, value in wrong.items() if name not in others}
-    with pytest.raises(ValueError, match=rf"language\.{option}"):
-        mmod.RoutingConfig(**{"router": "linear", "language": language, **others})

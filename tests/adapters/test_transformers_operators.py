@@ -306,22 +306,6 @@ def test_blocks_of_one_model_may_differ() -> None:
         torch.testing.assert_close(out[valid], expected[valid], rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"operator": "head"}, "operator must be"),
-        ({"operator": "mlp", "context": "all"}, "context='kept'"),
-        ({"operator": "mlp", "skipped": "scale"}, "operator='block'"),
-        ({"operator": "attention", "language": {"gate_on": "mlp"}}, "gate_on"),
-        ({"context": "all", "language": {"positions": "compact"}}, "compact"),
-        ({"capacity": -0.1}, "capacity must be"),
-    ],
-)
-def test_options_that_exclude_each_other(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        LINEAR.replace(**wrong)
-
-
 def test_what_a_model_cannot_do_is_refused_before_it_is_changed() -> None:
     for name, changes, message in (
         ("gemma3", {"operator": "mlp"}, "norm after"),

@@ -125,17 +125,3 @@ def test_it_is_what_a_loop_over_tokens_makes(router: str) -> None:
 def test_the_attention_costs_more_and_the_mlp_as_much() -> None:
     cost = {at: mmod.flops(routed("vit_tiny_patch16_224", skipped=mmod.Merged(at)), SIZE) for at in ("block", "mlp")}
     assert cost["block"].routed < cost["mlp"].routed < cost["mlp"].dense
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"skipped": {"name": "follow", "before": "mlp"}}, "skipped='follow' has no options, got before"),
-        ({"router": "norm"}, "shares its score between blocks, got 'norm'"),
-        ({"router": "linear"}, "shares its score between blocks, got 'linear'"),
-        ({"skipped": {"before": "norm"}}, "skipped.before must be one of 'block', 'mlp', got 'norm'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mmod.RoutingConfig(**{"router": "redundancy", **FIELDS, **changes})

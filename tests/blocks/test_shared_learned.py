@@ -112,12 +112,6 @@ def test_checkpointing_that_loses_the_gradient_is_refused() -> None:
         model(IMAGES.clone().requires_grad_()).sum().backward()
 
 
-@pytest.mark.parametrize("changes", [{"skipped": "merge"}, {"losses": {"importance": 0.1}}], ids=str)
-def test_what_depends_on_the_block_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"router.shared of 'linear' needs skipped='pass' or 'scale'"):
-        RoutingConfig(**{**CONFIG, **changes})
-
-
 def test_a_block_alone_says_what_it_lacks() -> None:
     with pytest.raises(ValueError, match="uses the score of a block before it: run the whole model"):
         routed().blocks[2](torch.randn(1, 17, 192, dtype=torch.float64))

@@ -135,20 +135,6 @@ def test_features_are_whole_and_a_failed_call_leaves_nothing() -> None:
     assert torch.equal(model(images), expected)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"skipped": "drop"}, "skipped must be one of 'pass', 'scale', 'follow', 'merge', got 'drop'"),
-        ({"skipped": "merge", "operator": "mlp"}, "skipped='merge' needs context='kept' and operator='block'"),
-        ({"skipped": "follow", "context": "all"}, "needs context='kept' and operator='block'"),
-        ({"skipped": "scale"}, "skipped='scale' needs operator='block' and gate 'linear'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mmod.RoutingConfig(**fields)
-
-
 def test_capacities_that_cannot_be_are_refused() -> None:
     name, images = "vit_tiny_patch16_224", make_images("vit_tiny_patch16_224", 1)
     rising = routed(name, double=False, router="redundancy", skipped="merge", blocks=(1, 2), capacity=(0.4, 0.6))
