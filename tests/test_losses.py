@@ -94,16 +94,6 @@ def test_importance_is_not_computed_in_evaluation() -> None:
     assert all(routing.importance_BN is None for routing in decisions.values())
 
 
-def test_evaluation_mode_is_named_where_a_loss_is_asked_for() -> None:
-    model = trained(RoutingConfig(router="linear", losses={"membership": 0.5}))
-    mmod.auxiliary_loss(model)
-    model.eval()(make_images(NAME, 1))
-    with pytest.raises(
-        RuntimeError, match=r"blocks\.1 is in evaluation mode.*`if model\.training: loss = loss \+ mmod"
-    ):
-        mmod.auxiliary_loss(model)
-
-
 @pytest.mark.parametrize("name", ["mod", "modification", "distilled"])
 def test_a_sum_over_blocks_weighs_every_block_alike(name: str) -> None:
     losses = {"membership": 1.0} if name == "mod" else mmod.preset(name).losses

@@ -300,7 +300,7 @@ def test_flops_of_both_towers_equal_torchs_counter(name: str) -> None:
 
 def test_flops_of_a_text_tower_need_its_arguments() -> None:
     model = make_clip("coca_base").text
-    with pytest.raises(ValueError, match="give its arguments by name"):
+    with pytest.raises(ValueError, match="takes more than an image: give its arguments by name"):
         mmod.flops(model, 64)
     assert mmod.flops(model, {"text": CAPTIONS[:1]}).inputs == {"text": (12,)}
 

@@ -96,12 +96,6 @@ def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method
     assert not decisions
 
 
-def test_an_image_mask_needs_image_tokens_that_may_be_skipped() -> None:
-    model = mmod.route_(make_joint("llava"), language=LINEAR.replace(language={"tokens": "all"}))
-    with pytest.raises(ValueError, match="routed with tokens='all'"):
-        model(input_ids=torch.tensor([[3, 4]]), image_mask=torch.tensor([[True, False]]))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("router", ["linear", "attention"])

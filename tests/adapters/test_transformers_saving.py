@@ -14,7 +14,6 @@ import torch
 import transformers
 
 import mmod
-from mmod.adapters.transformers import load
 from mmod.blocks import host_class
 from mmod.methods import Experts, Recursions, methods_of
 from mmod.methods.route import routing_configs
@@ -43,12 +42,6 @@ def test_saved_models_load_by_one_call(shard: str, tmp_path: Path) -> None:
     batch = prompt("llava", (1, 2))
     with torch.no_grad():
         assert torch.equal(again(**batch).logits, model(**batch).logits)
-
-
-def test_dense_checkpoints_are_not_taken_for_routed_ones(tmp_path: Path) -> None:
-    make_language("llama").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"has no routed model: .*A dense model opens with mmod\.open_model\('"):
-        load(tmp_path, lambda *_: None)
 
 
 def test_a_model_with_lora_is_routed_trained_and_merged() -> None:

@@ -177,11 +177,3 @@ def test_a_model_of_which_nothing_is_known_is_asked_for_prefix_and_grid_at_once(
         models[1](images)
     with pytest.raises(ValueError, match=r"prefix=1, grid=\(10, 10\)"):
         decisions.plot(images)
-
-
-def test_a_trace_without_images_has_no_grid() -> None:
-    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="norm"))
-    with mmod.trace(model) as decisions:
-        pass
-    with pytest.raises(ValueError, match=r"pass rows and columns, grid=\(10, 10\)"):
-        _ = decisions.grid

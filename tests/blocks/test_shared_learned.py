@@ -110,8 +110,3 @@ def test_checkpointing_that_loses_the_gradient_is_refused() -> None:
         block.forward = lambda x, run=run: checkpoint(run, x, use_reentrant=True)
     with pytest.raises(RuntimeError, match=r"use_reentrant=False, or set router.shared=False"):
         model(IMAGES.clone().requires_grad_()).sum().backward()
-
-
-def test_a_block_alone_says_what_it_lacks() -> None:
-    with pytest.raises(ValueError, match="uses the score of a block before it: run the whole model"):
-        routed().blocks[2](torch.randn(1, 17, 192, dtype=torch.float64))

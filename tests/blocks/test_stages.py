@@ -116,7 +116,7 @@ def test_interleaved_batches_that_were_copied_between_stages_are_refused(config:
         ("random", r"decides by the scores that blocks\.1 computes.*run the whole model, or begin at blocks\.1"),
         ("redundancy", r"decides by the scores that blocks\.2 computes"),
         ("gradual", r"decides by the scores that blocks\.1 computes"),
-        ("shared", "run the whole model"),
+        ("shared", "uses the score of a block before it: run the whole model"),
     ],
 )
 @torch.no_grad()

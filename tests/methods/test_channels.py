@@ -199,9 +199,3 @@ def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         mmod.apply_(model, Channels(**fields))
     assert not methods_of(model)
-
-
-def test_a_narrow_model_is_not_routed() -> None:
-    model = mmod.apply_(make_model("resnet18"), Channels(divisor=4))
-    with pytest.raises(ValueError, match="already changed by channels"):
-        mmod.route_(model, mmod.RoutingConfig())

@@ -169,11 +169,6 @@ def test_capacity_loss_leads_to_the_target_with_frozen_weights() -> None:
     assert all(abs(share - 0.25) < 0.15 for share in decisions.kept_shares().values())
 
 
-def test_nothing_but_learned_routers_can_learn_alone() -> None:
-    with pytest.raises(ValueError, match="'random' has no parameters"):
-        mmod.freeze_dense_(mmod.route_(make_model("test_vit"), mmod.RoutingConfig(router="random")))
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_flops_are_the_mean_over_images(operator: str) -> None:
     model = make_model("test_vit")

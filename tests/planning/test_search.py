@@ -338,13 +338,6 @@ def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: st
     assert not mmod.is_routed(model)
 
 
-def test_a_routed_model_is_not_searched() -> None:
-    with pytest.raises(ValueError, match="routed already"):
-        mmod.search_plan(
-            mmod.route_(make_model(NAME), mmod.RoutingConfig(router="stride")), [make_images(NAME, 1)], 0.8
-        )
-
-
 def test_text_alone_takes_capacities_above_0() -> None:
     model, batch = make_language("llama"), {"input_ids": torch.randint(3, 90, (2, 12))}
     search = mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.5, "mlp"), mmod.Option(0.5, "block", "all")])

@@ -138,8 +138,3 @@ def test_it_needs_no_attention_map_and_costs_no_product() -> None:
     for block in model.blocks:
         block.attn.forward = lambda x, *_, **__: 0.1 * x
     assert model(make_images(NAME, 2)).isfinite().all()
-
-
-def test_it_needs_a_dense_block_before_it() -> None:
-    with pytest.raises(ValueError, match="needs the importance of a dense block before it"):
-        mmod.route_(make_model(NAME), CONFIG.replace(blocks="all"))
