@@ -72,6 +72,7 @@ RANDOM = {"router": "random", "capacity": 0.5}
 ELASTIC = {"capacities": [0.25, 1.0], "samples": 2}
 QUARTER = {"capacity": 0.25}
 PRUNE = [{"kind": "prune", "keep": 0.5, "blocks": [0]}]
+RECURSIONS = [{"kind": "recursions"}]
 CROWDS = {"source": "crowds", "label_patch": 4}
 LLAMA = {"model_type": "llama"}
 LLAVA = {"model_type": "llava", "text_config": LLAMA}
@@ -240,6 +241,8 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         {"model": {"config": LLAVA, "processor": "words", "processor_args": {"max_pixels": 784}}},
         "those of a saved processor, not of 'words'",
     ),
+    (TextConfig, {"methods": RECURSIONS, "routing": {"preset": "mod"}}, "'routing' cannot follow 'recursions'"),
+    (TextConfig, {"methods": RECURSIONS, "grad_checkpointing": True}, "'recursions' cannot be trained with grad_check"),
     (TextConfig, {"elastic": True}, "elastic trains a routed model"),
     (TextConfig, {"elastic": True, "routing": RANDOM, "grad_checkpointing": True}, "with grad_checkpointing"),
     (TextConfig, {"model": {"config": LLAMA, "pretrained": True}}, "no published weights read bytes"),

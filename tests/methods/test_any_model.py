@@ -290,12 +290,6 @@ def test_a_model_of_one_size_is_told_what_helps() -> None:
         assert torch.equal(model(images), undo_(model)(small))
 
 
-@pytest.mark.parametrize("name", ["aimv2", "siglip2", "videomae", "mae", "own softmax"])
-def test_models_of_one_size_are_not_resized(name: str) -> None:
-    with pytest.raises(ValueError, match=r"takes images of a fixed size|takes more than images"):
-        Resize(32).apply_(make(name))
-
-
 METHODS: dict[str, Method] = {
     "prune": REDUCING["prune"],
     "merge": REDUCING["merge"],

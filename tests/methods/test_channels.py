@@ -179,23 +179,3 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
     asked = replace(start, distill=replace(start.distill, teacher="dense"))
     with pytest.raises(ValueError, match="holds no dense model"):
         create_models(ImageKind(asked))
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("resnet18", {"divisor": 0}, "divisor"),
-        ("resnet18", {"divisor": 24}, "must divide the 16 channels of layer1.1, and leave a multiple of 1"),
-        ("resnet50", {"divisor": 32}, "must divide the 64 channels of layer1.1, and leave a multiple of 4"),
-        ("resnet18", {"into": "last"}, "into"),
-        ("seresnet18", {}, "cannot be narrowed"),
-        ("resnext50_32x4d", {}, "cannot be narrowed"),
-        ("test_resnet", {}, "no stage"),
-        ("test_vit", {}, "supports timm ResNets, got a VisionTransformer"),
-    ],
-)
-def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
-    model = make_model(name) if name in MODELS else timm.create_model(name)
-    with pytest.raises(ValueError, match=message):
-        mmod.apply_(model, Channels(**fields))
-    assert not methods_of(model)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -24,7 +25,9 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter
 from tests.kit.engine_worker import TensorStream, run, tiny_config
-from tests.kit.vlm_zoo import make_language
+from tests.kit.vision_zoo import make_vision
+from tests.kit.vlm_zoo import make_joint, make_language
+from tests.kit.zoo import make_model
 
 CHANGES: dict[str, list[Any]] = {
     "routing": [mmod.RoutingConfig(capacity=0.5)],
@@ -38,6 +41,7 @@ CHANGES: dict[str, list[Any]] = {
     "resize": [Resize(size=80)],
     "channels": [Channels(divisor=8)],
 }
+RESNET = partial(timm.create_model, "resnet18")
 IMAGES = torch.randn(3, 3, 160, 160, generator=torch.Generator().manual_seed(0))
 
 
@@ -314,3 +318,62 @@ def test_a_norm_and_an_attention_of_another_method_stay(half: Any) -> None:
 
 class Untouched(Mixin):
     """Mixin that changes nothing."""
+
+
+Maker = Callable[[], nn.Module]
+REFUSED: list[tuple[str | Maker, dict[str, Any], str]] = [
+    ("test_vit", {"kind": "prune", "keep": 0}, r"keep must be a number in \(0, 1\]"),
+    ("test_vit", {"kind": "prune", "by": "patch"}, "'auto', 'class_token', 'mean'"),
+    ("test_vit", {"kind": "prune", "blocks": [2, 1]}, "blocks must be ascending"),
+    ("test_vit", {"kind": "prune", "blocks": [9]}, "from 0 to 5"),
+    ("vit_medium_patch16_gap_240", {"kind": "prune", "by": "class_token"}, "has no class token"),
+    ("test_vit", {"kind": "merge", "r": -1}, "r must be"),
+    ("vit_tiny_patch16_224", {"kind": "merge", "r": 999}, r"in \[0, \d+\], got 999"),
+    ("vit_small_patch16_18x2_224", {"kind": "merge", "r": 2}, "attention and MLP cannot run separately"),
+    ("beit_base_patch16_224", {"kind": "merge", "r": 2}, "bias for each pair of positions"),
+    ("vit_dlittle_patch16_reg1_gap_256", {"kind": "merge", "r": 2}, "attends 2 times"),
+    ("test_vit", {"kind": "exit", "confidence": 0.5, "blocks": [5]}, "saves nothing"),
+    ("vit_tiny_patch16_224", {"kind": "resize", "size": 32}, "dynamic_img_size=True"),
+    ("test_vit", {"kind": "resize", "size": 40}, "no multiple of 16, the side of a patch"),
+    (partial(make_vision, "aimv2"), {"kind": "resize", "size": 32}, "takes images of a fixed size"),
+    (partial(make_vision, "siglip2"), {"kind": "resize", "size": 32}, "takes more than images"),
+    (partial(make_vision, "videomae"), {"kind": "resize", "size": 32}, "takes more than images"),
+    (partial(make_vision, "mae"), {"kind": "resize", "size": 32}, "takes more than images"),
+    (RESNET, {"kind": "channels", "divisor": 0}, "divisor"),
+    (RESNET, {"kind": "channels", "divisor": 48}, "must divide the 64 channels of layer1.1, and leave a multiple of 1"),
+    (RESNET, {"kind": "channels", "into": "last"}, "into"),
+    (partial(timm.create_model, "resnet50"), {"kind": "channels", "divisor": 128}, "leave a multiple of 4"),
+    (partial(timm.create_model, "seresnet18"), {"kind": "channels"}, "cannot be narrowed"),
+    (partial(timm.create_model, "resnext50_32x4d"), {"kind": "channels"}, "cannot be narrowed"),
+    (partial(timm.create_model, "test_resnet"), {"kind": "channels"}, "no stage"),
+    ("test_vit", {"kind": "channels"}, "supports timm ResNets, got a VisionTransformer"),
+    ("test_vit", {"kind": "experts", "capacity": 5.0}, "at most the number of experts"),
+    ("test_vit", {"kind": "experts", "experts": 0}, "experts"),
+    ("test_vit", {"kind": "experts", "choice": "both"}, "choice"),
+    (partial(make_language, "llama"), {"kind": "experts", "choice": "tokens"}, "set capacity=None"),
+    ("test_vit", {"kind": "experts", "capacity": None}, "experts fill all"),
+    ("test_vit", {"kind": "experts", "choice": "score"}, "all tokens of an image are known at once"),
+    ("naflexvit_base_patch16_gap", {"kind": "experts"}, "may be padding"),
+    (partial(make_joint, "llava"), {"kind": "experts"}, "several parts"),
+    ("test_vit", {"kind": "recursions", "recursions": 3}, "6 blocks without .* are 4, which recursions=3 must"),
+    ("test_vit", {"kind": "recursions", "first": 4, "last": 2}, "are 0"),
+    ("test_vit", {"kind": "recursions", "keys": "all"}, "keys"),
+    ("test_vit", {"kind": "recursions", "choice": "score"}, "is for language models: all tokens of an image are known"),
+    ("vit_small_patch16_rope_mixed_224", {"kind": "recursions"}, "different rotary positions"),
+    ("naflexvit_base_patch16_gap", {"kind": "recursions"}, "may be padding"),
+    (partial(make_language, "gemma2"), {"kind": "recursions", "recursions": 2}, "attend in different ways"),
+    (partial(make_joint, "llava"), {"kind": "recursions", "recursions": 2}, "several parts"),
+]
+
+
+@pytest.mark.parametrize(("model", "values", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_a_method_that_a_model_cannot_have_is_refused_and_changes_nothing(
+    model: str | Maker, values: dict[str, Any], message: str
+) -> None:
+    changed = make_model(model) if isinstance(model, str) else model()
+    classes, keys = [type(module) for module in changed.modules()], list(changed.state_dict())
+    with pytest.raises(ValueError, match=message):
+        mmod.apply_(changed, values)
+    assert [type(module) for module in changed.modules()] == classes
+    assert list(changed.state_dict()) == keys
+    assert not methods_of(changed)

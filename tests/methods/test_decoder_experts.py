@@ -15,12 +15,11 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods import Experts, methods_of, undo_
 from mmod.methods.base import deciding_together
-from mmod.methods.experts import ExpertMlp
 from mmod.training.text.kind import TextKind
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
-from tests.kit.vlm_zoo import make_joint, make_language, random_words
-from tests.kit.zoo import make_model, perturb_
+from tests.kit.vlm_zoo import make_language, random_words
+from tests.kit.zoo import perturb_
 
 WAYS: list[dict[str, Any]] = [
     {"choice": "tokens", "capacity": None, "idle": 2},
@@ -206,18 +205,3 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="gate_on='branches' is not possible in model"):
         mmod.route_(model, mmod.preset("modification", language={"gate_on": "branches"}))
     assert not mmod.is_routed(model)
-    undo_(model)
-    for fields, message in (
-        ({"choice": "tokens"}, "set capacity=None"),
-        ({"capacity": None}, "experts fill all"),
-        ({"choice": "guess"}, "choice"),
-        ({"blocks": (9,)}, "blocks must be ascending"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mmod.apply_(model, Experts(**fields))
-        assert not methods_of(model)
-    with pytest.raises(ValueError, match="several parts"):
-        mmod.apply_(make_joint("llava"), Experts())
-    with pytest.raises(ValueError, match="all tokens of an image are known at once"):
-        mmod.apply_(make_model("test_vit"), Experts(choice="score"))
-    assert not any(isinstance(module, ExpertMlp) for module in model.modules())

@@ -21,7 +21,7 @@ from mmod.training.text.kind import TextKind
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import text_config
-from tests.kit.vlm_zoo import make_joint, make_language, random_words
+from tests.kit.vlm_zoo import make_language, random_words
 
 CHOICES: list[dict[str, Any]] = [
     {"choice": "score"},
@@ -267,20 +267,3 @@ def test_what_cannot_be_is_refused() -> None:
         mmod.flops(model, mmod.Prompt(8))
     with pytest.raises(ValueError, match="does not support continuous batching"):
         model.init_continuous_batching()
-    undo_(model)
-    for fields, message in (
-        ({"choice": "guess"}, "choice"),
-        ({"recursions": 3}, "are 4, which recursions=3 must divide"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mmod.apply_(model, Recursions(**fields))
-    with pytest.raises(ValueError, match="attend in different ways"):
-        mmod.apply_(make_language("gemma2"), Recursions(recursions=2))
-    with pytest.raises(ValueError, match="several parts"):
-        mmod.apply_(make_joint("llava"), Recursions(recursions=2))
-    for changes, message in (
-        ({"routing": {"preset": "mod"}}, "'routing' cannot follow 'recursions'"),
-        ({"grad_checkpointing": True}, "changed by 'recursions' cannot be trained with grad_checkpointing"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            text_config(Path("none"), methods=[{"kind": "recursions"}], **changes)

@@ -95,47 +95,6 @@ def test_checkpointing_is_refused(method: Method) -> None:
         model(make_images("test_vit", 3)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            {"kind": "drop"},
-            "'recursions', 'resize', 'routing', got 'drop'",
-        ),
-        ({"kind": "prune", "keeps": 0.5}, "keep, blocks, fuse, by"),
-        ({"kind": "prune", "keep": 0}, r"keep must be a number in \(0, 1\]"),
-        ({"kind": "prune", "by": "patch"}, "'auto', 'class_token', 'mean'"),
-        ({"kind": "merge", "r": -1}, "r must be"),
-        ({"kind": "exit", "confidence": 0}, "confidence must be"),
-    ],
-)
-def test_bad_values_are_named(values: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_method(values)
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "message"),
-    [
-        ("test_vit", Prune(0.5, (2, 1)), "blocks must be ascending"),
-        ("test_vit", Prune(0.5, (9,)), "from 0 to 5"),
-        ("test_vit", Merge((1, 2)), "one number per block, 6, got 2"),
-        ("vit_tiny_patch16_224", Merge(999), r"in \[0, \d+\], got 999"),
-        ("test_vit", Exit(0.5, (5,)), "saves nothing"),
-        ("vit_medium_patch16_gap_240", Prune(0.5, (1,), by="class_token"), "has no class token"),
-        ("vit_small_patch16_18x2_224", Merge(2), "attention and MLP cannot run separately"),
-        ("beit_base_patch16_224", Merge(2), "bias for each pair of positions"),
-        ("vit_dlittle_patch16_reg1_gap_256", Merge(2), "attends 2 times"),
-    ],
-)
-def test_models_that_cannot_are_left_as_they_are(name: str, method: Method, message: str) -> None:
-    model = make_model(name)
-    classes = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=message):
-        method.apply_(model)
-    assert [type(module) for module in model.modules()] == classes
-
-
 # Class token, mean pooling, registers, rotary positions.
 RESIZABLE = ["test_vit", "vit_medium_patch16_gap_240", "vit_small_patch14_reg4_dinov2", "eva02_tiny_patch14_224"]
 
@@ -172,13 +131,6 @@ def test_resizing_compiles_as_one_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(read(compiled, images), answers, rtol=0, atol=1e-12)
-
-
-def test_models_that_take_one_size_are_not_resized() -> None:
-    with pytest.raises(ValueError, match="dynamic_img_size=True"):
-        mmod.apply_(make_model(SMALL), Resize(32))
-    with pytest.raises(ValueError, match="no multiple of 16, the side of a patch"):
-        mmod.apply_(make_model("test_vit"), Resize(40))
 
 
 def test_one_change_at_a_time() -> None:

@@ -192,21 +192,3 @@ def test_flops_are_those_that_run(keys: str) -> None:
     scored = 4 * 2 * 37 * width
     assert report.routed == dense.dense - saved + scored
     assert report.parameters < dense.parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("test_vit", {"recursions": 3}, "6 blocks without the first 1 and the last 1 are 4, which recursions=3 must"),
-        ("test_vit", {"first": 4, "last": 2}, "are 0"),
-        ("test_vit", {"keys": "all"}, "keys"),
-        ("test_vit", {"choice": "score"}, "is for language models: all tokens of an image are known at once"),
-        ("vit_small_patch16_rope_mixed_224", {}, "different rotary positions"),
-        ("naflexvit_base_patch16_gap", {}, "may be padding"),
-    ],
-)
-def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
-    model = make_model(name)
-    with pytest.raises(ValueError, match=message):
-        mmod.apply_(model, Recursions(**fields))
-    assert not methods_of(model)
