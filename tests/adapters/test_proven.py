@@ -318,8 +318,6 @@ def test_a_user_says_what_structure_does_not() -> None:
     for prefix in (45, -1):
         with pytest.raises(ValueError, match=rf"of the 45 tokens .* integer in \[0, 44\], got {prefix}"):
             mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens("stages", prefix, images))
-    with pytest.raises(ValueError, match="'stage' is no ModuleList"):
-        mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens("stage", example=images))
     with pytest.raises(TypeError, match=r"tokens must be a mmod\.Tokens, got 'stages'"):
         mmod.route_(model, mmod.RoutingConfig(), tokens="stages")  # type: ignore[arg-type]
 

@@ -27,7 +27,6 @@ from tests.kit.vlm_zoo import (
     type_of,
     video,
 )
-from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
 GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -225,8 +224,6 @@ def test_scores_learn_from_it_under_checkpointing() -> None:
 
 
 def test_models_and_calls_without_it_are_refused() -> None:
-    with pytest.raises(ValueError, match="importance='vision_tower' is for language models"):
-        mmod.route_(make_model("test_vit"), CONFIG)
     with pytest.raises(ValueError, match="needs a model with a vision tower and a method get_image_features"):
         mmod.route_(make_language("llama"), language=CONFIG)
     # A resampler mixes the patches of an image.
@@ -241,10 +238,6 @@ def test_models_and_calls_without_it_are_refused() -> None:
     pixels = batch.pop("pixel_values")
     with pytest.raises(ValueError, match="pass pixel_values"):
         model(**batch)
-    embedded = {"inputs_embeds": model.get_input_embeddings()(batch["input_ids"]), **batch}
-    del embedded["input_ids"]
-    with pytest.raises(ValueError, match="pass pixel_values"):
-        model(**embedded)
     # What the tower did for someone else is no importance of these images.
     expected = model(**batch, pixel_values=pixels).logits
     model.model.vision_tower(pixels[:2])
@@ -262,8 +255,6 @@ def test_a_tower_whose_read_layer_is_routed_is_refused() -> None:
     batch = prompt("llava", (1,))
     mmod.route_(model, language=CONFIG, vision=both["vision"].replace(blocks=(1,)))
     assert torch.isfinite(model(**batch).logits).all()
-    with pytest.raises(ValueError, match="already"):
-        mmod.route_(model, vision=both["vision"])
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from tests.kit.vlm_zoo import (
     make_joint,
     make_language,
     prompt,
-    words,
 )
 from tests.kit.zoo import make_model
 
@@ -152,9 +151,6 @@ def test_importance_of_the_last_token_costs_one_query_and_is_for_language_models
     assert costs[0] * 14 == costs[1]
     with pytest.raises(ValueError, match="importance='last_token' is for language models"):
         mmod.route_(make_model("test_vit"), last)
-    packed = mmod.route_(make_language("llama"), last.replace(select="threshold"))
-    with pytest.raises(ValueError, match="rows are packed with several samples"):
-        packed(input_ids=words(1, 12)["input_ids"], position_ids=torch.tensor([[*range(6), *range(6)]]))
 
 
 @pytest.mark.parametrize("name", ["gamma-mod", "p-mod", "a-mod"])

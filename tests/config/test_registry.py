@@ -82,8 +82,6 @@ def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: 
     assert "mmod.register_score" in said
     with pytest.raises(ValueError, match=r"a loss must be one of 'capacity', .*'spread', got 'sprad'.*register_loss"):
         RoutingConfig(router="contrast", losses={"sprad": 1.0})
-    with pytest.raises(ValueError, match=r"preset must be one of 'a-mod', .*'contrast-mod', .*, got 'contrast'"):
-        mmod.preset("contrast")
     with pytest.raises(AttributeError, match="blocks of a preset depends on the number of blocks: route a model"):
         _ = mmod.preset("contrast-mod").blocks
     assert mmod.preset("contrast-mod").at_depth(6).blocks == (3, 4, 5)

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mmod
-from mmod.config import Placement
 from mmod.ops import held_slots
 from mmod.routing import Router
 from mmod.routing.score.cells import CellScore
@@ -99,9 +98,3 @@ def test_what_is_no_grid_and_what_keeps_too_little_are_refused(
     router = Router(config, dim=3, block=1, capacity=0.2, prefix=1)
     with pytest.raises(ValueError, match=message):
         router(torch.randn(1, tokens, 3))
-
-
-def test_padding_is_refused() -> None:
-    score = mmod.score("cells").make(Placement(3, 1, mmod.RoutingConfig().gate))
-    with pytest.raises(ValueError, match="some of these are padding or text"):
-        score(torch.randn(1, 4, 3), torch.tensor([[True, True, True, False]]))
