@@ -78,11 +78,7 @@ def test_plain_values_become_dataclasses_and_tuples() -> None:
             r"4 mistakes: \(1\) unknown config key 'colour'.*; \(2\) unknown config key 'end.sides'.*; "
             r"\(3\) end.name must be .*; \(4\) keys that are required: points",
         ),
-        (
-            {"points": [], "colour": 1},
-            ValueError,
-            "unknown config key 'colour'; valid keys at the top level: end",
-        ),
+        ({"points": [], "colour": 1}, ValueError, "unknown config key 'colour'; valid keys at the top level: end"),
         (
             {"points": [], "widht": 1, "colour": 2},
             ValueError,

@@ -28,7 +28,7 @@ CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"router": {"name": "duplicate", "cel": 2}},
         ValueError,
-        "^unknown option of router 'duplicate': cel; near ones: cell; valid ones are ",
+        "^unknown option of router 'duplicate': cel; near ones: cell; ",
     ),
     ({"capacity": torch.rand(2)}, TypeError, r"capacity must be .*, got Tensor \(2,\)$"),
     ({"ruoter": "norm"}, TypeError, "Config has no field 'ruoter'; near ones: router;"),
@@ -48,13 +48,9 @@ CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"router": "linear", "gate": "identity", "losses": {"load": 0.0}},
         ValueError,
-        "a mapping of names to a number above 0",
+        "mapping of names to a number above 0",
     ),
-    (
-        {"router": "linear", "gate": "identity", "losses": {"bce": 1.0}},
-        ValueError,
-        "one of 'capacity', 'importance', 'load'",
-    ),
+    ({"router": "linear", "gate": "identity", "losses": {"bce": 1.0}}, ValueError, "'capacity', 'importance', 'load'"),
     (
         {"router": "linear", "skipped": "scale", "gate": "step", "select": mmod.Threshold(0.5), "context": "all"},
         ValueError,
@@ -131,24 +127,12 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, language="gamma-mod"), ValueError, "no part language; it has image$"),
     (lambda m: mmod.route_(m, text=mmod.RoutingConfig()), ValueError, "no part text; it has image"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(99,))), ValueError, r"from 0 to 5, each once, got \[99"),
-    (
-        lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))),
-        ValueError,
-        "need one capacity or as many, got 2",
-    ),
-    (
-        lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(1,), depth=3, router="norm")),
-        ValueError,
-        "3 blocks, the model has",
-    ),
+    (lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))), ValueError, "one capacity or as many, got 2"),
+    (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(1,), depth=3, router="norm")), ValueError, "3 blocks, .* has"),
     (lambda m: mmod.apply_(m, Merge), TypeError, "must be a method of mmod.methods.*Merge"),
     (lambda m: mmod.apply_(m, torch.rand(2, 3)), TypeError, r"or a RoutingConfig, got Tensor \(2, 3\)$"),
     (lambda m: mmod.route_(m, torch.rand(2, 3)), TypeError, r"must be a RoutingConfig, got Tensor \(2, 3\), or"),
-    (
-        lambda m: mmod.route_(m, mmod.RoutingConfig(), tokens=torch.rand(2, 3)),
-        TypeError,
-        r"must be a mmod.Tokens, got Tensor \(2, 3\)$",
-    ),
+    (lambda m: mmod.route_(m, mmod.RoutingConfig(), tokens=torch.rand(2, 3)), TypeError, r"a mmod.Tokens, got Tensor"),
     (lambda m: mmod.flops(m, {"x": {"y": [3]}}), ValueError, r"input_size must be .*, got {'x': {'y': \[3\]}}$"),
     (lambda m: mmod.flops(m, torch.rand(2, 3, 160, 160)), ValueError, r"160, 160\): pass \(3, 160, 160\)$"),
     (lambda m: Prune(kep=0.5), TypeError, "^Prune has no field 'kep'; near ones: keep; valid ones are keep, blocks"),
@@ -170,15 +154,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.Threshold(min_tokens=5, max_tokens=4), ValueError, r"at least min_tokens \(5\), got 4"),
     (lambda m: mmod.Threshold(min_tokens=-1), ValueError, "min_tokens must be an integer of at least 0, got -1"),
     (lambda m: mmod.RoutingConfig(router=sum).to_dict(), ValueError, "router is a function cannot be saved"),
-    (
-        lambda m: mmod.route_(m, mmod.RoutingConfig(blocks="all")),
-        ValueError,
-        "block 0 needs the importance of a dense block",
-    ),
+    (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks="all")), ValueError, "block 0 needs .* of a dense block"),
     (
         lambda m: mmod.route_(torch.nn.Linear(2, 2), mmod.RoutingConfig()),
         ValueError,
-        "supported are models of open_clip, timm, transformers",
+        "supported are models of open_clip",
     ),
     (lambda m: mmod.route_(m, 0.5), TypeError, r"config must be a RoutingConfig, got 0\.5, or the name of"),
     (lambda m: mmod.route_(m, Merge(r=8)), TypeError, r"got Merge\(r=8.*; a method goes to mmod\.apply_$"),
@@ -195,7 +175,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (
         lambda m: mmod.route_(m, "gradual", weight=0.5),
         ValueError,
-        r"no part weight; .*go into mmod\.preset\('gradual', \.\.\.\)",
+        r"no part weight; .* mmod\.preset\('gradual', \.\.\.\)",
     ),
     (lambda m: mmod.route_(m, None), ValueError, "nothing to route: name a preset, such as 'gradual'"),
     (
@@ -208,22 +188,10 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.flops(m, 70), ValueError, r"this VisionTransformer cannot take image \(3, 70, 70\): "),
     (lambda m: mmod.flops(make_own("einsum"), 40), ValueError, r"this OwnViT cannot take image \(3, 40, 40\): "),
     (lambda m: mmod.advise(m, None), TypeError, r"batches must be a list or a loader of batches, got a NoneType$"),
-    (
-        lambda m: mmod.search_plan(m, None, 0.5),
-        TypeError,
-        r"batches must be a list or a loader of batches, got a NoneType$",
-    ),
-    (
-        lambda m: mmod.planning.attention_ranks(m, None),
-        TypeError,
-        r"batches must be a list or a loader of batches, got a NoneType$",
-    ),
+    (lambda m: mmod.search_plan(m, None, 0.5), TypeError, "a list or a loader of batches, got a NoneType$"),
+    (lambda m: mmod.planning.attention_ranks(m, None), TypeError, "a list or a loader of batches, got a NoneType$"),
     (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got a Tensor alone: put it into a list"),
-    (
-        lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]),
-        TypeError,
-        r"labels must be indices of classes \(B,\), got \(2, 2\)",
-    ),
+    (lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]), TypeError, r"indices of classes \(B,\), got"),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),
@@ -260,7 +228,7 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             (
                 lambda: mmod.route_(model, mmod.RoutingConfig()),
                 ValueError,
-                r"already routed; call mmod\.undo_ first, or mmod\.set_capacity_",
+                r"mmod\.undo_ first, or mmod\.set_capacity_",
             ),
             (lambda: mmod.route_(model, "tread"), ValueError, r"already routed; call mmod\.undo_ first"),
             (lambda: mmod.set_capacity_(model, -1), ValueError, r"in \[0, 1\], got -1"),
@@ -269,11 +237,7 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             (lambda: mmod.set_capacity_(model, [0.5]), ValueError, "3 blocks are routed, got 1 capacities"),
             (lambda: mmod.set_capacity_(model, {"blocks.0": 0.5}), ValueError, "routed are blocks.1, blocks.3"),
             (lambda: mmod.routing_config(model, "text"), ValueError, "'text' .* routed are image"),
-            (
-                lambda: mmod.flops(model, 160, kept=0.5),
-                ValueError,
-                "leave kept out: .* by a threshold.*kept=decisions$",
-            ),
+            (lambda: mmod.flops(model, 160, kept=0.5), ValueError, "leave kept out: .* threshold.*kept=decisions$"),
             (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
             (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "there is no folder 'nowhere'"),
         ]:

@@ -492,11 +492,7 @@ def unordered() -> nn.Module:
     ("make", "options", "message"),
     [
         (lambda: make_language("llama"), {}, "needs a model with a vision tower and a method get_image_features"),
-        (
-            lambda: make_joint("mistral3"),
-            {},
-            "shows no rows and columns of patches, as where images of several sizes",
-        ),
+        (lambda: make_joint("mistral3"), {}, "shows no rows and columns of patches, as where images of several sizes"),
         (unordered, {}, "joins no patches itself, by a spatial_merge_size of its own"),
         (lambda: make_joint("llava"), {"language": {"tokens": "all"}}, "is defined for image tokens"),
         (lambda: make_joint("llava"), {"router": {"tolerance": 6.0}}, r"in grey levels.*set router\.std"),

@@ -138,19 +138,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"model.head": "fresh"}, "set model.checkpoint"),
     (TrainConfig, {"distill.features": 1.0}, "distill.features=1 needs a teacher"),
     (TrainConfig, {"distill.teacher": "dense"}, "needs trained weights: set model.checkpoint or model.pretrained"),
-    (
-        TrainConfig,
-        {"distill.teacher": "dense", "model.head": "fresh", "model.checkpoint": "x"},
-        "needs trained weights",
-    ),
+    (TrainConfig, {"distill.teacher": "dense", "model.head": "fresh", "model.checkpoint": "x"}, "trained weights"),
     (TrainConfig, {"elastic": ELASTIC}, "elastic needs a routing config whose capacity is one of"),
     (TrainConfig, {"elastic": ELASTIC, "routing": {"preset": "gradual"}}, "elastic needs a routing config"),
     (TrainConfig, {"elastic": ELASTIC, "routing": RANDOM}, "one of elastic.capacities=[0.25, 1.0]"),
-    (
-        TrainConfig,
-        {"elastic": ELASTIC, "routing": QUARTER, "grad_checkpointing": True},
-        "elastic cannot be combined with grad_checkpointing",
-    ),
+    (TrainConfig, {"elastic": ELASTIC, "routing": QUARTER, "grad_checkpointing": True}, "elastic cannot be combined"),
     (TrainConfig, {"elastic.capacities": [0.25, 1.0]}, "must ascend and be at least as many as elastic.samples=4"),
     (TrainConfig, {"elastic": {"capacities": [0.5, 0.25], "samples": 2}}, "must ascend and be at least as many"),
     (TrainConfig, {"elastic": {"capacities": [0.25, 1.5], "samples": 2}}, "elastic.capacities"),
@@ -158,13 +150,9 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (
         TrainConfig,
         {"methods": [{"kind": "experts", "training_only": True}]},
-        "unknown field of method 'experts': training_only",
+        "field of method 'experts': training_only",
     ),
-    (
-        TrainConfig,
-        {"elastic": ELASTIC, "routing": {**QUARTER, "training_only": True}},
-        "routing has training_only: true",
-    ),
+    (TrainConfig, {"elastic": ELASTIC, "routing": {**QUARTER, "training_only": True}}, "has training_only: true"),
     (TrainConfig, {"training_only_epochs": 2, "routing": RANDOM}, "needs methods for training alone"),
     (
         TrainConfig,
@@ -203,11 +191,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (TrainConfig, {"data": {"source": "maps:32", "label_patch": 8}}, "needs root"),
     (TrainConfig, {"data": {"source": "maps:32", "root": "a"}}, "needs root"),
-    (
-        PairsConfig,
-        {"routing": {"images": {}}},
-        "unknown tower of routing images; near ones: image; valid ones are image, text",
-    ),
+    (PairsConfig, {"routing": {"images": {}}}, "tower of routing images; near ones: image; valid ones are image, text"),
     (PairsConfig, {"routing": {"image": {"router": "atention"}}}, "router must be one of"),
     (PairsConfig, {"distill.teacher": "dense"}, "distill.teacher='dense' needs trained weights: set model.checkpoint"),
     (PairsConfig, {"data.workers": -1}, "data.workers must be an integer of at least 0, got -1"),
@@ -220,17 +204,9 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
         for name in ("label_smoothing_factor", "auto_find_batch_size", "save_only_model")
     ),
     (ChatConfig, {"data.val": None, "trainer": {"eval_on_start": True}}, "eval_on_start asks questions"),
-    (
-        ChatConfig,
-        {"data.val": None, "trainer": {"eval_strategy": "epoch"}},
-        "eval_strategy asks questions in training: set data.val",
-    ),
+    (ChatConfig, {"data.val": None, "trainer": {"eval_strategy": "epoch"}}, "eval_strategy asks questions in training"),
     (ChatConfig, {"routing": {}}, "names no part"),
-    (
-        ChatConfig,
-        {"routing": {"preset": "p-mod"}},
-        "write routing: {language: {preset: p-mod}}, got {'preset': 'p-mod'}",
-    ),
+    (ChatConfig, {"routing": {"preset": "p-mod"}}, "write routing: {language: {preset: p-mod}}, got"),
     (PairsConfig, {"routing": {"capacity": 0.5}}, "write routing: {image: {capacity: 0.5}}, got"),
     (ChatConfig, {"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
     (ChatConfig, {"model.args": {"tp_plan": "auto"}}, "model.args tp_plan: a run does not train"),
@@ -313,19 +289,11 @@ WEIGHTS = [
     ("model.pt", lambda path: path.write_bytes(b"PK\x03\x04" + b"x" * 50), "no whole file of tensors"),
     ("model.pt", lambda path: path.write_text("words"), "no whole file of tensors"),
     ("model.pt", lambda path: torch.save([1, 2], path), "holds no state dict"),
-    (
-        "model.pt",
-        lambda path: torch.save({1: torch.zeros(2)}, path),
-        "holds no state dict, .* it maps 1 to a Tensor",
-    ),
+    ("model.pt", lambda path: torch.save({1: torch.zeros(2)}, path), "holds no state dict, .* it maps 1 to a Tensor"),
     ("model.pt", lambda path: torch.save({"model": {None: torch.zeros(2)}}, path), "it maps None to a Tensor"),
     ("model.pt", lambda path: torch.save({"a": 1}, path), "holds no state dict"),
     ("model.pt", lambda path: path.write_bytes(pickle.dumps(Trap(path.parent / "ran"), 2)), "no whole file of"),
     ("model.pt", lambda path: torch.save({"a": Trap(path.parent / "ran")}, path), "no whole file of tensors"),
-    (
-        "model.pt",
-        lambda path: torch.save({"a": Path("b")}, path),
-        "it holds pathlib.* besides; save the state dict",
-    ),
+    ("model.pt", lambda path: torch.save({"a": Path("b")}, path), "it holds pathlib.* besides; save the state dict"),
 ]
 """File name, function that writes the file, and what the message says."""

@@ -163,7 +163,7 @@ def test_blocks_that_run_alone_and_batches_of_several_sizes_are_refused() -> Non
     }
     with (
         torch.no_grad(),
-        pytest.raises(ValueError, match="a full grid .* in every image; some of these are padding"),
+        pytest.raises(ValueError, match=r"a full grid .* in every image; some of these are padding"),
     ):
         model(batch)
 

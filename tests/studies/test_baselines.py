@@ -164,10 +164,7 @@ def _result(folder: Path) -> float:
             {"baselines": {"a": {0.5: {"kind": "recursions", "routing": {}}}}},
             "unknown field of method 'recursions': routing",
         ),
-        (
-            {"baselines": {"a": {0.5: {**BASELINES["merge"][0.5], "changes": {"seed": 1}}}}},
-            "changes must not set seed",
-        ),
+        ({"baselines": {"a": {0.5: {**BASELINES["merge"][0.5], "changes": {"seed": 1}}}}}, "changes must not set seed"),
         ({"routers": {"a": {"router": "random", "changes": {"routing": {}}}}}, "changes must not set routing"),
         ({"rates": [1.0]}, "rates must name two"),
         ({"rates": [1.0, 0.0]}, "rates must be"),

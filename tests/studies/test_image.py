@@ -356,16 +356,8 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
-        (
-            {"dense": {**DENSE, "routing": {"preset": "a-mod"}}},
-            ValueError,
-            "has no .* no routing, got routing: leave",
-        ),
-        (
-            {"train_dense": False, **UNTUNED},
-            ValueError,
-            "dense config starts from no weights, .* does not train it",
-        ),
+        ({"dense": {**DENSE, "routing": {"preset": "a-mod"}}}, ValueError, "has no .* no routing, got routing: leave"),
+        ({"train_dense": False, **UNTUNED}, ValueError, "dense config starts from no weights, .* does not train it"),
         ({"changes": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),

@@ -58,18 +58,9 @@ def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]
     ("fields", "message"),
     [
         ({"preset": "a-mod"}, r"unknown tower in routers\.mine preset; valid ones are image, text"),
-        (
-            {"budgets": {0.5: {"router": "norm"}}},
-            r"unknown tower in routers\.mine router; valid ones",
-        ),
-        (
-            {"image": "a-mod"},
-            r"routers\.mine\.image must be a mapping .*, got 'a-mod'",
-        ),
-        (
-            {"image": {}, "image_size": 32},
-            r"unknown tower in routers\.mine image_size",
-        ),
+        ({"budgets": {0.5: {"router": "norm"}}}, r"unknown tower in routers\.mine router; valid ones"),
+        ({"image": "a-mod"}, r"routers\.mine\.image must be a mapping .*, got 'a-mod'"),
+        ({"image": {}, "image_size": 32}, r"unknown tower in routers\.mine image_size"),
     ],
 )
 def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str) -> None:

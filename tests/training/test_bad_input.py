@@ -92,10 +92,7 @@ def test_sizes_of_language_models_are_checked_before_they_are_built(name: str, v
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"text_config": {"model_type": "llama", "hiden_size": 32}},
-            "text_config.hiden_size .*: is hidden_size meant",
-        ),
+        ({"text_config": {"model_type": "llama", "hiden_size": 32}}, "text_config.hiden_size .*: is hidden_size meant"),
         ({"text_config": {"model_type": "llama", "hidden_size": "32"}}, "describes no model of transformers: .*'32'"),
         ({"model_type": "lava"}, "describes no model of transformers: Unrecognized model identifier: lava"),
     ],
