@@ -194,6 +194,8 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]), TypeError, r"indices of classes \(B,\), got"),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
+    (lambda m: mmod.flops(m, mmod.Prompt(4)), ValueError, "this VisionTransformer has no language part"),
+    (lambda m: mmod.load_pretrained(".", dtype="auto"), TypeError, "dtype are for transformers models, which have a"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),
     (lambda m: mmod.register_loss("loss")("f"), TypeError, "mmod.register_loss decorates .* got 'f'"),
     (lambda m: mmod.register_score("score")(Merge), TypeError, "derived from mmod.Score .*Merge"),

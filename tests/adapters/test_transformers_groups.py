@@ -215,6 +215,10 @@ def test_wrong_use_is_refused() -> None:
         mmod.route_(model, vision=LINEAR.replace(language={"scored": "norm"}))
     with pytest.raises(ValueError, match=r"router\.tied is for layers of a language model"):
         mmod.route_(model, vision=LINEAR.replace(router={"tied": True}))
+    with pytest.raises(ValueError, match=r"router\.shared is for images and captions, and .* generates text"):
+        mmod.route_(make_joint("llava"), language=LINEAR.replace(router={"shared": True}))
+    with pytest.raises(ValueError, match="a language model's threshold takes neither"):
+        mmod.route_(make_joint("llava"), language=LINEAR.replace(select=mmod.Threshold(0.5, min_tokens=1)))
     with pytest.raises(ValueError, match="compact"):
         mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
     with pytest.raises(ValueError, match="has no part vision"):

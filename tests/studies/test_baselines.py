@@ -158,6 +158,7 @@ def _result(folder: Path) -> float:
         ({"baselines": {"a": {0.5: {"kind": "halve"}}}}, "'recursions', 'resize', 'resolution', 'smaller'"),
         ({"baselines": {"a": {0.5: {"kind": "prune", "keeps": 1}}}}, "keep, blocks, fuse, by"),
         ({"baselines": {"a": {0.5: {"kind": "smaller", "depth": 1}}}}, "depth; valid ones are kind, args"),
+        ({"baselines": {"a": {0.5: {"kind": "smaller"}}}}, "baselines.a-0.5 needs args"),
         ({"baselines": {"a": {0.5: {"kind": "resolution"}}}}, "baselines.a-0.5 needs image_size"),
         ({"baselines": {"a": {"kind": "merge"}}}, "baselines must be"),
         (

@@ -329,5 +329,7 @@ def test_conversion_keeps_to_its_folder(folder: Path) -> None:
     (folder / "other" / "file").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds files but no conversion\.json"):
         convert_conversations(ConversationsConversion(f"{folder}/all.json", f"{folder}/other"), progress=False)
+    with pytest.raises(ValueError, match=r"source='a\.csv' must end in \.json or \.jsonl"):
+        ConversationsConversion("a.csv", "b")
     with pytest.raises(ValueError, match="on_corrupt"):
         ConversationsConversion("a.json", "b", on_corrupt="ignore")
