@@ -77,17 +77,6 @@ class TestRoute:
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'test_vit'"):
             call("test_vit")
 
-    def test_a_wrong_sequence_length_is_an_error(self) -> None:
-        model = mmod.route_(make_model(NAME), mmod.RoutingConfig())
-        model.blocks[0](torch.randn(2, 10, 64))
-        with pytest.raises(ValueError, match="the sequence changed between the two blocks"):
-            model.blocks[1](torch.randn(2, 12, 64))
-
-    def test_unknown_block_arguments_are_an_error(self) -> None:
-        model = mmod.route_(make_model(NAME), mmod.RoutingConfig())
-        with pytest.raises(ValueError, match=r"got 'rope', of which no trial showed .* known are attn_mask"):
-            model.blocks[1](torch.randn(1, 4, 64), rope=torch.zeros(4, 8))
-
     def test_prefix_protection_can_be_given_up(self) -> None:
         model = mmod.route_(make_model(NAME), RoutingConfig(router="norm", capacity=0.1, protect_prefix=False))
         with mmod.trace(model) as decisions:
@@ -112,11 +101,6 @@ class TestCapacity:
             with mmod.trace(model) as decisions:
                 model(images)
             assert [r.kept.index_BK.shape[1] for r in decisions.values()] == [int(37 * c) for c in expected]
-
-    def test_thresholds_have_no_budget(self) -> None:
-        model = mmod.route_(make_model(NAME), RoutingConfig(select="threshold"))
-        with pytest.raises(ValueError, match="reach a threshold, so no capacity applies: call mmod"):
-            mmod.set_capacity_(model, 0.5)
 
 
 class TestTrace:

@@ -16,10 +16,12 @@ from mmod.analysis.style import new_figure, save_picture
 from mmod.config.parts import Gate
 from mmod.io.records import record_config
 from mmod.methods import Exit, Experts, Merge, Prune
+from mmod.planning import falling, ratio_decay
 from tests.kit.own_vits import make_own
 from tests.kit.vlm_zoo import make_language
 
 Call = Callable[[Any], object]
+PLAIN: dict[str, Any] = {"select": "topk", "gate": "identity", "losses": {}}
 SHARED = {"name": "linear", "shared": True}
 CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"blocks": "lates"}, ValueError, "got 'lates'; near ones: late$"),
@@ -194,6 +196,21 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]), TypeError, r"indices of classes \(B,\), got"),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
+    (lambda m: mmod.preset("mindskip", 4, select="topk"), ValueError, "needs select='threshold'"),
+    (lambda m: mmod.preset("mindskip", 4, **PLAIN), ValueError, "without min_tokens"),
+    (lambda m: mmod.preset("mindskip", 4, select=mmod.Threshold(0.5, min_tokens=1)), ValueError, "without min_tokens"),
+    (lambda m: mmod.preset("mindskip", 4, context="all"), ValueError, "context='kept'"),
+    (lambda m: mmod.preset("mindskip", 4, router={"per": "token"}), ValueError, "a score for the whole sequence"),
+    (lambda m: mmod.preset("mindskip", 4, router={"per": "image"}), ValueError, "'token', 'sequence'"),
+    (lambda m: mmod.preset("mindskip", 4, router="norm", losses={}), ValueError, "needs a score that learns"),
+    (lambda m: ratio_decay(1), ValueError, "at least 2 blocks, got depth 1"),
+    (lambda m: ratio_decay(4, floor=0.0), ValueError, "0 < floor <= ceiling <= 1, got 0.0"),
+    (lambda m: ratio_decay(4, shape="sine"), ValueError, "shape must be one of 'cosine', 'linear', got 'sine'"),
+    (lambda m: falling(5, steps=5), ValueError, r"steps must be an integer in \[1, 4\], got 5"),
+    (lambda m: falling(6, start=3, steps=4), ValueError, r"steps must be an integer in \[1, 3\], got 4"),
+    (lambda m: falling(6, start=6), ValueError, "start=6 keeps all blocks dense: depth must be at least 7, got 6"),
+    (lambda m: falling(12, mean=0.4), ValueError, r"mean must be a number in \(0.4, 1\], got 0.4"),
+    (lambda m: falling(12, mean=1.2), ValueError, "got 1.2"),
     (lambda m: mmod.flops(m, mmod.Prompt(4)), ValueError, "this VisionTransformer has no language part"),
     (lambda m: mmod.load_pretrained(".", dtype="auto"), TypeError, "dtype are for transformers models, which have a"),
     (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),
@@ -224,6 +241,7 @@ def test_a_wrong_call_says_what_is_valid_and_changes_nothing(call: Call, error: 
 
 def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
     model, images = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig()).eval(), torch.randn(1, 3, 160, 160)
+    by_threshold = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(select="threshold"))
     with torch.no_grad():
         expected = model(images)
         for call, error, message in [
@@ -240,6 +258,17 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             (lambda: mmod.set_capacity_(model, {"blocks.0": 0.5}), ValueError, "routed are blocks.1, blocks.3"),
             (lambda: mmod.routing_config(model, "text"), ValueError, "'text' .* routed are image"),
             (lambda: mmod.flops(model, 160, kept=0.5), ValueError, "leave kept out: .* threshold.*kept=decisions$"),
+            (
+                lambda: model.blocks[1](torch.randn(1, 4, 64), rope=torch.zeros(4, 8)),
+                ValueError,
+                "got 'rope', of which no trial showed .* known are attn_mask",
+            ),
+            (
+                lambda: (model.blocks[0](torch.randn(2, 10, 64)), model.blocks[1](torch.randn(2, 12, 64))),
+                ValueError,
+                "the sequence changed between the two blocks",
+            ),
+            (lambda: mmod.set_capacity_(by_threshold, 0.5), ValueError, "reach a threshold, so no capacity applies"),
             (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
             (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "there is no folder 'nowhere'"),
         ]:

@@ -21,7 +21,7 @@ from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.processor import create_processor, create_word_processor
-from tests.kit.chat_configs import MODEL, vlm_config
+from tests.kit.chat_configs import vlm_config
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 ROUTED = mmod.RoutingConfig(
@@ -160,14 +160,3 @@ def test_without_bitsandbytes_loading_says_what_is_missing(tmp_path: Path, monke
             mmod.load_pretrained(tmp_path, **options(bits))
     with pytest.raises(ImportError, match="requires bitsandbytes"):
         fit(config, progress=False)
-
-
-def test_what_quantized_weights_cannot_do(tmp_path: Path) -> None:
-    model = ModelConfig(checkpoint="x", args=options(4))
-    with pytest.raises(ValueError, match="quantized weights are not trained: give lora"):
-        vlm_config(tmp_path, model=model)
-    data = replace(vlm_config(tmp_path).data, val=None)
-    with pytest.raises(ValueError, match="not split by fsdp or deepspeed"):
-        vlm_config(tmp_path, trainer={"fsdp": True}, data=data, model=model, lora={"r": 2})
-    with pytest.raises(ValueError, match=r"model\.args quantization_config need a checkpoint"):
-        ModelConfig(config=MODEL, processor="words", args=options(4))

@@ -219,6 +219,8 @@ def test_wrong_use_is_refused() -> None:
         mmod.route_(make_joint("llava"), language=LINEAR.replace(router={"shared": True}))
     with pytest.raises(ValueError, match="a language model's threshold takes neither"):
         mmod.route_(make_joint("llava"), language=LINEAR.replace(select=mmod.Threshold(0.5, min_tokens=1)))
+    with pytest.raises(ValueError, match="its router must decide per token"):
+        mmod.route_(make_language("llama"), mmod.preset("mindskip", depth=4))
     with pytest.raises(ValueError, match="compact"):
         mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
     with pytest.raises(ValueError, match="has no part vision"):

@@ -76,6 +76,10 @@ RECURSIONS = [{"kind": "recursions"}]
 CROWDS = {"source": "crowds", "label_patch": 4}
 LLAMA = {"model_type": "llama"}
 LLAVA = {"model_type": "llava", "text_config": LLAMA}
+WORDS = {"config": LLAVA, "processor": "words"}
+BITS = {"quantization_config": {"load_in_4bit": True}}
+QUANTIZED = {"checkpoint": "x", "args": BITS}
+SPLIT = {"trainer": {"fsdp": "full_shard"}, "data.val": None}
 REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"grad_clip": -1}, "a number above 0 or null"),
     (TrainConfig, {"grad_clip": 0}, "a number above 0 or null"),
@@ -210,11 +214,14 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (PairsConfig, {"routing": {"capacity": 0.5}}, "write routing: {image: {capacity: 0.5}}, got"),
     (ChatConfig, {"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
     (ChatConfig, {"model.args": {"tp_plan": "auto"}}, "model.args tp_plan: a run does not train"),
+    (ChatConfig, {"model": QUANTIZED}, "quantized weights are not trained: give lora"),
+    (ChatConfig, {"model": QUANTIZED, "lora": {"r": 2}, **SPLIT}, "not split by fsdp or deepspeed"),
+    (ChatConfig, {"model": {**WORDS, "args": BITS}}, "model.args quantization_config need a checkpoint"),
     (ChatConfig, {"model": {}}, "either"),
     (ChatConfig, {"model": {"config": LLAVA}}, "needs model.processor: a folder, a name, 'bpe' or 'words'"),
     (
         ChatConfig,
-        {"model": {"config": LLAVA, "processor": "words", "processor_args": {"max_pixels": 784}}},
+        {"model": {**WORDS, "processor_args": {"max_pixels": 784}}},
         "those of a saved processor, not of 'words'",
     ),
     (TextConfig, {"methods": RECURSIONS, "routing": {"preset": "mod"}}, "'routing' cannot follow 'recursions'"),

@@ -220,28 +220,6 @@ def test_tokens_that_all_run_in_training_learn_by_importance() -> None:
     assert all(bool(block.router.score.weight.grad.abs().sum() > 0) for block in mmod.routed_blocks(model).values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"select": "topk"}, "needs select='threshold'"),
-        ({"select": "topk", "gate": "identity", "losses": {}}, "without min_tokens"),
-        ({"select": mmod.Threshold(0.5, min_tokens=1)}, "without min_tokens"),
-        ({"context": "all"}, "context='kept'"),
-        ({"router": {"per": "token"}}, "a score for the whole sequence"),
-        ({"router": "norm", "losses": {}}, "needs a score that learns"),
-        ({"router": {"per": "image"}}, "'token', 'sequence'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        mmod.preset("mindskip", depth=4, **changes)
-
-
-def test_a_language_model_decides_by_token() -> None:
-    with pytest.raises(ValueError, match="its router must decide per token"):
-        mmod.route_(make_language("llama"), mmod.preset("mindskip", depth=4))
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_coin_skips_as_many_whole_images_by_chance_and_each_image_the_same_way_again(operator: str) -> None:
     images, model = make_images("test_vit", 40).double(), make_model("test_vit").double()

@@ -46,19 +46,6 @@ def test_the_shift_is_the_mean_before_clipping() -> None:
     assert plan.capacity[4] == pytest.approx(0.5 * math.cos(math.pi / 2) + 0.4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"depth": 1}, "at least 2 blocks, got depth 1"),
-        ({"depth": 4, "floor": 0.0}, "0 < floor <= ceiling <= 1, got 0.0"),
-        ({"depth": 4, "shape": "sine"}, "shape must be one of 'cosine', 'linear', got 'sine'"),
-    ],
-)
-def test_wrong_decays(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ratio_decay(**options)
-
-
 @pytest.mark.parametrize("steps", [1, 3, 5])
 @pytest.mark.parametrize(("depth", "start"), [(6, 0), (6, 1), (12, 1), (12, 4), (25, 1)])
 @pytest.mark.parametrize("mean", [0.5, 0.72, 1.0])
@@ -72,21 +59,6 @@ def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, start: int, s
         assert falls == pytest.approx([falls[0]] * steps, abs=1e-5)
         assert sum(heights[1:]) / steps == pytest.approx(mean, abs=1e-5)
     assert abs(sum(plan.capacity) / len(plan.blocks) - mean) < 0.15
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"depth": 5, "steps": 5}, r"steps must be an integer in \[1, 4\], got 5"),
-        ({"depth": 12, "mean": 0.4}, r"mean must be a number in \(0.4, 1\], got 0.4"),
-        ({"depth": 12, "mean": 1.2}, "got 1.2"),
-        ({"depth": 6, "start": 6}, "start=6 keeps all blocks dense: depth must be at least 7, got 6"),
-        ({"depth": 6, "start": 3, "steps": 4}, r"steps must be an integer in \[1, 3\], got 4"),
-    ],
-)
-def test_wrong_falls(options: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        falling(**options)
 
 
 @pytest.mark.parametrize("depth", [2, 4, 12])
