@@ -244,22 +244,6 @@ def test_arguments_taken_for_parts_are_told_their_place(
     assert mmod.routing_config(follow(str(refusal.value), make())) == expected
 
 
-def test_names_of_parts_are_no_arguments_of_presets() -> None:
-    for arguments, parts in (((), {"vision": "gradual"}), (("gradual",), {"vision": "gradual"})):
-        with pytest.raises(ValueError, match=r"no part vision; it has image$"):
-            mmod.route_(make(), *arguments, **parts)
-
-
-@pytest.mark.parametrize("call", [mmod.route_, mmod.apply_, lambda model, name: mmod.route_(model, preset=name)])
-def test_a_misspelt_preset_is_told_near_names(call: Callable[[nn.Module, str], object]) -> None:
-    model = make()
-    with pytest.raises(ValueError, match="got 'gradul'; near ones: ") as refusal:
-        call(model, "gradul")
-    advised = re.search(r"near ones: ([a-z-]+)", str(refusal.value))
-    assert advised is not None
-    assert mmod.is_routed(mmod.route_(model, advised[1]))
-
-
 @pytest.mark.parametrize(("name", "field"), [("norm", "router"), ("late", "blocks")])
 def test_values_of_fields_are_told_from_presets(name: str, field: str) -> None:
     with pytest.raises(TypeError, match=f"got '{name}', which is a value of {field}: pass mmod") as refusal:
