@@ -37,10 +37,3 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path, name: str) -> No
         record_config(tmp_path, RECORD, file="config.json", kind="a run")
     with pytest.raises(FileExistsError, match="is a file, and a folder is needed there: name another folder"):
         record_config(tmp_path / name, RECORD, file="config.json", kind="a run")
-
-
-def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
-    for content in ("[1]", "{"):
-        (tmp_path / "config.json").write_text(content)
-        with pytest.raises(ValueError, match=r"config\.json"):
-            record_config(tmp_path, RECORD, file="config.json", kind="a run")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -289,6 +290,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
 
 
+TWICE = {"a": torch.zeros(1), "module.a": torch.ones(1)}
 WEIGHTS = [
     ("model.safetensors", lambda path: path.write_bytes(b""), "no complete safetensors file"),
     ("model.safetensors", lambda path: path.write_bytes(b"\xff" * 100), "no complete safetensors file"),
@@ -300,6 +302,13 @@ WEIGHTS = [
     ("model.pt", lambda path: torch.save({1: torch.zeros(2)}, path), "holds no state dict, .* it maps 1 to a Tensor"),
     ("model.pt", lambda path: torch.save({"model": {None: torch.zeros(2)}}, path), "it maps None to a Tensor"),
     ("model.pt", lambda path: torch.save({"a": 1}, path), "holds no state dict"),
+    ("model.pt", lambda path: torch.save({"epoch": 3}, path), "it maps 'epoch' to a int"),
+    (
+        "model.pt",
+        lambda path: torch.save({"state_dict": {"a": np.zeros(2)}}, path),
+        "'a' to an object that is not",
+    ),
+    ("model.pt", lambda path: torch.save({"state_dict": TWICE}, path), "two weights are named 'a'"),
     ("model.pt", lambda path: path.write_bytes(pickle.dumps(Trap(path.parent / "ran"), 2)), "no whole file of"),
     ("model.pt", lambda path: torch.save({"a": Trap(path.parent / "ran")}, path), "no whole file of tensors"),
     ("model.pt", lambda path: torch.save({"a": Path("b")}, path), "it holds pathlib.* besides; save the state dict"),

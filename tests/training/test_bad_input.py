@@ -71,6 +71,8 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000000001-epoch-00000").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=r"no model\.safetensors in the folder"):
         find_weights(tmp_path)
+    with pytest.raises(ValueError, match=r"weights of mmod must be one of .*digits-dense.* got 'digits'"):
+        find_weights("mmod:digits")
 
 
 def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:

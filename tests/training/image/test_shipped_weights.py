@@ -45,8 +45,3 @@ def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
     shipped = ImageKind(config)
     evaluation = shipped.evaluate(load(shipped)).result
     assert (evaluation.samples, evaluation.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
-
-
-def test_unknown_shipped_weights_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"weights of mmod must be one of .*digits-dense.* got 'digits'"):
-        find_weights("mmod:digits")
