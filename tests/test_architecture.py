@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,17 @@ def test_no_modules_import_each_other() -> None:
         graph = {name: needed for name, needed in graph.items() if name not in unused}
     circles = {name: sorted(needed & graph.keys()) for name, needed in graph.items()}
     assert not circles, f"modules import each other: {circles}"
+
+
+def test_no_two_classes_share_a_name() -> None:
+    named = Counter[str]()
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named[node.name] += 1
+    # Each kind of training has its own, in files of equal names.
+    repeated = {name for name, count in named.items() if count > 1}
+    assert repeated == {"ModelConfig", "TrainConfig", "EvalResult"}
 
 
 def test_state_of_threads_is_in_few_places() -> None:

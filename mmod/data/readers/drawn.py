@@ -10,7 +10,7 @@ from PIL import Image
 from mmod.data.embedded import SETS
 from mmod.data.readers.images import Target, decode_image
 from mmod.data.readers.shards import LabelMember
-from mmod.data.synthetic.handwriting import Drawn
+from mmod.data.synthetic.handwriting import DrawnSamples
 
 
 class DrawnSource:
@@ -45,7 +45,7 @@ class DrawnSource:
 
 
 @functools.lru_cache(maxsize=8)
-def _scenes(part: str) -> Drawn[Any]:
+def _scenes(part: str) -> DrawnSamples[Any]:
     return SETS[part.partition(":")[0]].draw(part)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from PIL import Image
 
-from mmod.data.synthetic.handwriting import SPLITS, Drawn, DrawnConfig
+from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, DrawnSamples
 from mmod.io.files import SIZES, locked, open_shard, read_json_object, replacing, sha256, write_json
 from mmod.io.progress import progress_bar
 from mmod.io.records import check_same, read_record
@@ -42,7 +42,7 @@ class SyntheticSet(Generic[Config, Scene]):
     title: str
     format: int
     difficulties: Mapping[str, Config]
-    compose: Callable[[Config, str], Drawn[Scene]]
+    compose: Callable[[Config, str], DrawnSamples[Scene]]
     encode: Callable[[str, Scene], dict[str, bytes]]
     shard_digits: int = 6
     key_digits: int = 6
@@ -66,7 +66,7 @@ class SyntheticSet(Generic[Config, Scene]):
         self.build(folder, config, progress, splits=(split,))
         return f"{folder}/{split}-*.tar"
 
-    def draw(self, source: str) -> Drawn[Scene]:
+    def draw(self, source: str) -> DrawnSamples[Scene]:
         """Return the samples of a split, each drawn when it is read, without a folder."""
         difficulty, split = self._parse(source)
         return self.compose(self.config(difficulty), split)

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import Box, Drawn, DrawnConfig, Painter, encode_png, paste
+from mmod.data.synthetic.handwriting import Box, DrawnConfig, DrawnSamples, Painter, encode_png, paste
 
 CLASSES = 11
 """Number of classes of a pixel: 0 is background, and digit d has class d + 1."""
@@ -85,7 +85,7 @@ class Crowd(NamedTuple):
     clutter: tuple[int, ...]  # Indices of the fragments' source images.
 
 
-def compose_crowds(config: CrowdsConfig, split: str) -> Drawn[Crowd]:
+def compose_crowds(config: CrowdsConfig, split: str) -> DrawnSamples[Crowd]:
     """Return the scenes of a split."""
     painter = Painter(config, split, config.grid)
 
@@ -93,7 +93,7 @@ def compose_crowds(config: CrowdsConfig, split: str) -> Drawn[Crowd]:
         # The last number tells the draws of a set from those of others with the same seed.
         return _compose(config, painter, np.random.default_rng([*painter.seeds, index, 3]))
 
-    return Drawn(config.scenes[split], draw)
+    return DrawnSamples(config.scenes[split], draw)
 
 
 def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -> Crowd:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import Box, Drawn, DrawnConfig, Painter, encode_png
+from mmod.data.synthetic.handwriting import Box, DrawnConfig, DrawnSamples, Painter, encode_png
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DigitScene(NamedTuple):
     clutter: tuple[int, ...]  # Indices of the fragments' source images.
 
 
-def compose_scenes(config: DigitsConfig, split: str) -> Drawn[DigitScene]:
+def compose_scenes(config: DigitsConfig, split: str) -> DrawnSamples[DigitScene]:
     """Return the scenes of a split; every source image of the split is a target equally often."""
     painter = Painter(config, split, config.grid)
     targets = np.random.default_rng(painter.seeds).permutation(painter.pool)
@@ -87,7 +87,7 @@ def compose_scenes(config: DigitsConfig, split: str) -> Drawn[DigitScene]:
         box = painter.place(canvas, painter.digit(target, config.digit_size, rng), rng)
         return DigitScene(canvas, int(painter.sources.labels[target]), target, box, clutter)
 
-    return Drawn(config.scenes[split], draw)
+    return DrawnSamples(config.scenes[split], draw)
 
 
 def _encode(key: str, scene: DigitScene) -> dict[str, bytes]:

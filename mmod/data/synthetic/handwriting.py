@@ -106,7 +106,7 @@ class DrawnConfig(Checked):
             raise ValueError(f"{self.counts}={samples} must give each of {SPLITS} a number of at least {self.least}")
 
 
-class Drawn(Generic[Scene]):
+class DrawnSamples(Generic[Scene]):
     """The samples of a split, each drawn when it is read: it depends on its index alone."""
 
     def __init__(self, length: int, draw: Callable[[int], Scene]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from mmod.data.records import IMAGE, prior_of
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import SPLITS, Drawn, DrawnConfig, Painter, encode_png, paste
+from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, DrawnSamples, Painter, encode_png, paste
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
 
@@ -113,7 +113,7 @@ class SyntheticChat(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-def compose_chats(config: QuestionsConfig, split: str) -> Drawn[SyntheticChat]:
+def compose_chats(config: QuestionsConfig, split: str) -> DrawnSamples[SyntheticChat]:
     """Return the conversations of a split."""
     painter = Painter(config, split)
 
@@ -131,7 +131,7 @@ def compose_chats(config: QuestionsConfig, split: str) -> Drawn[SyntheticChat]:
         chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
         return SyntheticChat((scene,), tuple(_ask(question_type, scene, rng) for question_type in chosen))
 
-    return Drawn(config.conversations[split], draw)
+    return DrawnSamples(config.conversations[split], draw)
 
 
 def _single(

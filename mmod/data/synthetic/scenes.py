@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mmod.data.synthetic.build import SyntheticSet
-from mmod.data.synthetic.handwriting import Box, Drawn, DrawnConfig, Painter, encode_png
+from mmod.data.synthetic.handwriting import Box, DrawnConfig, DrawnSamples, Painter, encode_png
 
 SIZES = ("large", "small")
 RELATIONS = ("left of", "above")
@@ -86,7 +86,7 @@ class Pair(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-def compose_pairs(config: ScenesConfig, split: str) -> Drawn[Pair]:
+def compose_pairs(config: ScenesConfig, split: str) -> DrawnSamples[Pair]:
     """Return the scenes of a split, with contents as evenly frequent as possible."""
     painter = Painter(config, split)
     contents = all_contents()
@@ -102,7 +102,7 @@ def compose_pairs(config: ScenesConfig, split: str) -> Drawn[Pair]:
         # The last number tells the draws of a set from those of others with the same seed.
         return _compose(config, painter, content, np.random.default_rng([*painter.seeds, index, 1]))
 
-    return Drawn(config.scenes[split], draw)
+    return DrawnSamples(config.scenes[split], draw)
 
 
 def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng: np.random.Generator) -> Pair:
