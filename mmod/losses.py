@@ -35,8 +35,8 @@ def load_loss(routing: Routing, router: Router) -> Tensor:
     Source: MoDification, arXiv 2410.14268.
     """
     gate_BN = apply_gate(routing.score_BN, router.config.gate.name, router.config.gate.scale)
-    if gate_BN is None:
-        raise ValueError("the load loss needs a gate other than 'identity'")
+    # A config takes this loss only with a gate that weighs.
+    assert gate_BN is not None
     counted_BN = routing.tokens.gated(routing.score_BN, router.prefix)
     return _mean(routing.keep_BN.float(), counted_BN) * _mean(gate_BN, counted_BN)
 
