@@ -26,6 +26,8 @@ CHANGES = [
     (lambda config, weights: config.update(format_version=99), "format version 99"),
     (lambda config, weights: config.pop("format_version"), "format version None"),
     (lambda config, weights: config.pop("methods"), "must hold"),
+    (lambda config, weights: config.update(methods=[3]), r"methods must be a list of mappings, got \[3\]"),
+    (lambda config, weights: config.update(library="transformers"), "are saved by their own save_pretrained"),
     (lambda config, weights: config["methods"][0]["parts"]["image"].update(routr="linear"), "routr"),
     (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
     (lambda config, weights: weights.pop(ROUTER), f"it lacks 1 key .{ROUTER}"),

@@ -57,6 +57,8 @@ def test_without_the_preparation_its_reader_fails_on_the_mark_at_a_shards_end(tm
     assert data.tar_file_expander is webdataset.tariterators.tar_file_expander
 
 
-def test_a_teacher_is_refused() -> None:
+def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ValueError, match="would be routed like the model"):
         train_open_clip(["--distill-model", "ViT-B-32"])
+    with pytest.raises(FileNotFoundError, match=r"no model config at 'none\.json'"):
+        train_open_clip([], models="none.json")
