@@ -21,6 +21,7 @@ from tests.kit.own_vits import make_own
 from tests.kit.vlm_zoo import make_language
 
 Call = Callable[[Any], object]
+LINEAR = mmod.RoutingConfig(router="linear")
 PLAIN: dict[str, Any] = {"select": "topk", "gate": "identity", "losses": {}}
 SHARED = {"name": "linear", "shared": True}
 CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -195,6 +196,10 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.advise(m, None), TypeError, r"batches must be a list or a loader of batches, got a NoneType$"),
     (lambda m: mmod.search_plan(m, None, 0.5), TypeError, "a list or a loader of batches, got a NoneType$"),
     (lambda m: mmod.planning.attention_ranks(m, None), TypeError, "a list or a loader of batches, got a NoneType$"),
+    (lambda m: mmod.attention_ranks(m, []), ValueError, "batches is empty"),
+    (lambda m: mmod.attention_ranks(m, [], part="text"), ValueError, "has no part 'text'"),
+    (lambda m: mmod.attention_ranks(m, ["a text"]), TypeError, "keyword arguments, or one tensor, got str"),
+    (lambda m: mmod.plan_divergence(m, ["a text"], LINEAR), TypeError, "keyword arguments, or one tensor, got str"),
     (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got a Tensor alone: put it into a list"),
     (lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]), TypeError, r"indices of classes \(B,\), got"),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.planning import LayerRanks, attention_ranks, plan_divergence
-from tests.kit.vlm_zoo import make_joint, make_language, prompt
+from mmod.planning import LayerRanks, attention_ranks
+from tests.kit.vlm_zoo import make_joint, prompt
 
 
 def rank_of(attention: Tensor, tolerance: float | None, diagonal: bool) -> float:
@@ -40,13 +40,6 @@ def test_ranks_of_a_joint_model_are_those_of_its_maps(attention: str, tolerance:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_ranks_need_a_part_and_samples() -> None:
-    with pytest.raises(ValueError, match="has no part 'text'"):
-        attention_ranks(make_joint("llava"), [], part="text")
-    with pytest.raises(ValueError, match="batches is empty"):
-        attention_ranks(make_language("llama"), [])
-
-
 def test_a_plan_routes_the_layers_of_lowest_rank(tmp_path: Path) -> None:
     ranks = LayerRanks(("a", "b", "c", "d", "e"), (9.0, 2.0, 5.0, 1.0, 8.0), 10.0, 3, 0.01)
     assert ranks.plan(0.5, below=5.5).blocks == (1, 2, 3)
@@ -72,10 +65,3 @@ def test_a_plan_of_ranks_routes_a_model() -> None:
     plan = attention_ranks(model, [images], tolerance=0.01).plan(0.5, budget=0.8)
     config = mmod.RoutingConfig(router="linear", blocks=plan.blocks, capacity=plan.capacity)
     assert len(mmod.routed_blocks(mmod.route_(model, config))) == len(plan.blocks)
-
-
-def test_batches_of_another_type_are_named() -> None:
-    model, config = make_language("llama"), mmod.RoutingConfig(router="norm")
-    for call in (lambda: attention_ranks(model, ["a text"]), lambda: plan_divergence(model, ["a text"], config)):  # type: ignore[list-item]
-        with pytest.raises(TypeError, match="keyword arguments, or one tensor, got str"):
-            call()

@@ -183,12 +183,3 @@ def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
     assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, store=path) == uninterrupted
     # The dense model's scores serve a search without rounds too.
     assert mmod.search_plan(model, batches, 0.8, options=FEW, store=path).divergence is None
-
-
-def test_rounds_that_cannot_be_are_refused() -> None:
-    model, images = make_model(NAME), make_images(NAME, 2)
-    for rounds, batches, message in ((-1, [images], "rounds must be"), (1, iter([images]), "read the batches again")):
-        with pytest.raises(ValueError, match=message):
-            mmod.search_plan(model, batches, 0.8, options=FEW, rounds=rounds)
-    with pytest.raises(ValueError, match="budget must be a number above 0"):
-        mmod.search_plan(model, [images], -1.0, cost="milliseconds")

@@ -88,12 +88,6 @@ def test_words_that_the_processor_does_not_know_are_refused_with_one_that_knows_
     assert not Path(config.output, "config.yaml").exists()
 
 
-def test_a_warmup_of_as_many_steps_as_the_run_is_refused(folder: Path) -> None:
-    match = r"trainer\.warmup_steps=4 is as long as the run, steps=4: .* to 0, or at most 3"
-    with pytest.raises(ValueError, match=match):
-        fit(vlm_config(folder, "warm", {"warmup_steps": 4}), progress=False)
-
-
 def test_a_run_shows_its_loss_and_where_it_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = vlm_config(folder, "shown", {"logging_steps": 100, "save_total_limit": 2})
     result: Any = fit(config)
