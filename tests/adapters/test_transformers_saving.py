@@ -136,16 +136,6 @@ def test_routed_layers_stay_whole_when_a_model_is_split() -> None:
     assert not layers & set(model._no_split_modules)
 
 
-@pytest.mark.parametrize("architecture", ["pipeline", "Trainer", "os", None])
-def test_a_config_names_a_model_of_transformers_alone(architecture: str | None, tmp_path: Path) -> None:
-    mmod.route_(make_joint("llava"), language=LINEAR).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["architectures"] = None if architecture is None else [architecture]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=f"names {architecture!r} in its config.json, which is no model"):
-        mmod.load_pretrained(tmp_path)
-
-
 def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
     mmod.route_(make_joint("llava"), language=LINEAR).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -20,6 +20,7 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
+from tests.kit.bad_configs import nested
 from tests.kit.cover import in_turn
 from tests.kit.folders import make_image_model, save_image_model, side_of
 from tests.kit.processes import run_processes
@@ -193,17 +194,22 @@ def test_weights_without_routers_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"methods": None}, r"config\.json: mmod\.methods "),
-        ({"methods": "text"}, r"config\.json: mmod\.methods "),
-        ({"methods": []}, r"mmod\.methods must list"),
-        ({"version": 99}, "saved as version 99"),
+        ({"mmod.methods": None}, r"config\.json: mmod\.methods "),
+        ({"mmod.methods": "text"}, r"config\.json: mmod\.methods "),
+        ({"mmod.methods": []}, r"mmod\.methods must list"),
+        ({"mmod.version": 99}, "saved as version 99"),
+        ({"architectures": None}, r"names None in its config\.json, which is no model"),
+        ({"architectures": ["os"]}, r"names 'os' in its config\.json, which is no model"),
+        # Names that transformers has, of no model.
+        ({"architectures": ["pipeline"]}, r"names 'pipeline' in its config\.json, which is no model"),
+        ({"architectures": ["Trainer"]}, r"names 'Trainer' in its config\.json, which is no model"),
     ],
 )
 def test_a_description_that_does_not_describe_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     save("llama", tmp_path)
-    described = json.loads((tmp_path / "config.json").read_text())
+    described = nested(json.loads((tmp_path / "config.json").read_text()), change)
     # None stands for a field that is missing.
-    described["mmod"] = {key: value for key, value in {**described["mmod"], **change}.items() if value is not None}
+    described["mmod"] = {key: value for key, value in described["mmod"].items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(described))
     with pytest.raises(ValueError, match=message):
         mmod.load_pretrained(tmp_path)

@@ -175,14 +175,19 @@ def test_a_changed_folder_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("written", "args", "message"),
     [
-        ({"intermediate_size": 64}, r"is \(48,\), the model's is \(64,\)"),
-        ({"depht": 3}, "model.args depht is no field of the ViTConfig"),
+        ({}, {"intermediate_size": 64}, r"is \(48,\), the model's is \(64,\)"),
+        ({}, {"depht": 3}, "model.args depht is no field of the ViTConfig"),
+        ({"architectures": ["ViTForPoems"]}, {}, "names the architecture 'ViTForPoems', which is no model of trans"),
     ],
 )
-def test_arguments_that_do_not_fit_the_weights_are_refused(args: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_the_weights_is_refused(
+    written: dict[str, Any], args: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     save_image_model("vit", tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**fields, **written}))
     with pytest.raises(ValueError, match=message):
         create_images(tmp_path, Options(args=args))
 
@@ -230,14 +235,6 @@ def test_images_must_be_as_the_processor_says(images: Path) -> None:
     data = {**started.to_dict()["data"], "image_size": 64}
     with pytest.raises(ValueError, match=r"data\.image_size is 64 and the model takes 32x32"):
         load(ImageKind(config(images, data=data)))
-
-
-def test_architectures_that_are_unknown_are_refused(tmp_path: Path) -> None:
-    save_image_model("vit", tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**written, "architectures": ["ViTForPoems"]}))
-    with pytest.raises(ValueError, match="names the architecture 'ViTForPoems', which is no model of transformers"):
-        create_images(tmp_path, Options())
 
 
 @pytest.mark.parametrize("name", ["vit", "dinov2", "siglip classifier", "timm wrapper"])
