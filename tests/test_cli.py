@@ -171,6 +171,19 @@ def test_a_run_in_place_of_a_study_is_told_where_it_goes(tmp_path: Path, capsys:
     assert f"as `mmod tradeoff my-model --dense {tmp_path}` does" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["evaluate", "audit", "plan"])
+def test_what_cannot_be_read_is_told_once(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shapes").mkdir()
+    Path("list.yaml").write_text("- 1\n")
+    for path in ("shapes", "list.yaml"):
+        with pytest.raises(SystemExit):
+            main([command, path])
+        assert capsys.readouterr().err.count("error: ") == 1
+
+
 def test_a_config_without_its_kind_is_not_taken_for_one_of_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,11 +49,13 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
 
 
 def _parse_config(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> RunConfig:
+    # What cannot be read is refused here, and once.
+    named = named_kind(*stack_configs(arguments))
     try:
         return parse_config(arguments, configs)
     except SystemExit as end:
         # The exit already printed the error; this adds what may explain it.
-        if end.code and named_kind(*stack_configs(arguments)) is None:
+        if end.code and named is None:
             first, *_ = configs
             print(f"without a key `kind`, a config is read as {first}; valid are {', '.join(configs)}", file=sys.stderr)
         raise
