@@ -11,6 +11,7 @@ import itertools
 import math
 import numbers
 import operator
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -320,6 +321,9 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     fields: dict[str, Any] = {}
     limits = {} if limit is None else _limits(config_class)
     unknown = [key for key in values if key not in hints]
+    if "kind" in hints and "kind" in values:
+        # The keys of another kind would all be unknown, and hide this mistake.
+        check_value(f"{prefix}kind", values["kind"], hints["kind"])
     mistakes = Mistakes()
     if unknown:
         mistakes.errors.append(ValueError(_told_unknown(config_class, unknown, name)))
@@ -363,6 +367,23 @@ def _paths_in_groups(cls: object) -> Iterator[str]:
         # Items of a list have no key of their own.
         if group is not None and typing.get_origin(hint) not in (list, tuple):
             yield from (f"{name}.{key}" for key in (*_hints(group), *_paths_in_groups(group)))
+
+
+def with_keys_in(group: str, config: object, message: str) -> str:
+    """Return a message about a config with its dotted keys as keys in a group of another config; "" for none.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Run:
+        ...     schedule: dict[str, int]
+        >>> with_keys_in("finetune", Run({}), "Set schedule.warmup to 0")
+        'Set finetune.schedule.warmup to 0'
+    """
+    if not group:
+        return message
+    # Not the name of a file, which stands in quotes or behind its folder.
+    names = "|".join(_hints(type(config)))
+    return re.sub(rf"(?<![\w./'\"])(?=(?:{names})\.\w)", f"{group}.", message)
 
 
 def dataclass_in(hint: object) -> type | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from docstring_parser import parse
 
-from mmod.io.yaml import merged, parse_option
+from mmod.io.yaml import BASE_KEY, merged, parse_option
 from mmod.values import dataclass_in, fits, required_fields
 
 
@@ -33,9 +33,13 @@ def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
 def with_options(
     fields: Mapping[str, object], options: Iterable[tuple[str, str]], config_class: type | None
 ) -> dict[str, Any]:
-    """Return the plain fields of a config with those of options: dotted keys, and values in YAML."""
+    """Return the plain fields of a config with those of options: dotted keys, and values in YAML.
+
+    A group is read before the keys in it, wherever they stand on the line. Keys of a config that a path stands for are
+    changed there: the path becomes their `base`, where the metadata of the field say that it has one.
+    """
     result = dict(fields)
-    for key, text in options:
+    for key, text in sorted(options, key=lambda option: option[0].count(".")):
         result = _with_option(result, key.split("."), text, config_class)
     return result
 
@@ -48,7 +52,9 @@ def _with_option(
     group = dataclass_in(hint)
     old = fields.get(name)
     if inner:
-        inner_fields = old if isinstance(old, Mapping) else {}
+        inner_fields: Mapping[str, object] = old if isinstance(old, Mapping) else {}
+        if isinstance(old, str) and _names_config(config_class, name):
+            inner_fields = {BASE_KEY: old}
         return {**fields, name: _with_option(inner_fields, inner, text, group)}
     value = parse_option(text)
     if fits(text, hint) and not fits(value, hint):
@@ -58,6 +64,13 @@ def _with_option(
         # Keys of a group are changed one by one; a mapping with free keys is replaced.
         value = merged(old, value)
     return {**fields, name: value}
+
+
+def _names_config(config_class: Any, name: str) -> bool:
+    """Return whether a field is a config or the path of one."""
+    if config_class is None:
+        return False
+    return any(item.name == name and BASE_KEY in item.metadata for item in dataclasses.fields(config_class))
 
 
 def add_fields(parser: argparse.ArgumentParser, config_class: type) -> None:

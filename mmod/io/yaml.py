@@ -15,6 +15,8 @@ from yaml.composer import ComposerError
 from mmod.io.configs import existing_config, shipped_config
 from mmod.io.files import read_text
 
+BASE_KEY = "base"
+"""Key of the config whose other keys are changed by those beside it."""
 _DEPTH = 100
 # Parsing takes seconds per 100 kB.
 _BYTES = 1 << 18
@@ -130,7 +132,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"a config is a base of itself: {chain}; remove a `base`")
     fields = _read(path)
     stacked = dict[str, Any]()
-    bases = fields.pop("base", [])
+    bases = fields.pop(BASE_KEY, [])
     if not isinstance(bases, list):
         bases = [bases]
     for base in bases:

@@ -13,7 +13,7 @@ import torch
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
-from mmod.io.yaml import merged, read_yaml
+from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.opening.runs import RUN_CONFIG
 from mmod.planning.budgets import at_budgets
@@ -23,7 +23,7 @@ from mmod.studies.compare import BASE, Comparison, config_of
 from mmod.studies.config import StudyConfig, TimmStudyConfig, refuse_set_by_study
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import config_class, kind_of
-from mmod.values import one_of, refuse_unknown
+from mmod.values import check_value, from_plain, one_of, refuse_unknown
 
 
 def comparison_of(config: StudyConfig) -> Comparison:
@@ -50,16 +50,16 @@ def comparison_of(config: StudyConfig) -> Comparison:
         train_dense=config.train_dense,
         bases=config.bases,
         left_out=[f"Left out: {name}: {reason}" for name, reason in left_out.items()],
+        keys=("changes", "finetune"),
     )
 
 
 def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
     run_config = config_class(config.trains)
-    named = _read_dense(config.dense, run_config) if isinstance(config.dense, str) else config.dense
-    fields = config.fields_of_dense(named)
-    dense = run_config.from_dict(fields)
-    tuned = run_config.from_dict(merged(fields, config.finetune))
+    fields = config.fields_of_dense(_read_dense(config.dense, run_config))
+    dense = from_plain(run_config, fields, "dense")
+    tuned = from_plain(run_config, merged(fields, config.finetune), "finetune")
     for run in (dense, tuned):
         kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
         if run.routing is not None:
@@ -78,14 +78,24 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     return dense, tuned
 
 
-def _read_dense(path: str, run_config: type[RunConfig]) -> dict[str, Any]:
-    """Read a config; that of a run, by its folder or file, is changed to start from the run's final model."""
+def _read_dense(named: str | Mapping[str, Any], run_config: type[RunConfig]) -> dict[str, Any]:
+    """Read a config, with the keys that differ from it where it is a `base`.
+
+    That of a run, by its folder or file, is changed to start from the run's final model.
+    """
+    changes = {BASE_KEY: named} if isinstance(named, str) else dict(named)
+    path = changes.pop(BASE_KEY, None)
+    if path is None:
+        return changes
+    check_value(f"dense.{BASE_KEY}", path, str)
     file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
     fields = read_yaml(str(file))
+    kinds = (run_config.kind,)
+    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", *kinds), str, kinds)
     # What a run records besides its config.
-    if fields.pop("world_size", None) is None:
-        return fields
-    return run_config.from_dict(fields).finished(str(file.parent)).to_dict()
+    if fields.pop("world_size", None) is not None:
+        fields = run_config.from_dict(fields).finished(str(file.parent)).to_dict()
+    return merged(fields, changes)
 
 
 def routed_of(config: StudyConfig) -> Iterator[Candidate]:

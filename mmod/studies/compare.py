@@ -27,6 +27,7 @@ from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, device_of, load, seed_draws
 from mmod.training.engine.run_folder import FitResult, portable
 from mmod.training.kinds import kind_of
+from mmod.values import with_keys_in
 
 BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
@@ -66,6 +67,7 @@ class Comparison:
         train_dense: Train the dense model first; otherwise it is loaded as its config says.
         bases: Folder of another comparison with the same dense models, which are taken from there.
         left_out: Why other candidates are not compared, a sentence each.
+        keys: Where the user sets the keys of every run, and those of fine-tuning alone, for messages: a dotted key.
     """
 
     candidates: Sequence[Candidate]
@@ -75,6 +77,7 @@ class Comparison:
     train_dense: bool = False
     bases: str | None = None
     left_out: Sequence[str] = ()
+    keys: tuple[str, str] = ("", "")
 
     def runs(self) -> list[Run]:
         """Return the runs in the order they must be done."""
@@ -87,7 +90,7 @@ class Comparison:
     def checked_runs(self) -> list[Run]:
         """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
         runs = self.runs()
-        _check_runs(self.dense, runs)
+        _check_runs(self, runs)
         return runs
 
     def _runs_of(self, seed: int) -> list[Run]:
@@ -171,7 +174,7 @@ def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
     return Run(candidate.name, config.seed, config, work, candidate=candidate, is_trained=is_trained)
 
 
-def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
+def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
     written = {run.config.output for run in runs}
     for run in runs:
@@ -181,15 +184,20 @@ def _check_runs(dense: RunConfig, runs: Sequence[Run]) -> None:
     for run in runs:
         started = run.config
         if started.model.checkpoint in written:
-            started = started.sketched_by(dense)
+            started = started.sketched_by(comparison.dense)
         checked = kind_of(started)
+        shared, tuned = comparison.keys
+        keys = shared if run.candidate.from_scratch else tuned
         try:
             if run.is_trained:
                 checked.check_schedule()
+            # Fine-tuning has the model and the data of all runs.
+            keys = shared
             if run.seed == 0 and not run.searches and (started.routing or started.methods):
                 checked.sketch()
         except ValueError as error:
-            raise ValueError(f"model {run.name!r} of the study: {error}") from error
+            told = with_keys_in(keys, run.config, str(error))
+            raise ValueError(f"model {run.name!r} of the study: {told}") from error
 
 
 class Rates(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
-from mmod.io.yaml import merged
+from mmod.io.yaml import BASE_KEY, merged
 from mmod.planning.options import FIT, PlanOptions
 from mmod.values import Checked, check_value, from_plain, one_of, refuse_unknown
 
@@ -44,7 +44,8 @@ class StudyConfig(Checked):
     Args:
         output: Folder of runs, table and pictures. A stopped study resumes there.
         dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
-            it is then. The study sets its `output` and `seed`; `routing` and `methods` are those of series.
+            it is then; or one of these as `base` with the keys that differ. The study sets its `output` and `seed`;
+            `routing` and `methods` are those of series.
         routers: The routing of each series by its name: fields of `RoutingConfig`, `preset: NAME` with changes,
             `plan: FILE` with other fields, or `search` with fields of `PlanOptions`, which searches a plan in the dense
             model of every seed. Each series runs at every capacity, which is the budget of a search. It may also have
@@ -75,7 +76,7 @@ class StudyConfig(Checked):
     """
 
     output: str
-    dense: str | dict[str, Any]
+    dense: str | dict[str, Any] = field(metadata={BASE_KEY: True})
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)

@@ -146,7 +146,8 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     runner = Runner(config.processes, progress)
     dense = _dense(config)
     candidates = [place.candidate for place in places]
-    runs = Comparison(candidates=candidates, dense=dense, train=dense, seeds=config.seeds).checked_runs()
+    keys = ("changes", "changes")
+    runs = Comparison(candidates=candidates, dense=dense, train=dense, seeds=config.seeds, keys=keys).checked_runs()
     # A folder that cannot be written is no news for the end of a run.
     store = Store(make_folder(config.output) / STORE)
     # The results of this seed are not reported. Of equal losses the lowest rate is taken.

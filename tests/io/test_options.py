@@ -26,6 +26,7 @@ class Config:
     group: Group = field(default_factory=Group)
     other: Group | None = None
     free: dict[str, Any] = field(default_factory=dict)
+    plan: str | dict[str, Any] = field(default="none", metadata={"base": True})
 
 
 def changed(words: str, fields: dict[str, Any] | None = None) -> Config:
@@ -51,6 +52,14 @@ def test_keys_of_a_group_change_one_by_one_and_a_free_mapping_is_replaced() -> N
     assert changed('--group={"pair":[1,2]}', fields).group == Group(0.5, (1.0, 2.0))
     assert changed("--free={}", fields).free == {}
     assert changed("--other.rate=2", fields).other == Group(2.0)
+
+
+@pytest.mark.parametrize("words", ["--plan p.yaml --plan.a.b 1", "--plan.a.b 1 --plan p.yaml"])
+def test_keys_change_the_config_that_a_path_names_in_any_order(words: str) -> None:
+    assert changed(words).plan == changed("--plan.a.b 1", {"plan": "p.yaml"}).plan == {"base": "p.yaml", "a": {"b": 1}}
+    # A path that comes later is another config.
+    assert changed(f"{words} --plan q.yaml").plan == {"base": "q.yaml", "a": {"b": 1}}
+    assert changed('--group.rate=1 --group={"rate":2}').group == Group(1.0)
 
 
 @pytest.mark.parametrize("words", ["name", "--name", "--name --level", "--free.a.b"])

@@ -134,7 +134,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
         ),
         (
             {"finetune": {"trainer": {"max_steps": 2, "warmup_steps": 2}}},
-            "'dense' of the study: trainer.warmup_steps=2 is as long as the run, trainer.max_steps=2",
+            "'dense' of the study: finetune.trainer.warmup_steps=2 is as long as the run, finetune.trainer.max_steps=2",
         ),
     ],
 )

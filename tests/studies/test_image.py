@@ -361,7 +361,9 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ({"changes": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
-        ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'epoch'"),
+        ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'finetune.epoch'"),
+        # The keys of another kind are no further mistakes.
+        ({"dense": {"kind": "chat", "lora": {}}}, ValueError, "^dense.kind must be 'image', got 'chat'"),
         # Of all models, or of the dense one that the others start from.
         ({"changes": {"data": {"train_split": "val"}}}, ValueError, "on the images of the evaluation: .* both 'val'"),
         (
@@ -378,7 +380,7 @@ UNTUNED = {"tune": False, "tune_dense": False}
         (
             {"finetune": {"epochs": 2, "schedule": {"warmup_epochs": 2}}},
             ValueError,
-            "of the study: schedule.warmup_epochs=2 is as long as the run, epochs=2",
+            "study: finetune.schedule.warmup_epochs=2 is as long .*, epochs=2: .* Set finetune.schedule.warmup_epochs",
         ),
         (
             {"routers": {"deep": {"router": "random", "blocks": [1, 99]}}},
@@ -592,3 +594,8 @@ def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None
     study = ImageStudyConfig(output=str(tmp_path / "out"), dense=str(run / file), routers=routers, **fields)
     dense, _ = read_runs(study)
     assert (dense.model.checkpoint, dense.data) == (str(run), trained.data)
+    changed, _ = read_runs(dataclasses.replace(study, dense={"base": study.dense, "data": {"batch_size": 3}}))
+    assert changed == dataclasses.replace(dense, data=dataclasses.replace(dense.data, batch_size=3))
+    (run / "config.yaml").write_text("kind: chat\nlora: {}\n")
+    with pytest.raises(ValueError, match=r"of another kind: kind must be 'image', got 'chat'$"):
+        read_runs(study)
