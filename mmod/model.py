@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -12,7 +13,7 @@ from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
 from mmod.methods.prepare import check_budget
-from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks, warn_of_zero
+from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
 from mmod.values import brief, check_value, similar
 
 HowToRoute = RoutingConfig | str | None
@@ -54,8 +55,17 @@ def apply_(
         raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {brief(method)}")
     inner = adapted_model(model)
     with declared(inner, tokens):
-        method.apply_(inner)
+        _apply_told(inner, method)
     return model
+
+
+def _apply_told(model: Any, method: Method) -> None:
+    """Apply a method and warn of what a user hardly means."""
+    method.apply_(model)
+    # Here alone: searches and plans that were saved try and use such models knowingly.
+    caution = method.caution(model)
+    if caution:
+        warnings.warn(caution, stacklevel=3)
 
 
 def route_(
@@ -104,9 +114,7 @@ def route_(
         configs = _configs_by_part(find_parts(inner), config, parts)
         if training_only is not None:
             configs = {name: value.replace(training_only=training_only) for name, value in configs.items()}
-        Route(configs).apply_(inner)
-    # Here alone: searches and plans that were saved try and use such blocks knowingly.
-    warn_of_zero(inner)
+        _apply_told(inner, Route(configs))
     return model
 
 
@@ -165,8 +173,8 @@ def _configs_by_part(
     }
     if not routed:
         raise ValueError(
-            "nothing to route: name a preset, such as 'gradual' without training, or pass a mmod.RoutingConfig, or one "
-            f"for {' or '.join(available)}"
+            "nothing to route: name a preset, such as 'gradual' without training, or pass a mmod.RoutingConfig; a part "
+            f"may have its own, as mmod.route_(model, {next(iter(available))}='gradual')"
         )
     return routed
 

@@ -147,6 +147,10 @@ class Method(Checked, ABC, group="method"):
         _record(model, self.joined(own_methods(model)))
         return model
 
+    def caution(self, model: nn.Module) -> str:
+        """Return what a user hardly means, of a model that the method was applied to; empty for nothing."""
+        return ""
+
     def joined(self, earlier: tuple[Method, ...]) -> tuple[Method, ...]:
         """Return the methods of a model, in order, after this one was applied to it."""
         return (*earlier, self)

@@ -21,7 +21,10 @@ from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
-from mmod.values import check_value
+from mmod.values import brief, check_value
+
+# Of so many patches, fewer than one is left where a user has hardly meant it.
+_FEW = 20
 
 
 @register_method("merge")
@@ -62,6 +65,22 @@ class Merge(Reducing):
             # A block merges half of what is left where r is more, as in the source.
             most = math.prod(patch_grid(model, size))
             check_value("r in the first merging block", next(iter(counts.values())), int, f"[0, {most}]")
+
+    def caution(self, model: nn.Module) -> str:
+        """Return how few tokens the last block leaves, where that is less than a twentieth of the patches."""
+        size = image_facts(model).size
+        if size is None:
+            return ""
+        stack = self.find(model)
+        patches = math.prod(patch_grid(model, size))
+        left = patches
+        for count in self._counts(stack).values():
+            left -= min(count, left // 2)
+        if left * _FEW >= patches:
+            return ""
+        # Half of the patches are left then.
+        smaller = max(1, patches // (2 * len(stack.blocks)))
+        return f"r={brief(self.r)} leaves {left} of {patches} patches in the end. Set a smaller r, such as {smaller}"
 
     def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
         """Return the rule of each block that merges."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -170,6 +169,24 @@ class Route(Method):
             raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}")
         return {name: available[name]() for name in self.parts}
 
+    def caution(self, model: nn.Module) -> str:
+        """Return which whole routed blocks of images run on class and register tokens alone."""
+        names = []
+        for name, block in model.named_modules():
+            if not isinstance(block, RoutedBlock) or isinstance(block.router, DecoderRouter):
+                continue
+            config = block.router.config
+            # Where they attend to all, or miss one branch alone, they see the patches.
+            sees_patches = config.operator != "block" or config.context == "all"
+            if not block.router.capacity and config.select == "topk" and not sees_patches:
+                names.append(name)
+        if not names:
+            return ""
+        return (
+            f"capacity 0: no patch runs in {', '.join(names)}, only tokens that are always kept, such as the class "
+            "token, which see no patch. Set a capacity above 0, such as 0.5"
+        )
+
     def check(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Raise a ValueError if a part is already routed; `change` runs all other checks before it changes anything."""
         others = [method for method in methods_of(model) if isinstance(method, Route)]
@@ -287,25 +304,6 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
             f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first{hint}"
         )
     return blocks
-
-
-def warn_of_zero(model: nn.Module) -> None:
-    """Warn if whole routed blocks of images run on class and register tokens alone."""
-    names = []
-    for name, block in model.named_modules():
-        if not isinstance(block, RoutedBlock) or isinstance(block.router, DecoderRouter):
-            continue
-        config = block.router.config
-        # Where they attend to all, or miss one branch alone, they see the patches.
-        sees_patches = config.operator != "block" or config.context == "all"
-        if not block.router.capacity and config.select == "topk" and not sees_patches:
-            names.append(name)
-    if names:
-        warnings.warn(
-            f"capacity 0: no patch runs in {', '.join(names)}, only tokens that are always kept, such as the class "
-            "token, which see no patch. Set a capacity above 0, such as 0.5",
-            stacklevel=3,
-        )
 
 
 def _check_plan(model: nn.Module, part: str, config: RoutingConfig) -> None:

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -171,3 +172,14 @@ def test_an_aspect_ratio_that_would_change_is_refused() -> None:
         mmod.apply_(model, Resize((int(advised[1]), int(advised[2]))))(images)
     with pytest.raises(ValueError, match=r"size=\(48, 50\) is no multiple of 16"):
         mmod.apply_(make_model("test_vit", dynamic_img_size=True), Resize((48, 50)))
+
+
+@pytest.mark.parametrize(("r", "left"), [(80, 1), (25, 1), (16, 10), (8, 100)])
+def test_merging_that_leaves_hardly_a_patch_is_told(r: int, left: int, recwarn: pytest.WarningsRecorder) -> None:
+    model = mmod.apply_(timm.create_model("vit_tiny_patch16_224", embed_dim=12).eval(), mmod.methods.Merge(r=r))
+    told = [str(warning.message) for warning in recwarn if str(warning.message).startswith(f"r={r} leaves ")]
+    # In ImageNet's usual ViT; a twentieth of its patches are 9.
+    assert told == ([f"r={r} leaves {left} of 196 patches in the end. Set a smaller r, such as 8"] if left < 9 else [])
+    with mmod.trace(model) as decisions:
+        model(torch.zeros(1, 3, 224, 224))
+    assert decisions["blocks.11"].kept.index_BK.shape[1] == 1 + left
