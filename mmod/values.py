@@ -189,7 +189,8 @@ class Checked:
         for name in fields:
             if name not in known:
                 hint = valid_names(name, list(known), "valid ones are")
-                raise TypeError(f"{cls.__name__} has no field {name!r}; {hint}")
+                hints = filter(None, [hint, owner_of(name, cls)])
+                raise TypeError(f"{cls.__name__} has no field {name!r}; {'; '.join(hints)}")
         return super().__new__(cls)
 
     def __init_subclass__(cls, group: str | None = None) -> None:
@@ -199,6 +200,19 @@ class Checked:
 
     def __post_init__(self) -> None:
         check_fields(self, self._group)
+
+
+def owner_of(field: str, cls: type) -> str:
+    """Return as a hint which classes like another one, derived from the same base below `Checked`, have a field."""
+    family = [base for base in cls.__mro__ if issubclass(base, Checked) and base is not Checked][-1]
+    owners = []
+    derived = family.__subclasses__()
+    while derived:
+        relative = derived.pop(0)
+        derived += relative.__subclasses__()
+        if field in inspect.signature(relative).parameters:
+            owners.append(relative.__name__)
+    return f"it is a field of {' and '.join(sorted(owners))}" if owners else ""
 
 
 def check_value(name: str, value: object, hint: object, limit: Limit | None = _FINITE) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,6 +256,9 @@ def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Ma
     for name in [name for name in values if name not in valid]:
         parts = {field: values.get(field, fields.get(field)) for field in PARTS}
         place = place_of(name, values[name], {field: value for field, value in parts.items() if value is not None})
+        owners = [repr(owner) for owner in PRESETS if name in inspect.signature(PRESETS[owner]).parameters]
+        if not place and owners:
+            place = f"preset {' or '.join(owners)}"
         if place:
             raise ValueError(f"unknown routing option {name}: it belongs to {place}")
     refuse_unknown("routing option", values, valid, METHODS_ELSEWHERE)

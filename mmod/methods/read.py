@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.methods.base import METHODS, Method
-from mmod.values import refuse_unknown, required_fields
+from mmod.values import owner_of, refuse_unknown, required_fields
 
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
     importlib.import_module(f"mmod.methods.{_module.name}")
@@ -29,7 +29,9 @@ def read_method(values: Mapping[str, Any]) -> Method:
     """
     options = dict(values)
     method = METHODS[options.pop("kind", None)]
-    refuse_unknown(f"field of method {method.kind!r}:", options, [field.name for field in fields(method)])
+    valid = [field.name for field in fields(method)]
+    elsewhere = next((owner_of(name, method) for name in options if name not in valid), "")
+    refuse_unknown(f"field of method {method.kind!r}:", options, valid, elsewhere)
     missing = [name for name in required_fields(method) if name not in options]
     if missing:
         raise ValueError(f"method {method.kind!r} needs {', '.join(missing)}")
