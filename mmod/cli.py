@@ -134,6 +134,9 @@ def _end_without_command(group: Sequence[str], members: Sequence[str], valid: Se
     near = near_names(word, valid) if word else ""
     if near:
         _end(f"{problem}; {near}; `{title} --help` lists all")
+    meant = _meant_command(" ".join(group), word) if Path(word).is_file() else ""
+    if meant:
+        _end(f"{problem}: run `{meant} {word}`")
     # The fault stands last to be seen.
     sys.stderr.write(f"{listing}\n")
     _end(problem)

@@ -119,6 +119,11 @@ def load_pretrained(
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
+            if folder.is_file():
+                raise NotADirectoryError(
+                    f"{str(folder)!r} is a file, and no folder that mmod.save_pretrained made: weights alone are "
+                    "loaded by model.load_state_dict(...)"
+                )
             if not folder.is_dir():
                 raise FileNotFoundError(f"there is no folder {str(folder)!r}")
             # The model of a run is in a folder inside, also that of a dense one.

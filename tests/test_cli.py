@@ -184,6 +184,23 @@ def test_what_cannot_be_read_is_told_once(
         assert capsys.readouterr().err.count("error: ") == 1
 
 
+def test_a_file_in_the_place_of_a_command_or_a_config_is_told_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, weights = tmp_path / "study.yaml", tmp_path / "own.pt"
+    study.write_text("dense: digits/dense\n")
+    weights.write_bytes(b"0")
+    refused = {
+        ("train", str(study)): f"no command 'mmod train {study}': run `mmod tradeoff {study}`",
+        ("evaluate", str(weights)): "is a file of weights, and no config: name it by --model.checkpoint",
+        ("train", "image", str(weights)): "is a file of weights, and no config: name it by --model.checkpoint",
+    }
+    for words, said in refused.items():
+        with pytest.raises(SystemExit):
+            main(words)
+        assert said in capsys.readouterr().err
+
+
 def test_a_config_without_its_kind_is_not_taken_for_one_of_images(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

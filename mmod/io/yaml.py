@@ -18,6 +18,7 @@ from mmod.io.files import read_text
 BASE_KEY = "base"
 """Key of the config whose other keys are changed by those beside it."""
 _DEPTH = 100
+_WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Parsing takes seconds per 100 kB.
 _BYTES = 1 << 18
 
@@ -148,6 +149,8 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.suffix in _WEIGHTS:
+        raise ValueError(f"{str(path)!r} is a file of weights, and no config: name it by --model.checkpoint")
     if path.stat().st_size > _BYTES:
         raise ValueError(
             f"{str(path)!r} has {path.stat().st_size} bytes; a config has at most {_BYTES}, and names weights by "

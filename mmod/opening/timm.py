@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -72,8 +75,20 @@ def create_timm(name: str, options: Options) -> nn.Module:
             raise
         if options.image_size is not None:
             raise ValueError(f"{name} takes no img_size: {error}") from error
-        raise TypeError(f"model.args does not fit {name!r}: {error}") from error
+        raise TypeError(f"model.args does not fit {name!r}: {error}{_near_argument(name, str(error))}") from error
     return model
+
+
+def _near_argument(name: str, message: str) -> str:
+    """Return as a hint which arguments of a model are near the one that Python says it lacks; empty for none."""
+    found = re.match(r"(\w+)\S*\(\) got an unexpected keyword argument '(\w+)'", message)
+    if found is None or not timm.is_model(name):
+        return ""
+    owner, argument = found.groups()
+    # The class or function stands in the module of the function that creates the model.
+    made = getattr(sys.modules[timm.model_entrypoint(name).__module__], owner, None)
+    near = near_names(argument, inspect.signature(made).parameters) if callable(made) else ""
+    return f"; {near}" if near else ""
 
 
 def check_published(name: str, args: Mapping[str, object], advice: str) -> None:

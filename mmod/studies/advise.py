@@ -37,6 +37,8 @@ def main(arguments: Sequence[str]) -> None:
         raise ValueError(f"--prompts {options.prompts!r} is no file")
     if options.prompts is None and not Path(options.images).is_dir():
         raise FileNotFoundError(f"no folder of images at {options.images!r}")
+    if options.prompts is None and not any(path.is_file() for path in Path(options.images).rglob("*")):
+        raise FileNotFoundError(f"the folder {options.images!r} has no images: it is empty")
     check_value("--faster", options.faster, float | None, "(1, inf)")
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch

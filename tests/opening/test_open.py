@@ -241,6 +241,14 @@ def write_saved(folder: Path, method: Any) -> str:
 Refused = Callable[[Path], object]
 REFUSED: dict[str, tuple[Refused, str]] = {
     "a name of timm": (lambda _: open_model("test_vitt"), "timm knows no model 'test_vitt'; .*test_vit"),
+    "an argument of timm": (
+        lambda _: open_model("test_vit", pretrained=False, args={"img_siz": 64}),
+        "unexpected keyword argument 'img_siz'; near ones: img_size",
+    ),
+    "a file for a folder": (
+        lambda folder: mmod.load_pretrained(write_weights(folder)),
+        "is a file, and no folder that",
+    ),
     "a name of open_clip": (
         lambda _: open_model("open_clip:ViT-B-33"),
         "open_clip knows no model 'ViT-B-33'; .*ViT-B-32",
@@ -303,7 +311,7 @@ REFUSED: dict[str, tuple[Refused, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_opened_is_refused_by_name(case: str, tmp_path: Path) -> None:
     call, message = REFUSED[case]
-    with pytest.raises((ValueError, FileNotFoundError, TypeError), match=message):
+    with pytest.raises((ValueError, OSError, TypeError), match=message):
         call(tmp_path)
     assert not (tmp_path / "ran").exists()
 
