@@ -601,9 +601,10 @@ def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
     if origin in (list, tuple):
         return f"several values, each {describe(arguments[0], limit)}"
     if origin in (dict, collections.abc.Mapping):
+        keys = "numbers" if arguments[0] in (int, float) else "names"
         if arguments[1] is Any:
-            return "a mapping of names"
-        return f"a mapping of names to {describe(arguments[1], limit)}"
+            return f"a mapping of {keys}"
+        return f"a mapping of {keys} to {describe(arguments[1], limit)}"
     if origin is collections.abc.Callable:
         return "a function"
     if hint in _NAMES:

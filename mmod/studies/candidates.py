@@ -32,12 +32,15 @@ def comparison_of(config: StudyConfig) -> Comparison:
     candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense), *routed_of(config)]
     # As long as a fine-tuned model has been trained in all.
     epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
-    if isinstance(config, TimmStudyConfig) and config.isoflop == "scratch":
-        candidates += _shallow(candidates, dense, epochs)
     candidates += baselines_of(config, epochs)
     left_out: Mapping[str, str] = {}
     if isinstance(config, TimmStudyConfig) and _names_budgets(config):
         candidates, left_out = _fitted(candidates, dense)
+    if isinstance(config, TimmStudyConfig) and config.isoflop == "scratch":
+        # Last, as routed models are counted with their fitted numbers; in the table, baselines stand below.
+        routed = [candidate for candidate in candidates if candidate.series not in config.baselines]
+        baselines = [candidate for candidate in candidates if candidate.series in config.baselines]
+        candidates = [*routed, *_shallow(routed, dense, epochs), *baselines]
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
@@ -59,7 +62,11 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     run_config = config_class(config.trains)
     fields = config.fields_of_dense(_read_dense(config.dense, run_config))
     dense = from_plain(run_config, fields, "dense")
-    tuned = from_plain(run_config, merged(fields, config.finetune), "finetune")
+    start = fields
+    if config.train_dense:
+        # Fine-tuning starts from the trained dense model, whatever the dense config starts from.
+        start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
+    tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
     for run in (dense, tuned):
         kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
         if run.routing is not None:
@@ -153,7 +160,8 @@ def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candi
         if settings.get("args") is None:
             raise ValueError(f"baselines.{plain.name} needs args")
         if "checkpoint" in settings:
-            model = {key: settings[key] for key in ("args", "checkpoint")}
+            # In place of the dense model's weights, wherever these come from.
+            model = {**{key: settings[key] for key in ("args", "checkpoint")}, "pretrained": False, "head": None}
             return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
         return _from_scratch(plain, epochs, {"model": {"args": settings["args"]}})
     method = {key: value for key, value in settings.items() if key != "routing"}
@@ -173,15 +181,14 @@ def _from_scratch(plain: Candidate, epochs: int, changes: Mapping[str, object]) 
 
 def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
-    plain = dense.started_from(None)
-    kind = kind_of(plain)
+    kind = kind_of(dense.started_from(None))
     model = kind.sketch()
     report: Any = kind.report(model)
     depth = len(find_stack(model).blocks)
     costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
     depths = set()
     for candidate in candidates:
-        routed_kind = kind_of(config_of(candidate, plain))
+        routed_kind = kind_of(_sketched(candidate, dense))
         routed_model = routed_kind.sketch()
         # The cost of thresholds depends on the data.
         if not by_data(routed_model):
@@ -193,6 +200,12 @@ def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> 
         )
         for fewer in sorted(depths - {depth})
     ]
+
+
+def _sketched(candidate: Candidate, dense: RunConfig) -> RunConfig:
+    """Return a config with a candidate's architecture, which is counted before any weights are there."""
+    # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not.
+    return config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
 
 
 def _names_budgets(config: TimmStudyConfig) -> bool:
@@ -210,8 +223,7 @@ def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Can
     Returns:
         The candidates, and why others are left out, by name.
     """
-    plain = dense.started_from(None)
-    model = kind_of(plain).sketch()
+    model = kind_of(dense.started_from(None)).sketch()
     height, width = patch_grid(model, (dense.data.image_size,) * 2)
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]
@@ -219,7 +231,7 @@ def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Can
     def flops_of(candidate: Candidate) -> float | None:
         if candidate.search is not None:
             return None
-        kind: Any = kind_of(config_of(candidate, plain))
+        kind: Any = kind_of(_sketched(candidate, dense))
         try:
             counted = kind.sketch().eval()
             image = torch.empty(1, *kind.image_shape, device="meta")

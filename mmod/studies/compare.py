@@ -156,12 +156,14 @@ def config_of(candidate: Candidate, start: Config) -> Config:
         start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
     """
     config = start
+    fields: dict[str, Any] = {}
     if candidate.routing is not None:
-        config = dataclasses.replace(config, routing=candidate.routing)
+        fields["routing"] = candidate.routing
     if candidate.methods:
-        config = dataclasses.replace(config, methods=[dict(method) for method in candidate.methods])
-    if candidate.changes:
-        config = type(config).from_dict(merged(config.to_dict(), candidate.changes))
+        fields["methods"] = [dict(method) for method in candidate.methods]
+    if fields or candidate.changes:
+        # As written, and read once: changes may set the depth, by which a preset chooses its blocks.
+        config = type(config).from_dict(merged({**config.as_written(), **fields}, candidate.changes))
     if candidate.image_size is None:
         return config
     # A size that is still to be fitted is refused there, as any text is.
@@ -193,9 +195,11 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
                 checked.check_schedule()
             # Fine-tuning has the model and the data of all runs.
             keys = shared
-            if run.seed == 0 and not run.searches and (started.routing or started.methods):
+            is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
+            if run.seed == 0 and not run.searches and is_changed:
                 checked.sketch()
-        except ValueError as error:
+        # Hosts refuse sizes by assertions.
+        except (ValueError, AssertionError) as error:
             told = with_keys_in(keys, run.config, str(error))
             raise ValueError(f"model {run.name!r} of the study: {told}") from error
 
@@ -266,6 +270,9 @@ def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measu
     try:
         return measurer(run, callback)
     except FloatingPointError:
+        # No trial, which has a name of its own: the dense model that all trials start from.
+        if run.name == run.candidate.name:
+            raise
         return Measured({figure: -float("inf")})
 
 
@@ -350,7 +357,10 @@ class Measurer:
         part = options.part or kind_of(run.config).planned_part
         # Configs of one part have its routing itself.
         routing = plan if part == run.config.part else {part: plan}
-        return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), searches=())
+        config = dataclasses.replace(run.config, routing=routing)
+        # What the study recommends is written with its plan.
+        candidate = dataclasses.replace(run.candidate, routing=routing)
+        return dataclasses.replace(run, candidate=candidate, config=config, searches=())
 
 
 def _final_config(run: Run) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,6 +110,10 @@ class StudyConfig(Checked):
         for capacity in self.capacities:
             if capacity is not None:
                 rational(capacity)
+        for series, fields in self.routers.items():
+            check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, Any])
+            check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, Any]])
+        self._check_budgets()
         if self.tune_dense and not self.tune:
             raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
@@ -120,6 +125,20 @@ class StudyConfig(Checked):
         """Names of all series apart from the dense model's; some kinds have baselines."""
         # Configs of kinds without baselines have no such field.
         return [*self.routers, *getattr(self, "baselines", ())]
+
+    def _check_budgets(self) -> None:
+        """Raise for a budget that is run and no series names: nothing but the dense model would be left."""
+        if self.budgets is not None:
+            # Configs of kinds without baselines have no such field.
+            baselines: Mapping[str, Mapping[float, object]] = getattr(self, "baselines", {})
+            named = [*baselines.values(), *(fields.get("budgets", {}) for fields in self.routers.values())]
+            valid = sorted({*itertools.chain.from_iterable(named)})
+            unknown = [budget for budget in self.budgets if budget not in valid]
+            if unknown:
+                raise ValueError(
+                    f"no series has the budgets {unknown}; those of series and baselines are {valid}: name some of "
+                    "them, or set budgets to null"
+                )
 
     def _check_variants(self) -> None:
         """Raise for what is wrong in a series: now, and not after the training of the dense model."""
@@ -151,7 +170,8 @@ class StudyConfig(Checked):
     def _is_one(self, series: str) -> bool:
         """Whether a series sets its capacity or budget itself, so that it is run once."""
         fields = self.routers.get(series, {})
-        return "capacity" in fields or "budget" in fields.get("search", {})
+        # One that names budgets is run at each of them, whatever they share.
+        return "budgets" not in fields and ("capacity" in fields or "budget" in fields.get("search", {}))
 
     def name_at(self, series: str, budget: float | None) -> str:
         """Return the name of a series' model at a budget."""
@@ -293,6 +313,11 @@ class TimmStudyConfig(StudyConfig):
         if self.tune:
             trained.append(tuned)
             evaluated.append(tuned)
+        if self.rates is not None and self.rate_split in {data.val_split for data in evaluated}:
+            raise ValueError(
+                "rates would be chosen on the images of the evaluation: rate_split and data.val_split are both "
+                f"{self.rate_split!r}; set rate_split to another split"
+            )
         for data in trained:
             for other in evaluated:
                 # Fine-tuning may have other images, whose splits have the same names.

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import yaml
 
+from mmod import preset
+from mmod.analysis.table import Measured
+from mmod.io.jobs import Runner
+from mmod.io.store import Store
 from mmod.studies.candidates import comparison_of
+from mmod.studies.compare import Rates, Run, best_rates
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.report import epochs_of
 from mmod.studies.study import run_study
@@ -148,6 +153,74 @@ def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: I
     assert {path: path.stat().st_mtime_ns for path in result.folder.rglob("result.json")} == finished
 
 
+_FIT = {"preset": "a-mod", "budgets": {0.7: {"capacity": "fit"}}}
+_FEATURES = {"distill": {"features": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        # Shallow models are as near as possible to routed ones whose numbers are fitted.
+        ({"routers": {"a": _FIT}, "isoflop": "scratch"}, ["a-0.7", "shallow-3"]),
+        # A model of one block is no model at the budget 1.
+        (
+            {
+                "routers": {"a": {"router": "norm", "blocks": "all", "budgets": {0.3: {"capacity": 0.1}}}},
+                "isoflop": "scratch",
+            },
+            ["a-0.11", "shallow-1"],
+        ),
+        # What only trained weights can have is counted before there are any.
+        ({"routers": {"a": {**_FIT, "changes": {"trained": "routers"}}}, "isoflop": "scratch"}, ["a-0.7", "shallow-3"]),
+        ({"routers": {"a": {**_FIT, "changes": {"distill": {"teacher": "dense"}}}}}, ["a-0.7"]),
+        ({"routers": {"a": {**_FIT, "changes": _FEATURES}}}, ["a-0.7"]),
+        ({"routers": {"a": {"router": "norm"}}, "finetune": {"distill": {"teacher": "dense"}}}, ["a-0.5"]),
+        # A series has a name at each of its budgets, whether or not they share a capacity.
+        (
+            {
+                "routers": {
+                    "a": {"router": "norm", "capacity": 0.5, "budgets": {0.8: {"blocks": [3]}, 0.7: {"blocks": [2, 3]}}}
+                }
+            },
+            ["a-0.87", "a-0.73"],
+        ),
+        ({"routers": {"a": {"router": "norm", "capacity": "fit", "budgets": {0.7: {}}}}}, ["a-0.7"]),
+    ],
+)
+def test_models_are_counted_as_they_will_be_trained(
+    study: ImageStudyConfig, changes: dict[str, Any], names: list[str]
+) -> None:
+    runs = comparison_of(dataclasses.replace(study, **{"baselines": {}, **changes})).checked_runs()
+    assert [run.name for run in runs if run.name not in ("base", "dense")] == names
+
+
+def test_a_smaller_baseline_starts_from_its_own_checkpoint_alone(study: ImageStudyConfig, tmp_path: Path) -> None:
+    small = {0.5: {"kind": "smaller", "args": {"depth": 2}, "checkpoint": "small.safetensors"}}
+    for start in ({"pretrained": True}, {"checkpoint": "dense.safetensors", "head": "fresh"}):
+        dense = {**DENSE, "model": {**DENSE["model"], **start}}
+        config = dataclasses.replace(study, dense=dense, train_dense=False, routers={}, baselines={"small": small})
+        model = comparison_of(config).runs()[-1].config.model
+        assert (model.checkpoint, model.pretrained, model.head) == ("small.safetensors", False, None)
+
+
+def test_a_preset_chooses_its_blocks_by_the_depth_that_changes_set(study: ImageStudyConfig) -> None:
+    deep = {"model": {"args": {"depth": 8}}}
+    config = dataclasses.replace(
+        study, routers={"a": {"preset": "p-mod", "changes": deep}}, baselines={}, capacities=[None]
+    )
+    run = comparison_of(config).runs()[-1].config
+    assert run.routings["image"] == preset("p-mod", depth=8)
+
+
+def test_a_dense_model_that_diverges_is_no_trial(study: ImageStudyConfig, tmp_path: Path) -> None:
+    def diverge(run: Run, callback: object, measurer: object) -> Measured:
+        raise FloatingPointError(f"{run.name} diverged")
+
+    runs = comparison_of(study).runs()
+    with pytest.raises(FloatingPointError, match="base diverged"):
+        best_rates(runs, Rates([1.0, 2.0], "top1", diverge), Store(), Runner(1, False), tmp_path)
+
+
 def _result(folder: Path) -> float:
     return float(json.loads((folder / "result.json").read_text())["evaluation"]["top1"])
 
@@ -167,6 +240,15 @@ def _result(folder: Path) -> float:
         ),
         ({"baselines": {"a": {0.5: {**BASELINES["merge"][0.5], "changes": {"seed": 1}}}}}, "changes must not set seed"),
         ({"routers": {"a": {"router": "random", "changes": {"routing": {}}}}}, "changes must not set routing"),
+        (
+            {"baselines": {"a": {0.5: {"kind": "smaller", "args": {"num_heads": 3}}}}},
+            "model 'a-0.5' of the study: timm",
+        ),
+        ({"routers": {"a": {"search": None}}}, r"routers\.a\.search must be a mapping of names, got None"),
+        ({"routers": {"a": {"budgets": [0.5]}}}, r"routers\.a\.budgets must be a mapping of numbers to"),
+        ({"routers": {"a": {"budgets": {"half": {}}}}}, r"routers\.a\.budgets must be a mapping of numbers to"),
+        ({"budgets": [0.3], "baselines": BASELINES}, r"no series has the budgets \[0.3\]; those .* are \[0.5\]"),
+        ({"rates": [1.0, 2.0], "rate_split": "test"}, "rates would be chosen on the images of the evaluation"),
         ({"rates": [1.0]}, "rates must name two"),
         ({"rates": [1.0, 0.0]}, "rates must be"),
     ],

@@ -323,6 +323,7 @@ def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_train
         tune_dense=True,
         before=True,
         rates=[0.5, 1.0],
+        rate_split="train",
     )
     result, rows = run(study)
     assert "18 images" in result.table

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmod import preset
 from mmod.analysis.prefill import training_flops
 from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
@@ -165,6 +166,13 @@ def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
     kinds = {series: [method.kind for method in config.applied] for series, config in configs.items()}
     assert kinds == {"dense": [], "routed": ["routing"], "both": ["experts", "routing"]}
     assert configs["both"].routings == configs["routed"].routings
+
+
+def test_a_preset_routes_the_blocks_of_each_size(tmp_path: Path) -> None:
+    sizes = {str(layers): {"num_hidden_layers": layers} for layers in (6, 8)}
+    places = places_of(isoflop(tmp_path, sizes=sizes, budgets=[2e8], routings={"p": {"preset": "tread"}}))
+    for place in places:
+        assert place.config.routings["language"] == preset("tread", depth=int(place.size))
 
 
 @pytest.mark.parametrize(

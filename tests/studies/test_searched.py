@@ -65,6 +65,8 @@ def test_each_seed_has_plans_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     # The dense model is loaded once for all budgets.
     assert len(loaded) == 1
     assert cheap.routing != dear.routing
+    # A recommended model is written with its plan.
+    assert json.dumps(cheap.routing) in measurer.ready(jobs[f"searched-{budgets[-1]}"]).candidate.config("image", True)
     assert measurer.ready(jobs["dense"]) is jobs["dense"]
 
     def refuse(*args: object, **kwargs: object) -> None:

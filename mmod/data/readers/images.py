@@ -226,6 +226,12 @@ class Subset:
         """Return where a sample is; see `ImageSource.place`."""
         return self.source.place(int(self.indices[index]))
 
+    def labels(self) -> list[int]:
+        """Return the class of every sample, of a source that has classes."""
+        # Captions are no classes, so that not every source has them.
+        classes: Sequence[int] = self.source.labels()  # type: ignore[attr-defined]
+        return [classes[index] for index in self.indices]
+
 
 def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
     """Draw `count` ascending indices, as evenly over the classes as their sizes allow."""

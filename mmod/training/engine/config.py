@@ -291,6 +291,10 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""
+        return self.as_written()
+
+    def as_written(self) -> dict[str, Any]:
+        """Return plain values as the config was written: a preset is its name, whatever depth the model will have."""
         # Through JSON, because tuples become lists when the file is read again.
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
