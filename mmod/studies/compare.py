@@ -173,7 +173,14 @@ def config_of(candidate: Candidate, start: Config) -> Config:
 def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
     # In any unit that the runs of a comparison share.
     work = float(config.epochs or 1) if is_trained else _EVALUATION
-    return Run(candidate.name, config.seed, config, work, candidate=candidate, is_trained=is_trained)
+    return Run(
+        name=candidate.name,
+        seed=config.seed,
+        config=config,
+        work=work,
+        candidate=candidate,
+        is_trained=is_trained,
+    )
 
 
 def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
