@@ -28,7 +28,8 @@ from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
 from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.report import Facts, Lines, Runs, StudyKind, Told, named_columns, verdict
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.report import named_columns, verdict
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
 

@@ -25,7 +25,8 @@ from mmod.opening.timm import check_published
 from mmod.studies.compare import BEFORE, Load, Measurer, Run, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
-from mmod.studies.report import Facts, Lines, Runs, Told, listed
+from mmod.studies.kind import Facts, Lines, Runs, Told
+from mmod.studies.report import listed
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features

@@ -14,7 +14,8 @@ from mmod.lazy import import_path
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, Run, at_rates, best_rates, compare, identity_of_final, times_of
 from mmod.studies.config import StudyConfig
-from mmod.studies.report import StudyKind, StudyResult, write_study
+from mmod.studies.kind import StudyKind
+from mmod.studies.report import StudyResult, write_study
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:

@@ -1,0 +1,114 @@
+"""What a kind of model contributes to a study, and what it tells of a table of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from torch import nn
+
+from mmod.analysis.table import Measured, Table, Weigh
+from mmod.analysis.timing import Reading
+from mmod.io.jobs import Callback
+from mmod.io.tables import Column
+from mmod.studies.compare import Measurer, Rates, Run, measure_run
+from mmod.studies.config import StudyConfig
+from mmod.training.engine.kind import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Runs = Mapping[str, Run]
+"""The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
+Facts = Mapping[str, Any]
+"""What is known of the data and the dense model, also for the study's record."""
+Lines = Sequence[Mapping[str, Any]]
+"""The columns of each candidate by name."""
+
+
+class Told(NamedTuple):
+    """What a study tells.
+
+    Attributes:
+        rows: The rows of candidates, perhaps with further columns.
+        columns: Columns of the table.
+        measure: Title of the score.
+        axes: Columns of costs that the score is drawn against, with the titles of their axes.
+        text: What follows from it.
+        summary: Columns of the table that is printed; None prints all.
+        last_rows: Rows below the candidates.
+        recommended: Candidates that the text recommends.
+        code: Lines that apply them, as Markdown.
+        pictures: Further pictures by the name of their file.
+    """
+
+    rows: Lines
+    columns: Mapping[str, Column]
+    measure: str
+    axes: Mapping[str, str]
+    text: str
+    summary: Mapping[str, Column] | None = None
+    last_rows: Lines = ()
+    recommended: Sequence[str] = ()
+    code: str = ""
+    pictures: Mapping[str, Figure] | None = None
+
+
+@dataclass(frozen=True)
+class StudyKind:
+    """What a kind of model contributes to a study; a kind overrides what differs.
+
+    Attributes:
+        times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
+        weigh: See `Table.weigh`.
+
+    Args:
+        config: The study's config.
+        dense: The training config of the dense model.
+        tuned: That of fine-tuning the dense model; the same where nothing is tuned.
+    """
+
+    config: StudyConfig
+    dense: Any
+    tuned: Any
+
+    times: ClassVar[Mapping[str, tuple[str, str]]]
+    weigh: ClassVar[Mapping[str, Weigh]] = {}
+
+    def describe(self) -> Facts:
+        """Return what is known of the data and the dense model before anything runs."""
+        return {}
+
+    def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
+        """Do a run; other processes get the study pickled."""
+        before = self.config.score if self.config.before else None
+        # Models of several seeds are paired by seed.
+        return measure_run(run, callback, measurer, before=before, by_sample=self.config.seeds == 1)
+
+    def rates(self) -> Rates | None:
+        """Return the learning rates that are tried first; None trains as configs say."""
+        return None
+
+    def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
+        """Count the costs of a candidate by column, from its final model and its rows."""
+        raise NotImplementedError
+
+    def draw(self, run: Run, model: nn.Module) -> Mapping[str, Figure]:
+        """Draw the tokens that a candidate keeps, by the name of the picture."""
+        return {}
+
+    def readings(self, kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
+        """Return the passes that are timed, see `Kind.readings`."""
+        return kind.readings(model, size, batches)
+
+    def derive(self, times: Mapping[str, dict[str, float]]) -> None:
+        """Add columns that follow from those of times, by candidate."""
+
+    def baselines(self, table: Table, runs: Runs) -> Mapping[str, Mapping[str, Sequence[str]]]:
+        """Return the candidates that each is compared with where they are as cheap, by a suffix of columns."""
+        return {}
+
+    def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
+        """Say what follows from the table."""
+        raise NotImplementedError
