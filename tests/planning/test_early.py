@@ -49,3 +49,11 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
         others = [other for other in models if other != name and ms[other] <= ms[name]]
         better = [other for other in others if outcomes[other][:FIRST].mean() > outcomes[name][:FIRST].mean()]
         assert evaluated(table, name) == SAMPLES or better
+
+
+def test_no_row_is_on_the_front_that_looks_beaten_as_it_is_shown() -> None:
+    table = Table()
+    for name, cosine in {DENSE: 1.0, "slow": 0.99996, "fast": 0.99994, "lossy": 0.98}.items():
+        table.add(name, 0, Measured({}, samples=8, outcomes={"cosine": np.full(8, cosine)}))
+    table.times = {"batch": {DENSE: [9.0], "slow": [8.0], "fast": [4.0], "lossy": [3.999]}}
+    assert front_in(table, "cosine") == ["fast"]
