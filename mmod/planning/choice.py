@@ -105,14 +105,14 @@ class Recommendation:
 
     @property
     def named(self) -> Alternative | None:
-        """The model that the sentence is about: the best, or the one that fewest more samples decide."""
+        """The model that the sentence is about: the best, or the fastest undecided one."""
         # What loses more than the tolerance by its mean would mostly be decided against.
-        soonest = min(
+        hoped_for = min(
             self.undecided,
-            key=lambda model: (model.loss.value > self.tolerance, self._needed(model)),
+            key=lambda model: (model.loss.value > self.tolerance, -model.speedup.median),
             default=None,
         )
-        return self.best or soonest
+        return self.best or hoped_for
 
     def at_speed(self, speed: float) -> Alternative | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
@@ -122,16 +122,18 @@ class Recommendation:
 
     @property
     def sentence(self) -> str:
-        """The choice in one sentence, and what so few samples leave undecided."""
+        """The choice first, and what so few samples leave undecided."""
         named = self.named
         if named is None:
             return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
         others = [model for model in self.undecided if model is not named]
         if self._is_open(named):
-            too = f" Undecided too: {_listed(others)}." if others else ""
+            open_ones = [f"{model.name} ({_times(model)}, {self._missing([model])})" for model in others]
+            too = f" Undecided too: {', '.join(open_ones)}." if others else ""
+            hope = "may stay" if named.loss.value > self.tolerance else "probably stays"
             return (
-                f"Undecided: keep the dense model {self.where} until {self._missing([named])} tell whether "
-                f"{named.name} loses more than {self.limit}: it is {_times(named)} at {self._measured(named)}.{too}"
+                f"Undecided: keep the dense model {self.where} for now. The fastest that {hope} within {self.limit} is "
+                f"{named.name}, {_times(named)} at {self._measured(named)}; {self._missing([named])} would tell.{too}"
             )
         missing = ""
         if others:
@@ -142,7 +144,7 @@ class Recommendation:
         return f"Use {named.name}: {_times(named)} {self.where}, at {self._measured(named)}.{_noted(named)}{missing}"
 
     def sentence_at(self, speed: float) -> str:
-        """Return what to use for a speed-up that is wanted, whatever the tolerance."""
+        """Return what to use for a speed-up that is wanted, or that nothing keeps the tolerance, and the nearest."""
         chosen = self.at_speed(speed)
         if chosen is None:
             fastest = max(self.models, key=lambda model: model.speedup.median, default=None)
@@ -151,14 +153,20 @@ class Recommendation:
                 nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
             return f"Nothing tried is {speed:g} times as fast {self.where}{nearest}."
         about = "" if chosen.speedup.median >= speed else "about "
+        if keeps(chosen.loss, self.tolerance):
+            return (
+                f"For {about}{speed:g} times the speed use {chosen.name}: {_times(chosen)} {self.where}, at "
+                f"{self._measured(chosen)}, the least lost of what was tried.{_noted(chosen)}"
+            )
+        # Its worse end is the best of all at this speed.
         text = (
-            f"For {about}{speed:g} times the speed use {chosen.name}: {_times(chosen)} {self.where}, at "
-            f"{self._measured(chosen)}, the least lost of what was tried.{_noted(chosen)}"
+            f"Nothing tried is sure to stay within {self.limit} at {about}{speed:g} times the speed {self.where}: "
+            f"least lost is {chosen.name}, {_times(chosen)} at {self._measured(chosen)}.{_noted(chosen)}"
         )
         if self._is_open(chosen):
             text += f" Undecided: {self._missing([chosen])} would tell whether more than {self.limit} is lost."
         within = self.best
-        if within is None or keeps(chosen.loss, self.tolerance):
+        if within is None:
             return text
         return f"{text} Within {self.limit} is {within.name}: {_times(within)} at {self._measured(within)}."
 
@@ -219,7 +227,7 @@ class Recommendation:
         if exceeds(model.loss, self.tolerance):
             return f"{model.measured}, which is clearly more lost than {self.limit}"
         if model.worst > self.tolerance and model.loss.has_interval:
-            return f"{model.measured}, so that {100 * model.worst:.1f} {self.unit} may be lost"
+            return f"{model.measured}, but may lose up to {100 * model.worst:.1f} {self.unit}"
         return model.measured
 
     def _missing(self, models: Sequence[Alternative]) -> str:

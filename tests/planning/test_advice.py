@@ -77,9 +77,9 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
     assert advice.best is None
     assert advice.sentence == (
-        "Undecided: keep the dense model in batches of 3 until 380 more images tell whether smaller-image-0.7, 112 px "
-        "loses more than 2 %: it is 2.00 times as fast at 100.0 [75.8, 100.0] % agreement with the dense model, so "
-        "that 24.2 % may be lost."
+        "Undecided: keep the dense model in batches of 3 for now. The fastest that probably stays within 2 % is "
+        "smaller-image-0.7, 112 px, 2.00 times as fast at 100.0 [75.8, 100.0] % agreement with the dense model, but "
+        "may lose up to 24.2 %; 380 more images would tell."
     )
     assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     shown = str(advice)
@@ -195,7 +195,7 @@ def test_as_many_samples_as_are_missing_decide_in_four_of_five_cases(tolerance: 
         missing = missing_samples(row.loss, tolerance, row.images)
         if advice.is_decided(row) or "at least" in advice.sentence:
             continue
-        assert f"until {missing:,} more images tell whether" in advice.sentence
+        assert f"; {missing:,} more images would tell." in advice.sentence
         # Of new samples, each loses with the share that was measured.
         is_equal_SI = rng.random((200, images + missing)) >= lost / images
         drawn = [dataclasses.replace(row, score=share_of(is_equal_I)) for is_equal_I in is_equal_SI]
@@ -206,7 +206,7 @@ def test_as_many_samples_as_are_missing_decide_in_four_of_five_cases(tolerance: 
 def test_a_loss_close_to_the_tolerance_leaves_a_lower_bound() -> None:
     advice = advice_of([("a", 2.0, Estimate(0.98, 0.9, 1.0), None)])
     assert missing_samples(advice.rows[0].loss, 0.02, 64) == 3_400
-    assert "until at least 3,400 more images tell whether a loses more than 2 %" in advice.sentence
+    assert "; at least 3,400 more images would tell." in advice.sentence
     exact = dataclasses.replace(advice, tolerance=0.0)
     assert missing_samples(exact.rows[0].loss, 0.0, 64) >= 1
 
@@ -590,7 +590,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     assert advice.best is not None
     assert advice.best.loss.high == min(row.loss.high for row in reaching)
     about = "" if advice.best.speedup.median >= faster else "about "
-    assert advice.sentence.startswith(f"For {about}{faster:g} times the speed")
+    assert f"{about}{faster:g} times the speed" in advice.sentence
 
 
 def test_a_wanted_speed_chooses_candidates_itself() -> None:

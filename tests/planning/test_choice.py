@@ -71,21 +71,43 @@ def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
             reaching = [model for model in choice.models if NOISE * model.speedup.median >= speed]
             assert chosen.loss.high == min(model.loss.high for model in reaching)
             sentence = choice.sentence_at(speed)
-            assert sentence.startswith(f"For {speed:g} times the speed use {chosen.name}: ")
-            assert ("may be lost" in sentence) == (chosen.loss.low <= tolerance < chosen.loss.high)
+            # No verb asks to use what may lose more than the tolerance.
+            kept = chosen.loss.high <= tolerance
+            assert sentence.startswith(f"For {speed:g} times the speed use {chosen.name}: ") == kept
+            nothing = f"Nothing tried is sure to stay within {choice.limit} at {speed:g} times the speed "
+            assert (sentence.startswith(nothing) and f": least lost is {chosen.name}, " in sentence) != kept
+            worst = f", but may lose up to {100 * chosen.loss.high:.1f} %"
+            assert (worst in sentence) == (chosen.loss.low <= tolerance < chosen.loss.high)
             assert ("clearly more lost than" in sentence) == (chosen.loss.low > tolerance)
             # What keeps the tolerance is told beside what may not.
-            if choice.best is not None and chosen.loss.high > tolerance:
+            if choice.best is not None and not kept:
                 assert f"is {choice.best.name}: " in sentence
             if speed in (1.25, 1.5, 2.0):
                 (line,) = [
                     line for line in choice.text.splitlines() if re.match(rf"- .*\b{speed:g}\b.* as fast: ", line)
                 ]
                 assert f" times as fast: {chosen.name}, " in line
+                assert (worst in line) == (worst in sentence)
     assert choice.at_speed(2.5) is None
     assert choice.sentence_at(2.5).startswith(
         "Nothing tried is 2.5 times as fast in batches of 8; the fastest is at 2.2"
     )
+
+
+def test_of_what_is_undecided_the_fastest_that_probably_keeps_the_tolerance_is_named_first() -> None:
+    models = [
+        Alternative(name, Spread(speed, speed, speed), Estimate(loss, -0.04, high), 60, f"{-100 * loss:+.1f} points")
+        for name, speed, loss, high in (("risky", 2.0, 0.04, 0.12), ("fast", 1.7, 0.01, 0.06), ("mild", 1.1, 0.0, 0.04))
+    ]
+    choice = Recommendation(models, 0.02, "points", "images", "in batches of 8")
+    assert choice.sentence == (
+        "Undecided: keep the dense model in batches of 8 for now. The fastest that probably stays within 2 points is "
+        "fast, 1.70 times as fast at -1.0 points, but may lose up to 6.0 points; at least 3,200 more images would "
+        "tell. Undecided too: risky (2.00 times as fast, 2,100 more images), "
+        "mild (1.10 times as fast, 200 more images)."
+    )
+    risky_alone = Recommendation(models[:1], 0.02, "points", "images", "in batches of 8")
+    assert "The fastest that may stay within 2 points is risky" in risky_alone.sentence
 
 
 def test_without_intervals_only_speeds_are_told() -> None:
