@@ -22,6 +22,8 @@ from mmod.planning.search import search_plan
 # Shares of the FLOPs that image tokens add, for which plans are searched.
 _BUDGETS = (0.7, 0.5, 0.35)
 _LAST = {"name": "attention", "importance": "last_token"}
+# Evaluated beside the recipes that choose tokens.
+_RANDOM = "random 0.5"
 
 
 # Series of models made from a dense one of images, each with one number that is fitted to its budget. The config
@@ -127,8 +129,10 @@ def language_candidates(
     least = search.costs.least_share
     plans = {f"searched {budget:g}": search.plan_for(budget) for budget in _BUDGETS if budget >= least}
     plans |= {"as p-MoD": ratio_decay(depth), "as PyramidDrop": stage_drop(depth), "as FastV": drop_once(depth)}
-    candidates = [_planned(name, plan, _LAST) for name, plan in plans.items()]
-    candidates.append(_planned("random 0.5", drop_once(depth), "random"))
+    # Only FastV keeps as many tokens in the same blocks as random ones do.
+    controls = {"as FastV": _RANDOM}
+    candidates = [_planned(name, plan, _LAST, controls.get(name)) for name, plan in plans.items()]
+    candidates.append(_planned(_RANDOM, drop_once(depth), "random"))
     candidates += [
         Candidate(f"evenly spread {keep:g}", routing={"preset": "evenly-spread", "capacity": keep})
         for keep in (0.5, 0.25)
@@ -163,7 +167,7 @@ def smaller_images(model: Any) -> list[Candidate]:
     return candidates
 
 
-def _planned(name: str, plan: RoutingConfig, router: object) -> Candidate:
+def _planned(name: str, plan: RoutingConfig, router: object, control: str | None = None) -> Candidate:
     config = plan.replace(router=router)
     routing = {"router": router, "blocks": plan.blocks, "capacity": plan.capacity}
     # Only what differs from the defaults, so that the line to copy is short.
@@ -171,4 +175,4 @@ def _planned(name: str, plan: RoutingConfig, router: object) -> Candidate:
         routing["operator"] = config.operator
     if config.context != "kept":
         routing["context"] = config.context
-    return Candidate(name, routing=routing)
+    return Candidate(name, routing=routing, control=control)
