@@ -149,7 +149,7 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
         assert len(planned) == 2
         assert planned[0] == planned[1]
         series = {run.rpartition("-")[0] for run in planned[0]}
-        assert series == {"", "gradual", "merge late", "a-mod", "random", "smaller-image", "tome", "prune"}
+        assert series == {"", "gradual", "merge-late", "a-mod", "random", "smaller-image", "tome", "prune"}
 
 
 def test_every_page_on_own_data_is_linked_where_data_are_prepared() -> None:

@@ -40,7 +40,7 @@ _FIXED = {
     "distilled": 2,
     "p-mod": 3,
     "merge": 3,
-    "merge late": 4,
+    "merge-late": 4,
     "pixelprune": 1,
     "gamma-mod": 4,
     "exit": 4,

@@ -30,7 +30,7 @@ _RANDOM = "random 0.5"
 # my-model has the same.
 _SERIES: dict[str, dict[str, Any]] = {
     "gradual": {"routing": {"preset": "gradual", "capacity": FIT}},
-    "merge late": {"routing": {"router": "attention", "skipped": "merge", "blocks": "late", "capacity": FIT}},
+    "merge-late": {"routing": {"router": "attention", "skipped": "merge", "blocks": "late", "capacity": FIT}},
     "a-mod": {"routing": {"preset": "a-mod", "blocks": "late", "capacity": FIT}},
     "random": {"routing": {"preset": "gradual", "router": "random", "capacity": FIT}},
     "smaller-image": {"methods": ({"kind": "resize", "size": FIT},)},
@@ -40,9 +40,9 @@ _SERIES: dict[str, dict[str, Any]] = {
 # Those whose loss may be within a tolerance have a mild budget too, and so has the control of merging.
 _MILD = ("gradual", "random", "smaller-image")
 # Those that are compared with random tokens at the same share.
-_CONTROLLED = ("gradual", "merge late", "a-mod")
+_CONTROLLED = ("gradual", "merge-late", "a-mod")
 # The few that are tried for a wanted speed-up.
-_FASTER = {name: _SERIES[name] for name in ("gradual", "merge late", "a-mod", "smaller-image")}
+_FASTER = {name: _SERIES[name] for name in ("gradual", "merge-late", "a-mod", "smaller-image")}
 
 
 def image_candidates(

@@ -52,7 +52,7 @@ def test_no_two_series_of_a_figure_look_alike() -> None:
     styles = looks([f"series {number}" for number in range(40)] + ["random", "random, merged", "random, tuned"])
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == len(styles)
     # While there are colours, no two have one, such as a series without a colour of its own and one with it.
-    for other in ["gradual", "merge late", "a-mod", "pixelprune", "tome", "prune", "smaller-image"], list("abcdefghi"):
+    for other in ["gradual", "merge-late", "a-mod", "pixelprune", "tome", "prune", "smaller-image"], list("abcdefghi"):
         colours = {style["color"] for name, style in looks([*other, "dense", "random"]).items() if name in other}
         assert len(colours) == len(other)
 

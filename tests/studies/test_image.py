@@ -503,7 +503,7 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     assert {candidate.control for candidate in candidates} <= {None, *flops}
 
 
-FITTED = {"gradual", "merge late", "a-mod", "random", "smaller-image", "tome", "prune"}
+FITTED = {"gradual", "merge-late", "a-mod", "random", "smaller-image", "tome", "prune"}
 SMALL = "vit_small_patch16_224"
 
 
@@ -536,7 +536,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     # What draws its tokens, or reads files at another size, is never fast enough to be named.
-    speeds = {"gradual": 1.3, "merge late": 1.6, "a-mod": 1.8, "tome": 2.1, "prune": 2.2, "pixelprune": 1.1}
+    speeds = {"gradual": 1.3, "merge-late": 1.6, "a-mod": 1.8, "tome": 2.1, "prune": 2.2, "pixelprune": 1.1}
 
     def interleave(calls: Mapping[tuple[str, Any], Any], **_: Any) -> dict[tuple[str, Any], list[float]]:
         series = {key: key[0].rpartition("-")[0] or key[0] for key in calls}
