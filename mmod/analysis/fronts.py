@@ -168,6 +168,10 @@ class Fronts:
         texts = []
         lost = [mark for mark in marks if mark.score < self.floor]
         further = [mark for mark in marks if (mark.series == "dense" or mark.is_named) and mark not in [*front, *lost]]
+        for mark in marks:
+            if mark in front or mark.is_named:
+                ends = axis.transData.transform([(mark.cost, mark.low), (mark.cost, mark.high)])
+                boxes.append(Bbox.from_extents(ends[0, 0] - 1, ends[0, 1], ends[1, 0] + 1, ends[1, 1]))
         for mark in [*front, *further, *lost]:
             look = {"color": self.styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
             look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
