@@ -53,16 +53,21 @@ def apply_(
         method = read_method(method)
     if not isinstance(method, Method):
         raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {brief(method)}")
-    inner = adapted_model(model)
-    with declared(inner, tokens):
-        _apply_told(inner, method)
+    change_(model, method, tokens)
+    _caution(method, adapted_model(model))
     return model
 
 
-def _apply_told(model: Any, method: Method) -> None:
-    """Apply a method and warn of what a user hardly means."""
-    method.apply_(model)
-    # Here alone: searches and plans that were saved try and use such models knowingly.
+def change_(model: Model, method: Method, tokens: Tokens | None = None) -> Model:
+    """Apply a method as `apply_` does, without its warnings: searches and studies know what they try."""
+    inner = adapted_model(model)
+    with declared(inner, tokens):
+        method.apply_(inner)
+    return model
+
+
+def _caution(method: Method, model: Any) -> None:
+    """Warn of what a user hardly means."""
     caution = method.caution(model)
     if caution:
         warnings.warn(caution, stacklevel=3)
@@ -114,7 +119,9 @@ def route_(
         configs = _configs_by_part(find_parts(inner), config, parts)
         if training_only is not None:
             configs = {name: value.replace(training_only=training_only) for name, value in configs.items()}
-        _apply_told(inner, Route(configs))
+        route = Route(configs)
+        route.apply_(inner)
+        _caution(route, inner)
     return model
 
 

@@ -396,7 +396,8 @@ def with_keys_in(group: str, config: object, message: str) -> str:
     if not group:
         return message
     # Not the name of a file, which stands in quotes or behind its folder.
-    names = "|".join(_hints(type(config)))
+    cls: Any = type(config)
+    names = "|".join(_hints(cls))
     return re.sub(rf"(?<![\w./'\"])(?=(?:{names})\.\w)", f"{group}.", message)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.methods.route import Route, all_kept, routing_configs
-from mmod.model import apply_, unroute_
+from mmod.model import change_, unroute_
 from mmod.planning.candidate import copy_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -50,7 +50,7 @@ def full_pass(model: Model) -> Model:
     """
     configs = {part: all_kept(config) for part, config in routing_configs(model).items()}
     # The copy shares all weights, since its keys are those of the routed model.
-    full = apply_(unroute_(copy_of(model)), Route(configs))
+    full = change_(unroute_(copy_of(model)), Route(configs))
     # It has no predictor of the kept mask, so loading is not strict.
     full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
     return full.train(model.training)

@@ -14,7 +14,7 @@ from torch import nn
 from mmod.methods import METHODS
 from mmod.methods.base import Model
 from mmod.methods.resolve import resolve_methods
-from mmod.model import apply_
+from mmod.model import change_
 from mmod.planning.options import PlanOptions
 
 
@@ -79,7 +79,7 @@ class Candidate:
             depth: Number of its blocks.
         """
         for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
-            apply_(model, method)
+            change_(model, method)
 
     def config(self, part: str, is_only: bool) -> str:
         """Return the keys of a training config that apply it, a line each.

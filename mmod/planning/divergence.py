@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts, image_output, tensor_of
 from mmod.config import RoutingConfig
 from mmod.methods.route import Route
-from mmod.model import apply_, unroute_
+from mmod.model import change_, unroute_
 from mmod.values import IGNORED, check_finite, one_of
 
 
@@ -97,7 +97,7 @@ def image_token(model: nn.Module) -> int | None:
 @contextmanager
 def routed(model: nn.Module, part: str, config: RoutingConfig) -> Iterator[None]:
     """Route a part of a dense model within the context."""
-    apply_(model, Route({part: config}))
+    change_(model, Route({part: config}))
     try:
         yield
     finally:

@@ -23,7 +23,7 @@ from mmod.config import RoutingConfig, Score
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.methods.route import Route
-from mmod.model import apply_
+from mmod.model import change_
 from mmod.planning.candidate import copy_of
 from mmod.planning.divergence import routed
 from mmod.values import brief, check_value
@@ -158,7 +158,7 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:
         models = {DENSE: model}
         for place, config in enumerate(configs):
-            models[str(place)] = apply_(copy_of(model), Route({part: config}))
+            models[str(place)] = change_(copy_of(model), Route({part: config}))
         readings = {name: {part: Reading(partial(run_batch, timed, batch), 1)} for name, timed in models.items()}
         device = next(model.parameters()).device
         times = relative_times(sample_times(readings, rounds=_ROUNDS, device=device, shown=True)[part], DENSE)

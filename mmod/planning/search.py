@@ -21,7 +21,7 @@ from mmod.config import RoutingConfig, Score
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store, fingerprint
 from mmod.methods.route import Route, is_routed
-from mmod.model import apply_, unroute_
+from mmod.model import change_, unroute_
 from mmod.planning.divergence import (
     check_batch,
     check_batches,
@@ -134,7 +134,7 @@ def search_plan(
         configs = [option.config(range(first_block(score), len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
-            unroute_(apply_(model, Route({part: config})))
+            unroute_(change_(model, Route({part: config})))
         reading = iter(batches)
         example = next(reading, None)
         if example is None:

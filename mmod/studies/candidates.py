@@ -60,7 +60,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
 def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
     run_config = config_class(config.trains)
-    fields = config.fields_of_dense(_read_dense(config.dense, run_config))
+    fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
     dense = from_plain(run_config, fields, "dense")
     start = fields
     if config.train_dense:
@@ -85,7 +85,7 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     return dense, tuned
 
 
-def _read_dense(named: str | Mapping[str, Any], run_config: type[RunConfig]) -> dict[str, Any]:
+def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Read a config, with the keys that differ from it where it is a `base`.
 
     That of a run, by its folder or file, is changed to start from the run's final model.
@@ -97,11 +97,11 @@ def _read_dense(named: str | Mapping[str, Any], run_config: type[RunConfig]) -> 
     check_value(f"dense.{BASE_KEY}", path, str)
     file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
     fields = read_yaml(str(file))
-    kinds = (run_config.kind,)
-    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", *kinds), str, kinds)
+    kinds = (kind,)
+    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
     # What a run records besides its config.
     if fields.pop("world_size", None) is not None:
-        fields = run_config.from_dict(fields).finished(str(file.parent)).to_dict()
+        fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
     return merged(fields, changes)
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from mmod.adapters import find_part
 from mmod.config import RoutingConfig
 from mmod.methods.route import Route, is_routed
-from mmod.model import apply_
+from mmod.model import change_
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Kind
 from mmod.training.engine.run_folder import FitResult
@@ -45,7 +45,7 @@ def _is_routable(model: nn.Module, planned_part: str) -> bool:
     try:
         part, _ = find_part(model, planned_part)
         # Tried rather than asked: only routing itself knows all that it refuses.
-        apply_(model, Route({part: RoutingConfig(router="random")}))
+        change_(model, Route({part: RoutingConfig(router="random")}))
     except ValueError:
         return False
     return True

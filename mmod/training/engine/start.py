@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from mmod.io.tensors import some
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
-from mmod.model import apply_, freeze_dense_
+from mmod.model import change_, freeze_dense_
 from mmod.opening.weights import load_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
@@ -56,7 +56,7 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
     names = set(model.state_dict())
     # Loading has applied those that replace dense weights already.
     for method in config.applied[len(methods_of(model)) :]:
-        apply_(model, method)
+        change_(model, method)
     if added:
         expected = set(model.state_dict()) - names
         if expected != set(added):
@@ -78,7 +78,7 @@ def sketch(kind: LoopKind) -> nn.Module:
     with torch.device("meta"), _Unfilled():
         model = kind.prepare(weights=False)
         for method in kind.config.applied:
-            apply_(model, method)
+            change_(model, method)
     return model.eval()
 
 
@@ -104,7 +104,7 @@ def load_dense(
     replacing = [number for number, method in enumerate(methods) if method.replaced_in(state)]
     # A method that replaces dense weights comes before loading: the checkpoint's names have no place without it.
     for method in methods[: max(replacing, default=-1) + 1]:
-        apply_(model, method)
+        change_(model, method)
     names = set(model.state_dict())
     added = {name: value for name, value in state.items() if name not in names and is_added(name)}
     dense: Mapping[str, Tensor] = {name: value for name, value in state.items() if name not in added}
