@@ -36,7 +36,8 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     from mmod.io.jobs import Runner
     from mmod.io.store import Store
     from mmod.planning.candidate import Candidate
-    from mmod.studies.compare import Comparison, Measurer, compare, measure_run, times_of
+    from mmod.studies.compare import Measurer, compare, measure_run, times_of
+    from mmod.studies.runs import Comparison
 
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")

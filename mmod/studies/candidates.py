@@ -19,8 +19,8 @@ from mmod.opening.runs import RUN_CONFIG
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
-from mmod.studies.compare import BASE, Comparison, config_of
 from mmod.studies.config import StudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.studies.runs import BASE, Comparison, config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value, from_plain, one_of, refuse_unknown

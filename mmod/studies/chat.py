@@ -26,10 +26,10 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
-from mmod.studies.compare import Run
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
+from mmod.studies.runs import Run
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
 

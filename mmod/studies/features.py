@@ -22,11 +22,12 @@ from mmod.io.jobs import Callback
 from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
-from mmod.studies.compare import BEFORE, Load, Measurer, Run, fit, identity_of, load_start
+from mmod.studies.compare import BEFORE, Load, Measurer, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
 from mmod.studies.kind import Facts, Lines, Runs, Told
 from mmod.studies.report import listed
+from mmod.studies.runs import Run
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features

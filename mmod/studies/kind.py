@@ -12,8 +12,9 @@ from mmod.analysis.table import Measured, Table, Weigh
 from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column
-from mmod.studies.compare import Measurer, Rates, Run, measure_run
+from mmod.studies.compare import Measurer, Rates, measure_run
 from mmod.studies.config import StudyConfig
+from mmod.studies.runs import Run
 from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:

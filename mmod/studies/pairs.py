@@ -9,10 +9,10 @@ from typing import ClassVar
 from torch import nn
 
 from mmod.analysis.table import Measured, Table
-from mmod.studies.compare import Run
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
+from mmod.studies.runs import Run
 from mmod.training.pairs.kind import PairsKind
 
 _COLUMNS = (

@@ -12,10 +12,11 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
 from mmod.studies.candidates import comparison_of
-from mmod.studies.compare import Measurer, Run, at_rates, best_rates, compare, identity_of_final, times_of
+from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind
 from mmod.studies.report import StudyResult, write_study
+from mmod.studies.runs import Run
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:

@@ -20,8 +20,8 @@ from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune,
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
 from mmod.studies.candidates import baselines_of
-from mmod.studies.compare import config_of
 from mmod.studies.config import ImageStudyConfig
+from mmod.studies.runs import config_of
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter
 from tests.kit.engine_worker import TensorStream, run, tiny_config

@@ -16,9 +16,10 @@ from mmod.analysis.table import Measured
 from mmod.io.jobs import Runner
 from mmod.io.store import Store
 from mmod.studies.candidates import comparison_of
-from mmod.studies.compare import Rates, Run, best_rates
+from mmod.studies.compare import Rates, best_rates
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.report import epochs_of
+from mmod.studies.runs import Run
 from mmod.studies.study import run_study
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS

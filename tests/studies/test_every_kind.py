@@ -17,7 +17,8 @@ from mmod.io.store import Store
 from mmod.io.yaml import read_yaml, stack_configs
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
-from mmod.studies.compare import Measurer, Run, measure_run
+from mmod.studies.compare import Measurer, measure_run
+from mmod.studies.runs import Run
 from mmod.studies.study import study_kind
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step, load

@@ -1,0 +1,191 @@
+"""Runs: each candidate's training or evaluation with every seed, its config, and what is refused before the first."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from mmod.analysis.table import DENSE
+from mmod.io.jobs import Job
+from mmod.io.yaml import merged
+from mmod.planning.candidate import Candidate
+from mmod.planning.options import PlanOptions
+from mmod.training.engine.config import RunConfig
+from mmod.training.kinds import kind_of
+from mmod.values import with_keys_in
+
+BASE = "base"
+"""Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
+# Epochs that take about as long as evaluating once.
+_EVALUATION = 0.05
+Config = TypeVar("Config", bound=RunConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Job[Any]):
+    """The training or evaluation of a candidate with one seed."""
+
+    candidate: Candidate
+    is_trained: bool = True
+    # The searches of its series, one for each budget, if the candidate's own plan is still to be found; their folder.
+    searches: tuple[PlanOptions, ...] = ()
+    plans: Path = Path()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What is compared with the dense model that it is made from, and how often.
+
+    Args:
+        candidates: One named "dense" without changes is the model that speed-ups refer to.
+        dense: Config of the dense model's run: it names model and data, and the folder of all runs.
+        train: Config of the fine-tuning of the dense model; None trains no candidate but those from scratch.
+        seeds: Every run is repeated with so many seeds, unless nothing is trained.
+        train_dense: Train the dense model first; otherwise it is loaded as its config says.
+        bases: Folder of another comparison with the same dense models, which are taken from there.
+        left_out: Why other candidates are not compared, a sentence each.
+        keys: Where the user sets the keys of every run, and those of fine-tuning alone, for messages: a dotted key.
+    """
+
+    candidates: Sequence[Candidate]
+    dense: RunConfig
+    train: RunConfig | None = None
+    seeds: int = 1
+    train_dense: bool = False
+    bases: str | None = None
+    left_out: Sequence[str] = ()
+    keys: tuple[str, str] = ("", "")
+
+    def runs(self) -> list[Run]:
+        """Return the runs in the order they must be done."""
+        is_repeated = self.train_dense or any(map(self._trains, self.candidates))
+        runs = []
+        for seed in range(self.seeds if is_repeated else 1):
+            runs += self._runs_of(seed)
+        return runs
+
+    def checked_runs(self) -> list[Run]:
+        """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
+        runs = self.runs()
+        _check_runs(self, runs)
+        return runs
+
+    def _runs_of(self, seed: int) -> list[Run]:
+        """Return the runs of a seed.
+
+        | the dense model is | run of the dense config | the others start from |
+        | :----------------- | :---------------------- | :-------------------- |
+        | trained, then tuned like the others | "base" | "base" |
+        | trained | "dense" | "dense" |
+        | loaded, then tuned like the others | none | the weights that `train` names |
+        | loaded | "dense", which is evaluated alone | the weights that `train` names |
+        """
+        base = self._base(seed)
+        if base is None:
+            return [self._run_from(candidate, seed, None) for candidate in self.candidates]
+        others = [candidate for candidate in self.candidates if candidate.name != base.name]
+        return [base, *(self._run_from(candidate, seed, base if base.is_trained else None) for candidate in others)]
+
+    def _base(self, seed: int) -> Run | None:
+        """Return the run of the dense model as its own config makes it; None where there is none."""
+        dense = next((one for one in self.candidates if one.name == DENSE), None)
+        if dense is None or self._trains(dense):
+            if not self.train_dense:
+                return None
+            dense = Candidate(BASE)
+        # In a comparison that tunes its dense model, the one that all start from has this name.
+        folder = Path(self.bases, f"seed{seed}", BASE) if self.bases else self._folder(dense.name, seed)
+        config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
+        # It starts from what its config says, like a model from scratch.
+        return _run(dataclasses.replace(dense, from_scratch=True), config, self.train_dense)
+
+    def _run_from(self, candidate: Candidate, seed: int, base: Run | None) -> Run:
+        """Return the run of a candidate, which starts from a run that is trained before, if there is one."""
+        if candidate.from_scratch:
+            start = self.dense.started_from(None)
+            base = None
+        else:
+            start = self.train or self.dense
+        if base is not None:
+            start = start.started_from(base.config.output)
+        folder = self._folder(candidate.name, seed)
+        config = config_of(candidate, dataclasses.replace(start, seed=seed))
+        run = _run(candidate, dataclasses.replace(config, output=str(folder)), self._trains(candidate))
+        if base is not None:
+            run = dataclasses.replace(run, starts_from=(base.name, seed))
+        if candidate.search is None:
+            return run
+        series = [other.search for other in self.candidates if other.series == candidate.series]
+        plans = self._folder(f"{candidate.series}.plans", seed)
+        return dataclasses.replace(run, searches=tuple(filter(None, series)), plans=plans)
+
+    def _folder(self, name: str, seed: int) -> Path:
+        return Path(self.dense.output, f"seed{seed}", name)
+
+    def _trains(self, candidate: Candidate) -> bool:
+        return candidate.from_scratch or (candidate.is_trained and self.train is not None)
+
+
+def config_of(candidate: Candidate, start: Config) -> Config:
+    """Return the training config of a candidate.
+
+    Args:
+        start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
+    """
+    config = start
+    fields: dict[str, Any] = {}
+    if candidate.routing is not None:
+        fields["routing"] = candidate.routing
+    if candidate.methods:
+        fields["methods"] = [dict(method) for method in candidate.methods]
+    if fields or candidate.changes:
+        # As written, and read once: changes may set the depth, by which a preset chooses its blocks.
+        config = type(config).from_dict(merged({**config.as_written(), **fields}, candidate.changes))
+    if candidate.image_size is None:
+        return config
+    # A size that is still to be fitted is refused there, as any text is.
+    return config.at_size(cast(int, candidate.image_size))
+
+
+def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
+    # In any unit that the runs of a comparison share.
+    work = float(config.epochs or 1) if is_trained else _EVALUATION
+    return Run(
+        name=candidate.name,
+        seed=config.seed,
+        config=config,
+        work=work,
+        candidate=candidate,
+        is_trained=is_trained,
+    )
+
+
+def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
+    """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
+    written = {run.config.output for run in runs}
+    for run in runs:
+        # What an earlier run will write cannot be there.
+        if run.config.model.checkpoint not in written:
+            run.config.check_weights()
+    for run in runs:
+        started = run.config
+        if started.model.checkpoint in written:
+            started = started.sketched_by(comparison.dense)
+        checked = kind_of(started)
+        shared, tuned = comparison.keys
+        keys = shared if run.candidate.from_scratch else tuned
+        try:
+            if run.is_trained:
+                checked.check_schedule()
+            # Fine-tuning has the model and the data of all runs.
+            keys = shared
+            is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
+            if run.seed == 0 and not run.searches and is_changed:
+                checked.sketch()
+        # Hosts refuse sizes by assertions.
+        except (ValueError, AssertionError) as error:
+            told = with_keys_in(keys, run.config, str(error))
+            raise ValueError(f"model {run.name!r} of the study: {told}") from error
