@@ -58,7 +58,7 @@ class StudyConfig(Checked):
               to its budget. A model more than 3 % off its budget is named by its share.
         kind: The kind of study.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
-        finetune: Fields to set differently again when a model is fine-tuned from the dense one.
+        finetune: Keys of the training config that fine-tuning sets otherwise than `dense`, such as epochs and schedule.
         budgets: The budgets of series and baselines that are run; null for all.
         capacities: Capacities of the routed blocks; null runs a series as it is, like one that sets `capacity`.
         train_dense: Train the dense model first; False loads it as the config's `model` says.
