@@ -181,7 +181,7 @@ def _configs_by_part(
     if not routed:
         raise ValueError(
             "nothing to route: name a preset, such as 'gradual' without training, or pass a mmod.RoutingConfig; a part "
-            f"may have its own, as mmod.route_(model, {next(iter(available))}='gradual')"
+            f"({' or '.join(available)}) may have its own, as mmod.route_(model, {next(iter(available))}='gradual')"
         )
     return routed
 

@@ -119,7 +119,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.preset("mod", mean=0.5), ValueError, "option mean: it belongs to preset 'gradual'$"),
     (lambda m: Prune(r=8), TypeError, "^Prune has no field 'r'; .*; it is a field of .*Merge"),
     (lambda m: mmod.apply_(m, {"kind": "prune", "r": 8}), ValueError, "'prune': r; .*; it is a field of .*Merge"),
-    (lambda m: mmod.route_(m), ValueError, r"a part may have its own, as mmod\.route_\(model, image='gradual'\)$"),
+    (
+        lambda m: mmod.route_(m),
+        ValueError,
+        r"a part \(image\) may have its own, as mmod\.route_\(model, image='gradual'\)$",
+    ),
     (lambda m: mmod.preset("mod", scale=0.1), ValueError, r"to gate, pass gate=\{'name': 'linear', 'scale': 0\.1\}$"),
     (lambda m: mmod.preset("a-mod", before="mlp"), ValueError, r"pass skipped=\{'before': 'mlp'\}$"),
     (

@@ -215,7 +215,7 @@ def test_copies_read_the_captions_of_their_own_calls(config: RoutingConfig) -> N
     ("parts", "error", "message"),
     [
         ({"vision": RoutingConfig()}, ValueError, "no part vision; it has image, text"),
-        ({"image": None, "text": None}, ValueError, "nothing to route: .* image or text"),
+        ({"image": None, "text": None}, ValueError, "a part .image or text. may have its own"),
         ({"text": 0.5}, TypeError, "text must be a RoutingConfig, got 0.5"),
         ({"image": RoutingConfig(blocks=(9,))}, ValueError, "each once, got .9."),
         ({"text": RoutingConfig(blocks="all")}, ValueError, "keep block 0 dense"),
