@@ -64,7 +64,8 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     dense = from_plain(run_config, fields, "dense")
     start = fields
     if config.train_dense:
-        # Fine-tuning starts from the trained dense model, whatever the dense config starts from.
+        # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
+        # seed: `Comparison.runs` puts it in place of this one.
         start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
     tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
     for run in (dense, tuned):

@@ -28,7 +28,10 @@ CONFIGS: dict[str, type[StudyConfig]] = {
     "pairs": PairsStudyConfig,
     "chat": ChatStudyConfig,
 }
-"""Configs of studies by kind, imported without torch, so that `--help` is fast; `study_kind` has the rest of a kind."""
+"""Configs of studies by kind, imported without torch, so that `--help` is fast; `study_kind` has the rest of a kind.
+
+The first kind is that of a config that names none.
+"""
 
 
 def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:

@@ -67,7 +67,7 @@ class StudyConfig(Checked):
         before: Also evaluate models before they are fine-tuned.
         seeds: Number of seeds; all runs are repeated with every seed, unless nothing is trained.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.
-        then: Fields that differ in a second study, which follows in a subfolder.
+        then: Fields that differ in a second study, which follows in a subfolder; a mapping replaces that of this study.
         bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
             they are missing.
         controls: The control of a series, by its name; null for none. It is "random" for series that are not named.

@@ -167,7 +167,8 @@ class ImageStudy(StudyKind):
         shown = {name: COLUMNS[name] for name in ("name", "gflops")}
         shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
         summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
-        told = Told(rows, _with_batch_sizes(suffixes, self.columns), self.measures[score], axes, "", summary)
+        columns = _with_batch_sizes(suffixes, self.columns)
+        told = Told(rows, columns, measure=self.measures[score], axes=axes, text="", summary=summary)
         note = self.note(table)
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
         has_intervals = any(difference.has_interval for difference in to_dense)

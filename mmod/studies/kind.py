@@ -12,6 +12,7 @@ from mmod.analysis.table import Measured, Table, Weigh
 from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column
+from mmod.lazy import import_path
 from mmod.studies.compare import Measurer, Rates, measure_run
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
@@ -113,3 +114,9 @@ class StudyKind:
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Say what follows from the table."""
         raise NotImplementedError
+
+
+def study_kind(kind: str) -> type[StudyKind]:
+    """Return what a kind contributes to a study: the class of its name in its module. Imports its libraries."""
+    study: type[StudyKind] = import_path(f"mmod.studies.{kind}:{kind.title()}Study")
+    return study

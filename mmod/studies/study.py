@@ -10,11 +10,10 @@ from mmod.analysis.table import DENSE, Table
 from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
-from mmod.lazy import import_path
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of
 from mmod.studies.config import StudyConfig
-from mmod.studies.kind import StudyKind
+from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import Run
 
@@ -63,12 +62,6 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     sizes = list(config.size_suffixes)
     table.times = times_of(done, measurer, study.readings, sizes, config.latency_rounds, shown=runner.progress)
     return write()
-
-
-def study_kind(kind: str) -> type[StudyKind]:
-    """Return what a kind contributes to a study: the class of its name in its module. Imports its libraries."""
-    study: type[StudyKind] = import_path(f"mmod.studies.{kind}:{kind.title()}Study")
-    return study
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:

@@ -18,8 +18,8 @@ from mmod.io.yaml import read_yaml, stack_configs
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.compare import Measurer, measure_run
+from mmod.studies.kind import study_kind
 from mmod.studies.runs import Run
-from mmod.studies.study import study_kind
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step, load
 from mmod.training.kinds import KINDS, all_configs, config_class, kind_of

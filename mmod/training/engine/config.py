@@ -266,7 +266,7 @@ class RunConfig:
         return dataclasses.replace(self, model=self.model.started_from(folder))
 
     def at_size(self, side: int) -> Self:
-        """Return the config of the same run on images of `side` pixels."""
+        """Return the config of the same run with `data.image_size`, and what the model has for it, set."""
         raise ValueError(f"a run of kind {self.kind!r} has images of one size")
 
     def finished(self, folder: str) -> Self:

@@ -191,7 +191,7 @@ class TrainConfig(engine.LoopConfig):
         self.refuse_training_only("elastic evaluates the model at several capacities")
 
     def at_size(self, side: int) -> Self:
-        """Return the same run on images of `side` pixels; position embeddings are resampled."""
+        """Return the same run with `data.image_size` and `model.args.img_size` set: positions are resampled."""
         model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
 
