@@ -128,11 +128,15 @@ class Recommendation:
             return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
         others = [model for model in self.undecided if model is not named]
         if self._is_open(named):
-            open_ones = [f"{model.name} ({_times(model)}, {self._missing([model])})" for model in others]
+            open_ones = [
+                f"{model.name} ({_times(model)} at {model.measured}, {self._missing([model])})" for model in others
+            ]
             too = f" Undecided too: {', '.join(open_ones)}." if others else ""
-            hope = "may stay" if named.loss.value > self.tolerance else "probably stays"
+            hope = f"The fastest that probably stays within {self.limit} is"
+            if named.loss.value > self.tolerance:
+                hope = f"Nothing probably stays within {self.limit}, and the fastest that still may is"
             return (
-                f"Undecided: keep the dense model {self.where} for now. The fastest that {hope} within {self.limit} is "
+                f"Undecided: keep the dense model {self.where} for now. {hope} "
                 f"{named.name}, {_times(named)} at {self._measured(named)}; {self._missing([named])} would tell.{too}"
             )
         missing = ""

@@ -103,11 +103,11 @@ def test_of_what_is_undecided_the_fastest_that_probably_keeps_the_tolerance_is_n
     assert choice.sentence == (
         "Undecided: keep the dense model in batches of 8 for now. The fastest that probably stays within 2 points is "
         "fast, 1.70 times as fast at -1.0 points, but may lose up to 6.0 points; at least 3,200 more images would "
-        "tell. Undecided too: risky (2.00 times as fast, 2,100 more images), "
-        "mild (1.10 times as fast, 200 more images)."
+        "tell. Undecided too: risky (2.00 times as fast at -4.0 points, 2,100 more images), "
+        "mild (1.10 times as fast at -0.0 points, 200 more images)."
     )
     risky_alone = Recommendation(models[:1], 0.02, "points", "images", "in batches of 8")
-    assert "The fastest that may stay within 2 points is risky" in risky_alone.sentence
+    assert "Nothing probably stays within 2 points, and the fastest that still may is risky" in risky_alone.sentence
 
 
 def test_without_intervals_only_speeds_are_told() -> None:

@@ -258,7 +258,8 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     assert told.text.startswith(
         "Undecided: keep the dense model in batches of 16 for now. The fastest that probably stays within 2 points is "
         "lucky, 1.50 times as fast at +2.5 [-7.1, +12.0] points of accuracy, but may lose up to 7.1 points; "
-        "700 more images would tell. Undecided too: same (1.43 times as fast, 210 more images).\n\n"
+        "700 more images would tell. Undecided too: same (1.43 times as fast at +0.0 [-3.4, +3.4] points of accuracy, "
+        "210 more images).\n\n"
         "Least lost in batches of 16, by the worse end of each interval, speeds within 3 %:\n\n"
         "- 1.25 times as fast: same, 1.43 times as fast at +0.0 ["
     )
