@@ -263,6 +263,10 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
         "Least lost in batches of 16, by the worse end of each interval, speeds within 3 %:\n\n"
         "- 1.25 times as fast: same, 1.43 times as fast at +0.0 ["
     )
+    # Where the others alone are fine-tuned, differences to the dense model are also those of training.
+    assert "not fine-tuned as" not in told.text
+    unequal = image_study(dataclasses.replace(config, tune=True)).tell(table, runs, [], {"images": []})
+    assert "The dense model was not fine-tuned as the others were: `--tune_dense true`" in unequal.text
     # Alone it is slower, and there what may be lucky is all that is faster.
     assert "keep the dense model for single images for now. " in told.text
     assert "- 1.25 and 1.5 times as fast: lucky, 1.50 times" in told.text
