@@ -54,14 +54,14 @@ def check_batch(batch: Any) -> None:
 
 def check_batches(batches: Any) -> None:
     """Raise a TypeError unless batches can be iterated, and are more than the contents of one."""
-    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable | Path):
-        one = " alone: put it into a list" if isinstance(batches, (Tensor, Mapping)) else ""
-        raise TypeError(f"batches must be a list or a loader of batches, got a {type(batches).__name__}{one}")
     if isinstance(batches, (str, Path)):
         raise TypeError(
             f"batches must be a list or a loader of batches, got {str(batches)!r}: folders and files are read by the "
             "command, mmod advise MODEL --images FOLDER"
         )
+    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+        one = " alone: put it into a list" if isinstance(batches, (Tensor, Mapping)) else ""
+        raise TypeError(f"batches must be a list or a loader of batches, got a {type(batches).__name__}{one}")
 
 
 @torch.no_grad()
