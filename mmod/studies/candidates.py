@@ -129,8 +129,7 @@ def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
     Args:
         epochs: Length of a training from scratch.
     """
-    named: dict[str, dict[float, dict[str, Any]]] = getattr(config, "baselines", {})
-    for series, budgets in named.items():
+    for series, budgets in config.baselines_by_series.items():
         for budget, fields in budgets.items():
             if config.is_run(budget):
                 plain = Candidate(

@@ -123,15 +123,22 @@ class StudyConfig(Checked):
     @property
     def series(self) -> list[str]:
         """Names of all series apart from the dense model's; some kinds have baselines."""
+        return [*self.routers, *self.baselines_by_series]
+
+    @property
+    def baselines_by_series(self) -> Mapping[str, Mapping[float, dict[str, Any]]]:
+        """Fields of the baselines by series and budget."""
         # Configs of kinds without baselines have no such field.
-        return [*self.routers, *getattr(self, "baselines", ())]
+        named: Mapping[str, Mapping[float, dict[str, Any]]] = getattr(self, "baselines", {})
+        return named
 
     def _check_budgets(self) -> None:
         """Raise for a budget that is run and no series names: nothing but the dense model would be left."""
         if self.budgets is not None:
-            # Configs of kinds without baselines have no such field.
-            baselines: Mapping[str, Mapping[float, object]] = getattr(self, "baselines", {})
-            named = [*baselines.values(), *(fields.get("budgets", {}) for fields in self.routers.values())]
+            named = [
+                *self.baselines_by_series.values(),
+                *(fields.get("budgets", {}) for fields in self.routers.values()),
+            ]
             valid = sorted({*itertools.chain.from_iterable(named)})
             unknown = [budget for budget in self.budgets if budget not in valid]
             if unknown:
