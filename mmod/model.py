@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -56,6 +57,13 @@ def apply_(
     change_(model, method, tokens)
     _caution(method, adapted_model(model))
     return model
+
+
+def copy_of(model: Model) -> Model:
+    """Return a copy of a model that shares its weights."""
+    # With the weights in its memo, deepcopy copies the modules alone.
+    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+    return copy.deepcopy(model, shared)
 
 
 def change_(model: Model, method: Method, tokens: Tokens | None = None) -> Model:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.methods.route import Route, all_kept, routing_configs
-from mmod.model import change_, unroute_
-from mmod.planning.candidate import copy_of
+from mmod.model import change_, copy_of, unroute_
 
 Model = TypeVar("Model", bound=nn.Module)
 

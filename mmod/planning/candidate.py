@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from mmod.methods import METHODS
-from mmod.methods.base import Model
-from mmod.methods.resolve import resolve_methods
-from mmod.model import change_
 from mmod.planning.options import PlanOptions
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -78,6 +74,10 @@ class Candidate:
             part: The part that is routed.
             depth: Number of its blocks.
         """
+        # Imported late, as in `code`: configs of studies, which are read without torch, are made into candidates.
+        from mmod.methods.resolve import resolve_methods
+        from mmod.model import change_
+
         for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
             change_(model, method)
 
@@ -97,6 +97,8 @@ class Candidate:
 
     def code(self, part: str, is_only: bool) -> str:
         """Return the lines of Python that apply it; arguments are those of `config`."""
+        from mmod.methods import METHODS
+
         lines = []
         for values in self.methods:
             fields = {name: value for name, value in values.items() if name != "kind"}
@@ -116,13 +118,6 @@ class Candidate:
                 config = _literal(preset)
             lines.append(f"mmod.route_(model, {config if is_only else f'{part}={config}'})")
         return "\n".join(lines)
-
-
-def copy_of(model: Model) -> Model:
-    """Return a copy of a model that shares its weights."""
-    # With the weights in its memo, deepcopy copies the modules alone.
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
 
 
 def _arguments(fields: Mapping[str, object]) -> str:

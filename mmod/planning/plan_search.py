@@ -23,8 +23,7 @@ from mmod.config import RoutingConfig, Score
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.methods.route import Route
-from mmod.model import change_
-from mmod.planning.candidate import copy_of
+from mmod.model import change_, copy_of
 from mmod.planning.divergence import routed
 from mmod.values import brief, check_value
 

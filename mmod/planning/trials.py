@@ -21,8 +21,9 @@ from mmod.io.jobs import Callback, Runner
 from mmod.io.records import FolderTakenError, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
+from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
-from mmod.planning.candidate import Candidate, copy_of
+from mmod.planning.candidate import Candidate
 from mmod.planning.choice import TOLERANCE
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front

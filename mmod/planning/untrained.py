@@ -13,8 +13,9 @@ from mmod.adapters import find_part, find_stacks
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.table import DENSE
 from mmod.config import RoutingConfig
+from mmod.model import copy_of
 from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import Candidate, copy_of
+from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
 from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
 from mmod.planning.search import search_plan

@@ -57,7 +57,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
 def _dense_of(model: nn.Module) -> nn.Module | None:
     """Return a model without its methods, with the same weights; None for a dense model."""
     from mmod.methods.base import methods_inside, undo_
-    from mmod.planning.candidate import copy_of
+    from mmod.model import copy_of
 
     return undo_(copy_of(model)) if methods_inside(model) else None
 

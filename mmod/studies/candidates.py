@@ -19,7 +19,7 @@ from mmod.opening.runs import RUN_CONFIG
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
-from mmod.studies.config import StudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import config_class, kind_of
@@ -29,7 +29,7 @@ from mmod.values import check_value, from_plain, one_of, refuse_unknown
 def comparison_of(config: StudyConfig) -> Comparison:
     """Return what a study compares: the dense model, its series, and models without a router."""
     dense, tuned = read_runs(config)
-    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense), *routed_of(config)]
+    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense), *config.routed()]
     # As long as a fine-tuned model has been trained in all.
     epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
     candidates += baselines_of(config, epochs)
@@ -106,23 +106,6 @@ def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     return merged(fields, changes)
 
 
-def routed_of(config: StudyConfig) -> Iterator[Candidate]:
-    """Yield the model of every series at every budget."""
-    for variant in config.variants():
-        series, budget, fields = variant
-        yield Candidate(
-            config.name_at(series, budget),
-            series=series,
-            budget=budget,
-            control=config.control_at(series, budget),
-            search=config.search_of(variant),
-            routing=config.routing_of(variant),
-            image_size=fields.get("image_size"),
-            changes=fields.get("changes", {}),
-            is_trained=config.tune and fields.get("tune", True),
-        )
-
-
 def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
     """Yield every baseline, a model without a router; some kinds of study have them.
 
@@ -132,22 +115,12 @@ def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
     for series, budgets in config.baselines_by_series.items():
         for budget, fields in budgets.items():
             if config.is_run(budget):
-                plain = Candidate(
-                    config.name_at(series, budget),
-                    series=series,
-                    budget=budget,
-                    control=config.control_at(series, budget),
-                    image_size=fields.get("image_size"),
-                    changes=fields.get("changes", {}),
-                    is_trained=config.tune,
-                )
-                yield _baseline(plain, fields, epochs)
+                yield _baseline(config.candidate(series, budget, fields), fields, epochs)
 
 
 def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candidate:
     """Return a candidate with what the kind of a baseline sets."""
-    refuse_set_by_study(f"{plain.name}: changes", plain.changes)
-    settings = {name: value for name, value in fields.items() if name not in ("image_size", "changes")}
+    settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
     kind = fields.get("kind")
     one_of(f"baselines.{plain.name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
     if kind == "resolution":

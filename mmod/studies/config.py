@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import BASE_KEY, merged
+from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT, PlanOptions
 from mmod.values import Checked, check_value, from_plain, one_of, refuse_unknown
 
@@ -17,25 +19,11 @@ if TYPE_CHECKING:
     from mmod.data.config import DataConfig
     from mmod.training.engine.config import RunConfig
 
-RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
-"""Fields of a series of routed models that describe its runs instead of its routing."""
+RUN_FIELDS = ("image_size", "changes", "tune")
+"""Fields of a series or baseline that describe its runs instead of what makes the model cheaper."""
 # The control of series for which a study names no other.
 _CONTROL = "random"
 _TOWERS = ("image", "text")
-
-
-class Variant(NamedTuple):
-    """A series of `routers` at one of its budgets.
-
-    Attributes:
-        series: Name of the series.
-        budget: A budget that it names, or one of the study's capacities; None where the series is run once.
-        fields: Its fields, with those that the budget sets.
-    """
-
-    series: str
-    budget: float | None
-    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +88,9 @@ class StudyConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_settings()
-        self._check_variants()
+        # What is wrong in a series is told now, and not after the training of the dense model.
+        for _ in self.routed():
+            pass
         self._check_following()
 
     def check_settings(self) -> None:
@@ -147,28 +137,53 @@ class StudyConfig(Checked):
                     "them, or set budgets to null"
                 )
 
-    def _check_variants(self) -> None:
-        """Raise for what is wrong in a series: now, and not after the training of the dense model."""
-        for variant in self.variants():
-            name = self.name_at(variant.series, variant.budget)
-            refuse_set_by_study(f"{name}: changes", variant.fields.get("changes", {}))
-            routing = self.routing_of(variant)
-            # A name that promises the method of a paper must keep it.
-            if variant.series in PRESETS and routing is not None:
-                self.check_named(variant.series, routing)
-
-    def variants(self) -> Iterator[Variant]:
-        """Yield every series of `routers` at every budget that is run."""
+    def routed(self) -> Iterator[Candidate]:
+        """Yield the model of every series of `routers` at every budget that is run; a ValueError for a wrong one."""
         for series, fields in self.routers.items():
             if "budgets" in fields:
+                shared = {key: value for key, value in fields.items() if key != "budgets"}
+                # A series that names its budgets says what each of them sets.
                 for budget, differing in fields["budgets"].items():
                     if self.is_run(budget):
-                        yield Variant(series, budget, {**fields, **differing})
+                        yield self._routed(series, budget, {**shared, **differing}, capacity=None)
             elif self._is_one(series):
-                yield Variant(series, None, fields)
+                yield self._routed(series, None, fields, capacity=None)
             else:
                 for capacity in self.capacities:
-                    yield Variant(series, capacity, fields)
+                    yield self._routed(series, capacity, fields, capacity)
+
+    def _routed(
+        self, series: str, budget: float | None, fields: Mapping[str, Any], capacity: float | None
+    ) -> Candidate:
+        """Return the model of a series at a budget, with the routing that its fields set, or the search of one."""
+        plain = self.candidate(series, budget, fields)
+        if "search" in fields:
+            refuse_unknown(f"field beside routers.{series}.search", fields, ("search", "budgets", *RUN_FIELDS))
+            # A series without a budget says it among the options.
+            options = fields["search"] if budget is None else {**fields["search"], "budget": budget}
+            return dataclasses.replace(plain, search=from_plain(PlanOptions, options, f"routers.{series}.search"))
+        routing = self.routing_at({key: value for key, value in fields.items() if key not in RUN_FIELDS}, capacity)
+        # A name that promises the method of a paper must keep it.
+        if series in PRESETS:
+            self.check_named(series, routing)
+        return dataclasses.replace(plain, routing=routing)
+
+    def candidate(self, series: str, budget: float | None, fields: Mapping[str, Any]) -> Candidate:
+        """Return the model of a series at a budget with what describes its run, and nothing that makes it cheaper."""
+        name = self._name_at(series, budget)
+        changes = fields.get("changes", {})
+        refuse_set_by_study(f"{name}: changes", changes)
+        # Baselines have a control only where the study names one.
+        control = self.controls.get(series, _CONTROL if series in self.routers else None)
+        return Candidate(
+            name,
+            series=series,
+            budget=budget,
+            control=None if control is None else self._name_at(control, budget),
+            image_size=fields.get("image_size"),
+            changes=changes,
+            is_trained=self.tune and fields.get("tune", True),
+        )
 
     def is_run(self, budget: float) -> bool:
         """Whether models of a budget that a series names are run."""
@@ -180,31 +195,12 @@ class StudyConfig(Checked):
         # One that names budgets is run at each of them, whatever they share.
         return "budgets" not in fields and ("capacity" in fields or "budget" in fields.get("search", {}))
 
-    def name_at(self, series: str, budget: float | None) -> str:
-        """Return the name of a series' model at a budget."""
+    def _name_at(self, series: str, budget: float | None) -> str:
         return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
-
-    def routing_of(self, variant: Variant) -> dict[str, object] | None:
-        """Return the `routing` of a variant's training config; None where it is searched."""
-        if self.search_of(variant) is not None:
-            return None
-        fields = {key: value for key, value in variant.fields.items() if key not in RUN_FIELDS}
-        # A series that names its budgets says what each of them sets.
-        return self.routing_at(fields, None if "budgets" in variant.fields else variant.budget)
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
         return dict(fields) if capacity is None else {**fields, "capacity": capacity}
-
-    def search_of(self, variant: Variant) -> PlanOptions | None:
-        """Return how the plan of a variant is searched; None where its routing is fixed."""
-        series, capacity, fields = variant
-        if "search" not in fields:
-            return None
-        refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *RUN_FIELDS))
-        # A series without a capacity says its budget among the options.
-        budget = {} if capacity is None else {"budget": capacity}
-        return from_plain(PlanOptions, {**fields["search"], **budget}, f"routers.{series}.search")
 
     def check_named(self, series: str, routing: Mapping[str, object]) -> None:
         """Raise a ValueError if a series is named after a preset and its routing decides in another way.
@@ -260,12 +256,6 @@ class StudyConfig(Checked):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
 
-    def control_at(self, series: str, budget: float | None) -> str | None:
-        """Return the name of what a series is compared with at a budget besides the dense model; None for nothing."""
-        # Baselines have a control only where the study names one.
-        control = self.controls.get(series, _CONTROL if series in self.routers else None)
-        return None if control is None else self.name_at(control, budget)
-
     @property
     def score(self) -> str:
         """The figure by which models are compared."""
@@ -288,8 +278,8 @@ class TimmStudyConfig(StudyConfig):
             many epochs as training and fine-tuning have together; "none" leaves them out.
         baselines: Names of series to their budgets, the capacities of the routed models that they are matched to, with
             a training config's `method`, `kind: resolution`, or `kind: smaller` with changed `args` of the model.
-            Baselines and series of `routers` may have an `image_size`, baselines `changes` too. Smaller models, and
-            methods that cannot use dense weights, are trained from scratch for all epochs.
+            Baselines and series of `routers` may have an `image_size`; baselines take `changes` and `tune` as series
+            do. Smaller models, and methods that cannot use dense weights, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
         maps: Sample images over which routing is drawn.
@@ -464,10 +454,13 @@ class PairsStudyConfig(StudyConfig):
     def check_settings(self) -> None:
         """Refuse series that do not say what they set of which tower; see `StudyConfig.check_settings`."""
         super().check_settings()
-        for series, _, fields in self.variants():
-            refuse_unknown(f"tower in routers.{series}", fields, (*_TOWERS, "changes", "tune", "budgets"))
-            for tower in _TOWERS:
-                check_value(f"routers.{series}.{tower}", fields.get(tower, {}), Mapping[str, Any])
+        # Images have one size, that of the tower.
+        shared = [name for name in RUN_FIELDS if name != "image_size"]
+        for series, fields in self.routers.items():
+            for settings in (fields, *fields.get("budgets", {}).values()):
+                refuse_unknown(f"tower in routers.{series}", settings, (*_TOWERS, *shared, "budgets"))
+                for tower in _TOWERS:
+                    check_value(f"routers.{series}.{tower}", settings.get(tower, {}), Mapping[str, Any])
 
     def check_named(self, series: str, routing: Mapping[str, Any]) -> None:
         """Check the routing of each tower; see `StudyConfig.check_named`."""

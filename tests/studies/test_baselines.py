@@ -91,6 +91,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         baselines={
             "small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}},
             **BASELINES,
+            "merge": {0.5: {**BASELINES["merge"][0.5], "tune": False}},
         },
         controls={"tuned": "still", "still": None, "small": "recursions"},
         tune_dense=False,
@@ -105,8 +106,8 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     }
     trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")
     epochs = {job.name: epochs_of(job, 1) for job in jobs}
-    assert [epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
-    assert [job.name for job in jobs if not job.is_trained] == ["still-0.5"]
+    assert [epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1"]
+    assert [job.name for job in jobs if not job.is_trained] == ["still-0.5", "merge-0.5"]
     assert (runs["tuned-0.5"].trained, runs["tuned-0.5"].optim.lr) == ("routers", 0.5)
     assert runs["merge-0.5"].optim == runs["dense"].optim != runs["tuned-0.5"].optim
     assert (runs["small-0.5"].data.image_size, runs["dense"].data.image_size) == (24, 32)

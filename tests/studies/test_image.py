@@ -26,7 +26,7 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
-from mmod.studies.candidates import comparison_of, read_runs, routed_of
+from mmod.studies.candidates import comparison_of, read_runs
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.report import StudyResult, harm, verdict
@@ -465,7 +465,7 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     controls |= {*config.routers, *(fields.get("router") for fields in config.routers.values())}
     assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls
     routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
-    chosen = [model for model in routed_of(config) if model.search is None]
+    chosen = [model for model in config.routed() if model.search is None]
     assert len(routed) == config.seeds * len(chosen)
     assert all(job.config.model.has_weights and job.config.routings for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)

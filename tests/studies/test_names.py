@@ -10,7 +10,7 @@ import yaml
 
 from mmod.config.parse import parse_config
 from mmod.io import yaml as yaml_files
-from mmod.studies.candidates import comparison_of, routed_of
+from mmod.studies.candidates import comparison_of
 from mmod.studies.command import CONFIGS
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
 from mmod.values import from_plain
@@ -68,7 +68,7 @@ def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str
         study({"mine": fields}, PairsStudyConfig)
     tower = {"image": {"router": "norm", "capacity": 0.4}}
     described = study({"mine": {"budgets": {0.7: tower}, "changes": {"epochs": 7}, "tune": False}}, PairsStudyConfig)
-    (model,) = routed_of(described)
+    (model,) = described.routed()
     assert (model.routing, model.changes, model.is_trained) == (tower, {"epochs": 7}, False)
 
 
