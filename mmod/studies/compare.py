@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 
 from mmod.analysis.table import DENSE, Measured, Table, by_seed, measured_once
@@ -163,7 +162,7 @@ class Measurer:
 
     def final(self, run: Run) -> nn.Module:
         """Return a run's final model, which draws the same whatever drew before, as in its evaluation."""
-        model = self.load(_final_config(run))
+        model = self.load(run.final_config)
         seed_draws(run.seed, 0, 0)
         return model
 
@@ -173,7 +172,7 @@ class Measurer:
         Args:
             identity: Stands for what is computed, besides the model and its data.
         """
-        device = device_of(kind_of(_final_config(run)))
+        device = device_of(kind_of(run.final_config))
         whole = {**identity, **identity_of_final(run)}
         return self.store.once(whole, lambda: compute(self.final(run)), timed_on=str(device))
 
@@ -193,47 +192,6 @@ class Measurer:
         # What the study recommends is written with its plan.
         candidate = dataclasses.replace(run.candidate, routing=routing)
         return dataclasses.replace(run, candidate=candidate, config=config, searches=())
-
-
-def _final_config(run: Run) -> RunConfig:
-    """Return the config of a run's final model."""
-    return run.config.finished(run.config.output) if run.is_trained else run.config
-
-
-def measure_run(
-    run: Run,
-    callback: Callback,
-    measurer: Measurer,
-    *,
-    before: str | None = None,
-    by_sample: bool = False,
-    progress: bool = False,
-) -> Measured:
-    """Do one run: train its model, or evaluate it as it starts.
-
-    Args:
-        before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
-        by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
-        progress: Show a bar over the samples of an evaluation without training.
-    """
-    if not run.is_trained:
-        return evaluate_start(measurer.store, run.config, measurer.load, progress)
-    figures: dict[str, float] = {}
-    outcomes: dict[str, np.ndarray] = {}
-    if before is not None and not run.candidate.from_scratch:
-        start = evaluate_start(measurer.store, run.config)
-        figures[BEFORE] = start.figures[before]
-        if by_sample and before in start.outcomes:
-            outcomes[BEFORE] = start.outcomes[before]
-    fitted = fit(run.config, callback)
-    rows = measured_of(fitted.best)
-    if by_sample:
-        evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
-        # Kept in the store: the record of a finished run has no outcomes of samples.
-        final = evaluate_start(measurer.store, _final_config(run), evaluated=evaluated)
-        rows = rows._replace(samples=final.samples)
-        outcomes |= final.outcomes
-    return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
 def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
@@ -297,7 +255,7 @@ def identity_of(config: RunConfig) -> dict[str, Any]:
 
 def identity_of_final(run: Run) -> dict[str, object]:
     """Return what stands for a run's final model, and for its data, see `identity_of`."""
-    return identity_of(_final_config(run))
+    return identity_of(run.final_config)
 
 
 def _checksum(checkpoint: str) -> list[str]:
@@ -331,7 +289,7 @@ def times_of(
         runs: By name; that of the dense model among them.
         readings: The passes that are timed, as `Kind.readings`, whose first argument is the kind.
     """
-    kinds = {name: kind_of(_final_config(run)) for name, run in runs.items()}
+    kinds = {name: kind_of(run.final_config) for name, run in runs.items()}
     identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(sizes)}
 
     def all_readings() -> Readings[tuple[str, int]]:

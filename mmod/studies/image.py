@@ -34,9 +34,9 @@ from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of, noted
-from mmod.studies.compare import Measurer, Rates, measure_run
+from mmod.studies.compare import Measurer, Rates
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told, measure_run
 from mmod.studies.report import COLUMNS, verdict
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import numpy as np
 from torch import nn
 
 from mmod.analysis.table import Measured, Table, Weigh
@@ -13,9 +14,10 @@ from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.tables import Column
 from mmod.lazy import import_path
-from mmod.studies.compare import Measurer, Rates, measure_run
+from mmod.studies.compare import BEFORE, Measurer, Rates, evaluate_start, fit, measured_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
+from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:
@@ -114,6 +116,42 @@ class StudyKind:
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Say what follows from the table."""
         raise NotImplementedError
+
+
+def measure_run(
+    run: Run,
+    callback: Callback,
+    measurer: Measurer,
+    *,
+    before: str | None = None,
+    by_sample: bool = False,
+    progress: bool = False,
+) -> Measured:
+    """Do one run: train its model, or evaluate it as it starts.
+
+    Args:
+        before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
+        by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
+        progress: Show a bar over the samples of an evaluation without training.
+    """
+    if not run.is_trained:
+        return evaluate_start(measurer.store, run.config, measurer.load, progress)
+    figures: dict[str, float] = {}
+    outcomes: dict[str, np.ndarray] = {}
+    if before is not None and not run.candidate.from_scratch:
+        start = evaluate_start(measurer.store, run.config)
+        figures[BEFORE] = start.figures[before]
+        if by_sample and before in start.outcomes:
+            outcomes[BEFORE] = start.outcomes[before]
+    fitted = fit(run.config, callback)
+    rows = measured_of(fitted.best)
+    if by_sample:
+        evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
+        # Kept in the store: the record of a finished run has no outcomes of samples.
+        final = evaluate_start(measurer.store, run.final_config, evaluated=evaluated)
+        rows = rows._replace(samples=final.samples)
+        outcomes |= final.outcomes
+    return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
 def study_kind(kind: str) -> type[StudyKind]:

@@ -34,6 +34,12 @@ class Run(Job[Any]):
     searches: tuple[PlanOptions, ...] = ()
     plans: Path = Path()
 
+    @property
+    def final_config(self) -> RunConfig:
+        """The config of the run's final model, which is that of its start where nothing is trained."""
+        config: RunConfig = self.config
+        return config.finished(config.output) if self.is_trained else config
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
