@@ -256,6 +256,9 @@ class StudyConfig(Checked):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
 
+    # Of kinds that draw what models keep it is a key.
+    maps = 0
+
     @property
     def score(self) -> str:
         """The figure by which models are compared."""

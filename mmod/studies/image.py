@@ -168,7 +168,7 @@ class ImageStudy(StudyKind):
         shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
         summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
         columns = _with_batch_sizes(suffixes, self.columns)
-        told = Told(rows, columns, measure=self.measures[score], axes=axes, text="", summary=summary)
+        told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, text="", summary=summary)
         note = self.note(table)
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
         has_intervals = any(difference.has_interval for difference in to_dense)
@@ -212,7 +212,7 @@ class ImageStudy(StudyKind):
                 blocks.append(f"{candidate.name} in Python:\n\n```python\nimport mmod\n\n{lines}\n```")
                 continue
             side = candidate.image_size
-            size = {} if side is None else {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
+            size = {} if side is None else self.dense.keys_of_size(side)
             keys = yaml.safe_dump(merged(candidate.changes, size), default_flow_style=None, sort_keys=False).rstrip()
             blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
         return "\n\n".join(blocks)

@@ -59,5 +59,10 @@ class PairsStudy(StudyKind):
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Say which models are significantly better."""
         axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {self.config.latency_batch}"}
-        measure = "recall at 1, mean of both directions,"
-        return Told(rows, named_columns(_COLUMNS), measure, axes, verdict(table, self.config.score, list(runs)))
+        return Told(
+            rows=rows,
+            columns=named_columns(_COLUMNS),
+            measure="recall at 1, mean of both directions,",
+            axes=axes,
+            text=verdict(table, self.config.score, list(runs)),
+        )

@@ -74,8 +74,7 @@ def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> di
 
 def _draw_once(study: StudyKind, run: Run, measurer: Measurer) -> None:
     """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
-    # Configs of kinds that draw nothing have no such field.
-    maps = getattr(study.config, "maps", 0)
+    maps = study.config.maps
     if not maps:
         return
     name = {"work": "pictures", "name": run.name}

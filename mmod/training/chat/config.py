@@ -180,9 +180,9 @@ class TrainConfig(RunConfig):
         """Return the config with another's model: only weights say which architecture a run has."""
         return dataclasses.replace(self, model=other.model)
 
-    def at_size(self, side: int) -> TrainConfig:
-        """Return the same run on images of `side` pixels, see `ModelConfig`."""
-        return dataclasses.replace(self, model=dataclasses.replace(self.model, image_size=side))
+    def keys_of_size(self, side: int) -> dict[str, Any]:
+        """Return the key of the model, whose processor resizes images."""
+        return {"model": {"image_size": side}}
 
     @property
     def is_sharded(self) -> bool:

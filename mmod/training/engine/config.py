@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
+from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.values import Checked, check_fields, check_value, from_plain
 
@@ -266,8 +267,12 @@ class RunConfig:
         return dataclasses.replace(self, model=self.model.started_from(folder))
 
     def at_size(self, side: int) -> Self:
-        """Return the config of the same run with `data.image_size`, and what the model has for it, set."""
-        raise ValueError(f"a run of kind {self.kind!r} has images of one size")
+        """Return the config of the same run on images of `side` pixels: positions are resampled."""
+        return type(self).from_dict(merged(self.as_written(), self.keys_of_size(side)))
+
+    def keys_of_size(self, side: int) -> dict[str, Any]:
+        """Return the keys that say the size of images in a training config of this kind."""
+        raise ValueError(f"a run of kind {self.kind!r} has images of one size: leave image_size={side} out")
 
     def finished(self, folder: str) -> Self:
         """Return the config of the final model in a run folder of this kind and these settings."""

@@ -190,10 +190,9 @@ class TrainConfig(engine.LoopConfig):
             raise ValueError("elastic cannot be combined with grad_checkpointing")
         self.refuse_training_only("elastic evaluates the model at several capacities")
 
-    def at_size(self, side: int) -> Self:
-        """Return the same run with `data.image_size` and `model.args.img_size` set: positions are resampled."""
-        model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
-        return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
+    def keys_of_size(self, side: int) -> dict[str, Any]:
+        """Return the keys of the data's images, and of the model that reads them."""
+        return {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
 
     @property
     def has_classes(self) -> bool:
