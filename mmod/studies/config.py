@@ -55,7 +55,8 @@ class StudyConfig(Checked):
         before: Also evaluate models before they are fine-tuned.
         seeds: Number of seeds; all runs are repeated with every seed, unless nothing is trained.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.
-        then: Fields that differ in a second study, which follows in a subfolder; a mapping replaces that of this study.
+        then: Fields that differ in a second study, which follows in a subfolder: merged over this one's, as a file over
+            its `base`.
         bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
             they are missing.
         controls: The control of a series, by its name; null for none. It is "random" for series that are not named.
@@ -236,8 +237,9 @@ class StudyConfig(Checked):
         if self.then is None:
             return None
         folder = Path(self.output) / self.then["output"]
+        fields = merged({**vars(self), "then": None}, {**self.then, "output": str(folder)}, null_removes=True)
         # Read as a file is, which converts values and names an unknown key.
-        return from_plain(type(self), {**vars(self), **self.then, "output": str(folder), "then": None})
+        return from_plain(type(self), fields)
 
     @property
     def trains(self) -> str:

@@ -361,6 +361,8 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ({"then": {"output": "../b"}}, ValueError, "then must name its output, a folder in this study's"),
         ({"then": {"output": "b", "sedes": 2}}, ValueError, "unknown config key 'sedes'; near ones: seeds"),
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
+        ({"then": {"output": "b", "dense": "nowhere.yaml"}}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
+        ({"then": {"output": "b", "finetune": {"epoch": 1}}}, ValueError, "unknown config key 'finetune.epoch'"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"dense": {**DENSE, "routing": {"preset": "a-mod"}}}, ValueError, "has no .* no routing, got routing: leave"),
@@ -412,10 +414,17 @@ def test_wrong_studies_fail_before_the_first_run(
 
 
 def test_a_study_that_follows_is_read_as_a_file(study: ImageStudyConfig) -> None:
-    then = {"output": "b", "capacities": [1], "rates": [1, 2]}
-    following = dataclasses.replace(study, then=then).following()
+    then = {"output": "b", "capacities": [1], "rates": [1, 2], "finetune": {"epochs": 2}, "routers": {"random": None}}
+    following = dataclasses.replace(study, finetune={"optim": {"lr": 0.1}}, then=then).following()
+    # As a file is merged over its base: key by key, and null removes one.
     assert following == dataclasses.replace(
-        study, output=f"{study.output}/b", capacities=[1.0], rates=[1.0, 2.0], then=None
+        study,
+        output=f"{study.output}/b",
+        routers={name: fields for name, fields in study.routers.items() if name != "random"},
+        capacities=[1.0],
+        rates=[1.0, 2.0],
+        finetune={"optim": {"lr": 0.1}, "epochs": 2},
+        then=None,
     )
     assert isinstance(following, ImageStudyConfig)
     assert [type(value) for value in (*following.capacities, *(following.rates or []))] == [float] * 3
