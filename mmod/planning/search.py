@@ -127,11 +127,10 @@ def search_plan(
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models only; {stack.names[0]} belongs to another model")
     score = RoutingConfig(router=router).router
-    chosen = default_options(stack, score) if options is None else tuple(options)
-    _check_options(chosen, stack, score)
+    chosen = _options_of(stack, score, options)
     measure = partial(divergences, model, part, divergence_of(divergence, model), Store(store))
     with in_mode(False, model), torch.no_grad():
-        configs = [option.config(range(first_block(score), len(stack.blocks)), score) for option in chosen]
+        configs = _everywhere(stack, score, chosen)
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
             unroute_(change_(model, Route({part: config})))
@@ -350,7 +349,29 @@ def dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     return part, stack
 
 
-def _check_options(options: Sequence[Option], stack: BlockStack, router: Score) -> None:
+def check_budget(
+    model: nn.Module, image: Tensor, budget: float, part: str, options: Sequence[Option] | None, router: Any
+) -> None:
+    """Raise a ValueError if no plan of an image model has a share of its FLOPs, as `search_plan` would; see there.
+
+    Args:
+        model: One on the meta device is enough.
+        image: An image (1, C, H, W), of which the size counts.
+    """
+    part, stack = dense_part(model, part)
+    score = RoutingConfig(router=router).router
+    configs = _everywhere(stack, score, _options_of(stack, score, options))
+    block_costs(model, part, stack, configs, "flops", (0, 0), image).check(budget)
+
+
+def _everywhere(stack: BlockStack, router: Score, options: Sequence[Option]) -> list[RoutingConfig]:
+    """Return the config of each option in all blocks that can be routed."""
+    return [option.config(range(first_block(router), len(stack.blocks)), router) for option in options]
+
+
+def _options_of(stack: BlockStack, router: Score, named: Sequence[Option] | None) -> tuple[Option, ...]:
+    """Return the options that a search names, or else those that the blocks support, once they are checked."""
+    options = default_options(stack, router) if named is None else tuple(named)
     if not options:
         raise ValueError(f"no options to choose from for {stack.names[0]}")
     check_value("options", options, tuple[Option, ...])
@@ -358,3 +379,4 @@ def _check_options(options: Sequence[Option], stack: BlockStack, router: Score) 
         raise ValueError(
             f"router {router.name!r} is learned, but the search trains nothing: use one without parameters"
         )
+    return options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
@@ -16,6 +16,7 @@ from mmod.training.kinds import extended, kind_of
 if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
     import mmod.planning
+    from mmod.planning.plan_search import Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,27 @@ SEARCHES = extended(Searched)
 """The configs of searches by kind: training configs, whose model and data are searched on their device."""
 
 
+def check_budgets(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
+    """Raise a ValueError for a budget that no plan reaches, where the size of images alone says what plans cost."""
+    import torch
+
+    from mmod.planning.search import check_budget
+
+    # FLOPs of prompts follow from the data, and times from the weights.
+    kind: Any = kind_of(config)
+    shares = [options for options in searches if options.cost == "flops" and hasattr(kind, "image_shape")]
+    model = kind.sketch().eval() if shares else None
+    for options in shares:
+        image = torch.empty(1, *kind.image_shape, device="meta")
+        check_budget(model, image, options.budget, options.part or kind.planned_part, _named(options), options.router)
+
+
+def _named(options: PlanOptions) -> list[Option] | None:
+    from mmod.planning.plan_search import Option
+
+    return None if options.options is None else [Option(*option) for option in options.options]
+
+
 def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[mmod.planning.PlanSearch]:
     """Search plans for the model that a run would start from, which is loaded once, and write them into a folder.
 
@@ -42,7 +64,6 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
     # Imported late: help is answered without torch.
     from mmod.config import RoutingConfig
     from mmod.io.store import STORE
-    from mmod.planning.plan_search import Option
     from mmod.planning.search import search_plan
     from mmod.training.engine.kind import load
 
@@ -63,7 +84,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
                 kind.calibration(model, options.batches, options.batch_size),
                 options.budget,
                 part=options.part or kind.planned_part,
-                options=None if options.options is None else [Option(*option) for option in options.options],
+                options=_named(options),
                 router=options.router,
                 cost=options.cost,
                 divergence=options.divergence,

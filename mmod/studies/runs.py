@@ -13,6 +13,7 @@ from mmod.io.jobs import Job
 from mmod.io.yaml import merged
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
+from mmod.studies.plan import check_budgets
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import kind_of
 from mmod.values import with_keys_in
@@ -189,8 +190,10 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
             # Fine-tuning has the model and the data of all runs.
             keys = shared
             is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
-            if run.seed == 0 and not run.searches and is_changed:
+            if run.seed == 0 and is_changed:
                 checked.sketch()
+            if run.seed == 0 and run.searches:
+                check_budgets(started, run.searches)
         # Hosts refuse sizes by assertions.
         except (ValueError, AssertionError) as error:
             told = with_keys_in(keys, run.config, str(error))

@@ -88,5 +88,11 @@ def test_what_no_search_can_do_is_refused_before_anything_runs(tmp_path: Path) -
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(config, routers={"one": fields}, controls={})
+    # Leaving out MLPs alone makes no model as cheap; that is known before the dense model is trained.
+    few = {"search": {**QUICK, "options": [[0, "mlp", "kept"]]}}
+    dear = dataclasses.replace(config, routers={"one": few}, controls={}, capacities=[0.1])
+    with pytest.raises(ValueError, match=r"model .one-0\.1. of the study: budget must lie in \[0\.\d+, 1\)"):
+        run_study(dear, progress=False)
+    assert not Path(config.output).exists()
     with pytest.raises(ValueError, match=r"unknown tower in routers\.one search"):
         PairsStudyConfig(output="o", dense="d", routers={"one": {"search": {}}})
