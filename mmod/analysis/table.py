@@ -187,11 +187,14 @@ def gain(table: Table, figure: str, before: str, name: str) -> Estimate | None:
 
 
 def paired_by_sample(table: Table, figure: str, names: Iterable[str]) -> bool:
-    """Return whether candidates are paired by sample: each has one seed, and outcomes that the figure follows from."""
+    """Return whether candidates are paired by sample: they have one seed, and outcomes that the figure follows from."""
+    # While a study runs, one model may have one seed so far and another model another.
+    seeds: set[int] = set()
     for name in names:
+        seeds |= set(table.runs[name])
         outcomes = _outcomes(table, name)
         is_known = figure in outcomes or (figure in table.weigh and bool(outcomes))
-        if not is_known or len(table.runs[name]) > 1:
+        if not is_known or len(seeds) > 1:
             return False
     return True
 

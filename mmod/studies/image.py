@@ -316,8 +316,13 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
     if to_dense:
         points = max((value.high - value.low) / 2 for value in to_dense)
         text = f"{images:,} test images: the widest interval is {points:.1f} points to each side."
+    elif score != "top1":
+        # Classes, and patches of one image, are no independent draws.
+        return f"{images:,} test images: intervals come with further seeds."
     else:
-        right = dense.figures[score] / 100
+        # Where all or none are right, as if two of some more were not.
+        least = 2 / (images + 4)
+        right = min(max(dense.figures[score] / 100, least), 1 - least)
         # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
         points = 196 * math.sqrt(2 * right * (1 - right) / images)
         text = f"{images:,} test images: differences below {points:.1f} points may be chance."

@@ -128,6 +128,10 @@ def test_models_without_a_partner_are_not_compared() -> None:
     assert differences["a"] is not None
     assert differences["a"].value == -1
     assert set(gaps(table, "top1", dict.fromkeys(table.runs)).values()) == {None}
+    # While a study runs: samples of different seeds are those of different models.
+    for name, seed in (("one", 0), ("two", 1)):
+        table.add(name, seed, Measured({"top1": 50.0}, outcomes={"top1": np.eye(2)[0]}))
+    assert gap(table, "top1", "one", "two") is None
     # A partner that has not run yet.
     assert gaps(table, "top1", {"a": "another"}) == {"a": None}
 

@@ -320,6 +320,15 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "`--seeds 5` gives confidence intervals over runs.",
     ]
     assert told.recommended == ["b", "a"]
+    for score, dense, limit in (
+        ("top1", 100.0, r" 20 test images: differences below 17\.1 points"),
+        ("top1", 0.0, r" 20 test images: differences below 17\.1 points"),
+        ("mean_iou", 60.0, " 20 test images: intervals come with further seeds"),
+    ):
+        few = dataclasses.replace(timed, runs={name: {0: Measured({score: dense}, samples=20)} for name in ms})
+        scored = dataclasses.replace(image_study(config), config=dataclasses.replace(config, score=score))
+        few_told = scored.tell(few, runs, [], facts)
+        assert re.search(limit, few_told.text)
     untold = image_study(config).tell(table, runs, [], facts)
     assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
     # What is recommended can be copied.
