@@ -67,7 +67,16 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
         # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
         # seed: `Comparison.runs` puts it in place of this one.
         start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
-    tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
+    try:
+        tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
+    except ValueError as error:
+        # Read for the dense model, which has no routers to train and no teacher but one that is named.
+        if config.finetune.keys().isdisjoint(("trained", "distill")):
+            raise
+        raise ValueError(
+            f"finetune is about the dense model too: {error}; what needs routers or methods goes into `changes` of "
+            "each series"
+        ) from error
     for run in (dense, tuned):
         kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
         if run.routing is not None:
@@ -177,7 +186,8 @@ def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> 
 
 def _sketched(candidate: Candidate, dense: RunConfig) -> RunConfig:
     """Return a config with a candidate's architecture, which is counted before any weights are there."""
-    # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not.
+    # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not: the dense model's
+    # folder stands for the weights to come.
     return config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
 
 

@@ -380,6 +380,8 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'finetune.epoch'"),
+        ({"finetune": {"trained": "routers"}}, ValueError, "dense model too: trained='routers' needs .* `changes` of"),
+        ({"finetune": {"distill": {"features": 1.0}}}, ValueError, "dense model too: distill.* `changes` of each"),
         # The keys of another kind are no further mistakes.
         ({"dense": {"kind": "chat", "lora": {}}}, ValueError, "^dense.kind must be 'image', got 'chat'"),
         # Of all models, or of the dense one that the others start from.
