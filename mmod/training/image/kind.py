@@ -21,7 +21,7 @@ from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.timing import Reading
 from mmod.data.labels import ModelClasses, read_classes
-from mmod.data.loader import BatchStream, evaluation_fields, image_stream, normalisation
+from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
@@ -219,11 +219,10 @@ class ImageKind:
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""
-        mean, std = normalisation(self.config.data)
         prepared = evaluation_fields(self.config.data)
         numbers = run_classes(self.config.output)
         if find_library(model) == "transformers":
-            save_model(model, folder, self.config.data, mean, std, numbers)
+            save_model(model, folder, prepared, numbers)
         elif methods_of(model):
             if find_library(model) == "timm":
                 # By which timm prepares images. Recommendations for tests were those of the starting weights.

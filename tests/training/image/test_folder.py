@@ -17,6 +17,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters import find_stack, image_facts, image_output
 from mmod.analysis.table import DENSE
+from mmod.data.loader import evaluation_fields
 from mmod.methods import methods_of
 from mmod.opening.opened import Options
 from mmod.opening.transformers import create_images, processor_fields
@@ -89,6 +90,20 @@ def test_a_run_is_evaluated_and_opened_as_it_was_trained(
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     mean = getattr(processor, "image_mean", None) or processor.data_config["mean"]
     assert list(mean) == pytest.approx([0.485, 0.456, 0.406] if name == "timm wrapper" else [0.5] * 3)
+
+
+def test_the_saved_processor_prepares_images_as_the_evaluation_did(tmp_path: Path) -> None:
+    save_image_model("vit", tmp_path / "vit")
+    # Embedded sets are never cropped, whatever `crop_pct` says.
+    data = {"source": "digits:tiny", "channels": 3, "image_size": side_of("vit"), "crop_pct": 0.5}
+    fields = {"output": str(tmp_path / "run"), "data": data, "epochs": 1, "epoch_steps": 1, "device": "cpu"}
+    model = {"name": str(tmp_path / "vit"), "args": {"num_classes": 10}}
+    started = TrainConfig.from_dict({**fields, "model": model})
+    fit(started, progress=False)
+    saved, expected = processor_fields(tmp_path / "run/model"), evaluation_fields(started.data)
+    assert saved["crop_pct"] == expected["crop_pct"] == 1
+    for name in ("input_size", "interpolation", "mean", "std"):
+        assert list(saved[name]) == list(expected[name])
 
 
 def test_a_run_starts_from_another_with_its_routers(images: Path) -> None:
