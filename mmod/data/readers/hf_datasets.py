@@ -195,8 +195,9 @@ class StreamedSource:
         self._seed = seed
         count = count_samples(dataset, source, columns[1])
         self._count = count if limit is None else min(count, limit)
+        # No more than samples, of which a limit may leave few: a lane without any could not be read.
+        lanes = min(dataset.num_shards, _LANES * world, self._count)
         # A multiple of the processes, where there are as many files, so that no two read the same one.
-        lanes = min(dataset.num_shards, _LANES * world)
         if lanes >= world:
             lanes -= lanes % world
         self.lanes = 0 if seed is None else lanes
@@ -272,6 +273,9 @@ class StreamedSource:
                     yield from zip(*(batch[column] for column in self._columns))
                 if is_empty:
                     raise ValueError(f"file {lane} holds no sample")
+                if not self.lanes:
+                    # An evaluation that began again would count its first samples twice.
+                    raise ValueError(f"it holds fewer samples than the {self._count} that it states")
 
 
 def _read_label(value: object, numbers: Mapping[Any, int]) -> int:

@@ -14,6 +14,7 @@ from PIL import Image
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import image_stream, pairs_stream, read_corpus, text_stream
+from mmod.data.readers import hf_datasets
 from mmod.data.stream import BatchStream
 from tests.kit.shards import png
 
@@ -84,6 +85,19 @@ def test_evaluation_reads_every_sample_once_in_order(folder: Path) -> None:
     assert [flat(classes(stream)) for stream in streams] == [list(range(rank, 100, 2)) for rank in range(2)]
     limited = image_stream(config(folder, val_limit=10))
     assert flat(classes(limited)) == flat(classes(limited)) == list(range(10))
+
+
+def test_a_limit_below_the_number_of_files_leaves_one_sample_to_a_lane(folder: Path) -> None:
+    stream = image_stream(config(folder, train_limit=3, batch_size=1, crop_pct=0.9), seed=0)
+    assert [len(labels) for _, labels in stream.batches(0)] == [1, 1, 1]
+
+
+def test_an_evaluation_of_fewer_samples_than_are_stated_ends_with_an_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_datasets, "count_samples", lambda *_: 120)
+    with pytest.raises(CorruptDataError, match="holds fewer samples than the 120 that it states"):
+        classes(image_stream(config(folder)))
 
 
 def test_corrupt_samples_are_counted_and_files_stop(folder: Path, tmp_path: Path) -> None:
