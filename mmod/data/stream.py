@@ -102,11 +102,11 @@ class Decoded:
     Attributes:
         image_NCHW: uint8; None before the first is read. One tensor: many small ones among the larger ones of decoding
             would scatter over ten times their memory.
-        labels: By index; None for one that cannot be read.
+        labels: By index, of those that can be read: every stream meets the faults of the others itself.
     """
 
     image_NCHW: Tensor | None = None
-    labels: dict[int, Target | None] = field(default_factory=dict)
+    labels: dict[int, Target] = field(default_factory=dict)
 
 
 class MemoryReader:
@@ -132,24 +132,26 @@ class MemoryReader:
         faults: list[Fault] = []
         for index in indices.tolist():
             if index not in self.decoded.labels:
-                self.decoded.labels[index] = self._decode(index, faults)
-        readable = [index for index in indices.tolist() if self.decoded.labels[index] is not None]
+                self._decode(index, faults)
+        labels = self.decoded.labels
+        readable = [index for index in indices.tolist() if index in labels]
         if not readable:
             return ReadBatch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
         assert self.decoded.image_NCHW is not None
         images = self.decoded.image_NCHW[readable] * self.scale + self.shift
-        return ReadBatch(images, self.reader.collate([self.decoded.labels[index] for index in readable]), faults)
+        return ReadBatch(images, self.reader.collate([labels[index] for index in readable]), faults)
 
-    def _decode(self, index: int, faults: list[Fault]) -> Target | None:
-        """Keep the image of a sample, and return its label; None if the sample cannot be read."""
-        decoded = self.reader.decode(index, faults)
-        if decoded is None:
-            return None
-        image_CHW = self.reader.transform(decoded[0])
+    def _decode(self, index: int, faults: list[Fault]) -> None:
+        """Keep the image and the label of a sample, or add the fault of one that cannot be read."""
+        sample = self.reader.decode(index, faults)
+        if sample is None:
+            return
+        image, label = sample
+        image_CHW = self.reader.transform(image)
         if self.decoded.image_NCHW is None:
             self.decoded.image_NCHW = torch.empty(len(self), *image_CHW.shape, dtype=image_CHW.dtype)
         self.decoded.image_NCHW[index] = image_CHW
-        return decoded[1]
+        self.decoded.labels[index] = label
 
 
 class BatchStream:

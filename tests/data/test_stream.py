@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data import AugmentConfig, CorruptDataError, DataConfig, image_stream, loader
+from mmod.data.readers.shards import ShardSource
 from mmod.data.stream import BatchStream, Decoded
 
 STRONG = AugmentConfig(
@@ -269,6 +270,25 @@ def test_an_image_in_memory_is_decoded_once_for_all_streams_and_only_if_it_is_re
     before = len(read)
     assert torch.equal(next(other.batches(0))[0], first[0][0])
     assert len(read) == before
+
+
+def test_every_stream_of_an_embedded_set_meets_its_faults(digits, monkeypatch):
+    monkeypatch.setattr(loader, "_decoded", functools.lru_cache(lambda *_: Decoded()))
+    read = ShardSource.read
+
+    def damaged(source, index, mode):
+        if index == 3:
+            raise ValueError("damaged")
+        return read(source, index, mode)
+
+    monkeypatch.setattr(ShardSource, "read", damaged)
+    # The second stream finds what the first has decoded, and not the sample that it could not.
+    for _ in range(2):
+        with pytest.raises(CorruptDataError, match="damaged"):
+            list(image_stream(digits).batches(0))
+    skipping = [image_stream(replace(digits, on_corrupt="skip")) for _ in range(2)]
+    assert [sum(len(classes) for _, classes in stream.batches(0)) for stream in skipping] == [63, 63]
+    assert [sum(stream.report.counts.values()) for stream in skipping] == [1, 1]
 
 
 def test_shards_with_any_number_of_workers(digits):
