@@ -198,9 +198,11 @@ def image_outcomes(rows: Columns) -> dict[str, np.ndarray]:
     if "guess" not in rows:
         return {"top1": rows["outcome"].float().numpy()}
     classes = _classes(rows)
-    # In 16 bits, because a study keeps a matrix for each of its images.
-    counts = [_confusion(target_P, guess_P, classes) for target_P, guess_P in zip(rows["target"], rows["guess"])]
-    return {CONFUSION: torch.stack(counts).short().numpy()}
+    pairs = zip(rows["target"], rows["guess"])
+    counts_NCC = torch.stack([_confusion(target_P, guess_P, classes) for target_P, guess_P in pairs])
+    # In 16 bits where these hold them, because a study keeps a matrix for each of its images.
+    is_short = int(counts_NCC.max()) <= torch.iinfo(torch.int16).max
+    return {CONFUSION: counts_NCC.to(torch.int16 if is_short else torch.int32).numpy()}
 
 
 def iou_of(count_SCC: np.ndarray) -> np.ndarray:

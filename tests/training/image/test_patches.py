@@ -34,6 +34,7 @@ from mmod.training import (
     fit,
 )
 from mmod.training.engine.start import create_models
+from mmod.training.image.evaluate import CONFUSION, image_outcomes
 from mmod.training.image.features import Features
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.preflight import check_input
@@ -61,6 +62,13 @@ def dense(data: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dense") / "run"
     fit(config_of(folder, data), progress=False)
     return folder
+
+
+@pytest.mark.parametrize("patches", [9, 40_000])
+def test_the_confusion_of_an_image_counts_all_of_its_patches(patches: int) -> None:
+    target_BN = torch.zeros(2, patches, dtype=torch.int16)
+    confusion = image_outcomes({"target": target_BN, "guess": target_BN})[CONFUSION]
+    assert confusion.tolist() == [[[patches]]] * 2
 
 
 @pytest.mark.parametrize(
