@@ -183,8 +183,10 @@ class ChatKind:
     def _measure(self, model: nn.Module, data: _Data, size: int, progress: bool) -> dict[str, float]:
         """Return the loss of the answers, in batches of `size`, and how many are right."""
         assert data.val is not None
+        # Asked first, which refuses questions of which none can be read: they have no mean loss.
+        answers, kept = self._ask(model, data.whole, data.val, progress)
         loss = answer_loss(model, data.whole, data.val, size)
-        return {"loss": loss, **score(*self._ask(model, data.whole, data.val, progress)).columns()}
+        return {"loss": loss, **score(answers, kept).columns()}
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""

@@ -414,6 +414,10 @@ def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[st
     model, processor = create_with_processor(config)
     with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
         ask(model, ChatCollator(processor), open_conversations(str(path), config.data))
+    asking = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    config = vlm_config(tmp_path, "asking", asking, data=replace(config.data, train=broken["train"]))
+    with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
+        fit(config, progress=False)
 
 
 def test_a_longer_run_on_conversations_says_how_to_go_on(folder: Path) -> None:
