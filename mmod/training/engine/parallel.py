@@ -47,6 +47,8 @@ class Replicas:
         if self.process.world == 1:
             return task
         devices = [self.process.device] if self.process.device.type == "cuda" else None
+        # It sums gradients in other groups in its first step than in later ones: after a resumption, sums of three
+        # processes or more may be rounded differently.
         return DistributedDataParallel(task, device_ids=devices)
 
     def local(self, wrapped: nn.Module) -> AbstractContextManager[object]:
