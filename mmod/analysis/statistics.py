@@ -250,13 +250,13 @@ def normal_mean(value_I: Tensor) -> Estimate:
     count = len(value_I)
     if not count:
         return Estimate(math.nan)
-    mean = float(value_I.sum()) / count
+    middle = float(value_I.sum()) / count
     if count == 1:
-        return Estimate(mean)
+        return Estimate(middle)
     # Rounding may make it negative where all values are equal.
-    variance = max(0.0, float(value_I.square().sum()) / count - mean**2) * count / (count - 1)
+    variance = max(0.0, float(value_I.square().sum()) / count - middle**2) * count / (count - 1)
     half = _NORMAL * (variance / count) ** 0.5
-    return Estimate(mean, mean - half, mean + half)
+    return Estimate(middle, middle - half, middle + half)
 
 
 def _chunks(images: int, draws: int) -> Iterator[int]:

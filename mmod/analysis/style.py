@@ -76,11 +76,11 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         control = _CONTROLS.get(name.partition(",")[0].partition("-")[0])
         # A checksum, because Python's own hash differs from process to process.
         number = _FIXED.get(name, crc32(name.encode()))
-        place = number % len(PALETTE)
+        colour_number = number % len(PALETTE)
         if free and not control and name != "dense":
-            place = place if place in free else free[0]
-            free.remove(place)
-        colour = PALETTE[place]
+            colour_number = colour_number if colour_number in free else free[0]
+            free.remove(colour_number)
+        colour = PALETTE[colour_number]
         marker = MARKERS[number % len(MARKERS)]
         line = "-"
         size = 7

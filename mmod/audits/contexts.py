@@ -220,7 +220,7 @@ class Contexts:
         wanted = self.config.grid
         if wanted is not None and math.prod(wanted) not in tokens:
             raise ValueError(
-                f"grid={wanted} must have as many places as tokens may be skipped, {' or '.join(map(str, tokens))}: "
+                f"grid={wanted} must have as many positions as tokens may be skipped, {' or '.join(map(str, tokens))}: "
                 "pass rows and columns of that many patches"
             )
         first = 0 if previous is None else previous.images.stop
@@ -270,7 +270,7 @@ class Contexts:
         reference = {} if learned.reference is None else learned.reference.tokens
 
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
-            routings = learned.routings[name]
+            learned_routing = learned.routings[name]
             free_BN = learned.free[name]
             # Tokens that are no grid count as one row.
             grid = (1, int(free_BN.sum(1).max()))
@@ -279,7 +279,7 @@ class Contexts:
             context = DecisionContext(
                 block=name,
                 x_BND=x_BND,
-                learned=routings,
+                learned=learned_routing,
                 free_BN=free_BN,
                 partner=learned.partners[name],
                 images=learned.images,
@@ -292,7 +292,7 @@ class Contexts:
             if not isinstance(rank_BN, Tensor) or rank_BN.shape != x_BND.shape[:2]:
                 got = tuple(rank_BN.shape) if isinstance(rank_BN, Tensor) else brief(rank_BN)
                 raise ValueError(f"a condition must return a rank per token, {tuple(x_BND.shape[:2])}, got {got}")
-            return keep_best(rank_BN.to(x_BND.device), routings, routing, blocks[name].router, left_BN)
+            return keep_best(rank_BN.to(x_BND.device), learned_routing, routing, blocks[name].router, left_BN)
 
         with replaced_decisions(self.model, replace):
             return self.outcome(self.model, learned.batch)

@@ -195,7 +195,7 @@ def result_of(
 
     position = None if best is None else names[best]
     influence = influence_of(batches)
-    kind, verdict = evaluate(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
+    kind, verdict = verdict_of(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
 
     members = members_of([batch.labels for batch in batches])
     value_IFC = values_of(table, [LEARNED, RANDOM])
@@ -251,7 +251,7 @@ def _conditions(names: Sequence[str], choices: Mapping[str, Choice], contrast: C
     return conditions
 
 
-def evaluate(
+def verdict_of(
     gap: Estimate,
     explained: Estimate | None,
     best: str | None,
@@ -263,7 +263,7 @@ def evaluate(
     """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
     kind: Kind = "inconclusive"
     if influence is not None:
-        kind = _of(influence, is_clear=is_clear)
+        kind = _kind_by(influence, is_clear=is_clear)
         why = str(influence)
     elif is_none:
         kind = "no better than random"
@@ -288,7 +288,7 @@ def evaluate(
     return kind, f"{verdict} On this data a fixed position would do as well: {best!r} reaches {share}."
 
 
-def _of(influence: Influence, *, is_clear: bool) -> Kind:
+def _kind_by(influence: Influence, *, is_clear: bool) -> Kind:
     """Return what a router uses by what decides where content is moved."""
     content = influence.content
     position = influence.position

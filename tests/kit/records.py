@@ -16,7 +16,7 @@ from mmod.analysis.tracing import draw_sample_maps
 from mmod.audits import Comparisons, LabelledBatch
 from mmod.studies.isoflop import draw, optima, told
 from mmod.studies.report import write_outcome
-from mmod.training.engine.health import FIGURES, evaluated, write_rows
+from mmod.training.engine.health import FIGURES, evaluation_rows, write_rows
 from tests.kit.planted import batches_of, plant
 
 TABLE = """| model | top-1 % |
@@ -104,6 +104,6 @@ def write_run(run: Path, steps: int = 3, blocks: int = 2) -> Path:
             for step in range(steps)
             for block in range(blocks)
         ]
-        + evaluated(10 * steps, "val", {"blocks.0": 0.5}),
+        + evaluation_rows(10 * steps, "val", {"blocks.0": 0.5}),
     )
     return run

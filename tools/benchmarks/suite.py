@@ -169,9 +169,9 @@ class SuiteConfig:
     @property
     def benchmarks(self) -> list[Options]:
         """All benchmarks, in the order in which they run."""
-        place = {name: number for number, name in enumerate(self.first)}
+        position = {name: number for number, name in enumerate(self.first)}
         members = [*self.programs, *self.ops, *self.models, *self.generation]
-        return sorted(members, key=lambda member: place.get(member.out, len(place)))
+        return sorted(members, key=lambda member: position.get(member.out, len(position)))
 
 
 LEAST_SECONDS = 10.0
@@ -188,7 +188,7 @@ class State:
     tries: int = 0
 
     @property
-    def settled(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it need not run again."""
         return self.status in ("done", "skipped")
 
@@ -231,7 +231,7 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     known = {name: {"work": "suite", "config": identity["config"], "part": name} for name in members}
     states = {name: store.get(known[name], State, timed_on=config.device) or State() for name in members}
     deadline = math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes
-    pending = [name for name, state in states.items() if config.only in (None, name) and not state.settled]
+    pending = [name for name, state in states.items() if config.only in (None, name) and not state.is_done]
     failures: dict[str, str] = {}
     report = _report(config, identity, states)
     for name in sorted(pending, key=lambda name: states[name].tries):

@@ -37,9 +37,9 @@ from mmod.training.chat.model import apply_methods, create_dense, create_with_pr
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, train_to_end, training_arguments
-from mmod.training.engine.distributed import together, wait_for_all
+from mmod.training.engine.distributed import faults_of_all, wait_for_all
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
-from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
+from mmod.training.engine.health import evaluation_rows, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, device_of
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
@@ -266,11 +266,11 @@ def _write_result(
         evaluation=evaluation,
         average=None,
         history=state.log_history,
-        skipped={name: together(report).counts for name, report in reports.items()},
+        skipped={name: faults_of_all(report).counts for name, report in reports.items()},
     )
     if trainer.args.should_save:
         kept = {} if evaluation is None else evaluation.kept
-        write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
+        write_rows(folder, [*rows_of_logs(result.history), *evaluation_rows(result.steps, "val", kept)])
         write_result(folder, result)
     return result
 

@@ -45,7 +45,7 @@ from mmod.training.chat.model import check_routers_learn
 from mmod.training.engine.checkpoint import read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
-from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
+from mmod.training.engine.health import RouterHealth, logged_figures, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, Step
 from mmod.training.engine.logging import note, note_resumed
 from mmod.training.engine.optim import complete_states, create_optimizer
@@ -193,7 +193,7 @@ class RoutedTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the statistics of routers."""
-        logs |= named(self._health.take(self.state.global_step))
+        logs |= logged_figures(self._health.take(self.state.global_step))
         super().log(logs, start_time)
 
     def get_train_dataloader(self) -> DataLoader[Any]:

@@ -120,7 +120,7 @@ def _released_by_errors() -> Iterator[None]:
         raise
 
 
-def together(report: CorruptReport) -> CorruptReport:
+def faults_of_all(report: CorruptReport) -> CorruptReport:
     """Return the faults that all processes met; collective over processes."""
     # Without duplicates: processes that read the same files meet the same faults.
     faults = sorted(set(chain.from_iterable(gathered(list(report.faults)))))

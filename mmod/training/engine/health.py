@@ -122,18 +122,18 @@ def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gra
     shares[block] = ((gradient_BN != 0) & free_BN).sum() / free_BN.sum().clamp(min=1)
 
 
-def evaluated(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
+def evaluation_rows(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
     """Return rows with the kept shares of an evaluation; `data` is "val", or "ema" for the moving average."""
     return [_row(step, data, name, {"kept": share}) for name, share in kept.items()]
 
 
-def named(rows: Sequence[Row]) -> dict[str, float]:
+def logged_figures(rows: Sequence[Row]) -> dict[str, float]:
     """Return the figures of rows by their names in logs, `FIGURE/BLOCK`."""
     return {f"{name}/{row['block']}": row[name] for name, row in product(FIGURES, rows) if row[name] is not None}
 
 
 def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return the rows in the logs of transformers' Trainer; see `named`.
+    """Return the rows in the logs of transformers' Trainer; see `logged_figures`.
 
     Example:
         >>> rows_of_logs([{"step": 5, "loss": 1.0, "kept/layers.1": 0.5, "spread/layers.1": 0.2}])[0]["spread"]

@@ -34,13 +34,13 @@ from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_chec
 from mmod.training.engine.distributed import (
     Process,
     StopRequest,
+    faults_of_all,
     process_group,
     sum_over_processes,
-    together,
     wait_for_all,
 )
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.health import RouterHealth, Row, evaluated, named, write_rows
+from mmod.training.engine.health import RouterHealth, Row, evaluation_rows, logged_figures, write_rows
 from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
@@ -217,7 +217,7 @@ class _Trainer:
                         of_average = " of the moving average" if prefix else ""
                         note(f"epoch {self.epoch + 1}/{self.epochs}: validation{of_average} {result}")
                     row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
-                    self.routers += evaluated(self.step, data, result.kept)
+                    self.routers += evaluation_rows(self.step, data, result.kept)
         row |= self.usage.figures()
         self.history.append(row)
         # Before the save, which belongs to the next epoch.
@@ -350,7 +350,7 @@ class _Trainer:
         speed = bar.format_dict["rate"]
         self.board.write({f"step/{name}": value for name, value in figures.items()}, self.step)
         self.board.write({"step/samples_per_second": speed} if speed else {}, self.step)
-        self.board.write(named(rows), self.step)
+        self.board.write(logged_figures(rows), self.step)
 
     def _learning_rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -423,7 +423,7 @@ class _Trainer:
 
     def _reports(self) -> dict[str, CorruptReport]:
         streams = {"train": self.train_stream, "val": self.test_stream}
-        return {name: together(stream.report) for name, stream in streams.items()}
+        return {name: faults_of_all(stream.report) for name, stream in streams.items()}
 
     def _finish(self, evaluation: Evaluated, average: Evaluated | None) -> FitResult[RoutedResult]:
         self.board.close()

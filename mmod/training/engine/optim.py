@@ -45,7 +45,7 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
             f"optim.layer_decay={config.layer_decay} would change nothing: timm finds no layers in "
             f"{type(model).__name__}, which has no group_matcher; leave it out"
         )
-    return single_precision(optimizer)
+    return orthogonalise_in_fp32(optimizer)
 
 
 def create_schedule(
@@ -91,7 +91,7 @@ def complete_states(optimizer: Any) -> None:
             optimizer.state[weight] = state
 
 
-def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def orthogonalise_in_fp32(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let timm's Muon orthogonalise updates in fp32 on a CPU, in place; return other optimisers unchanged.
 
     timm uses bf16, which takes ten times as long on CPUs without bf16 instructions.

@@ -43,7 +43,7 @@ def mean_kl(logits: Tensor, taught: Tensor) -> Tensor:
     return F.kl_div(student, target, reduction="batchmean", log_target=True)
 
 
-def total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the terms of a loss with their sum as "loss"."""
     # In fp32, because a sum in half precision rounds small terms away.
     return {"loss": torch.stack([part.float() for part in parts.values()]).sum(), **parts}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmod.adapters import image_facts, image_output
 from mmod.adapters.grids import resized_to_labels
 from mmod.model import set_capacity_
-from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, total
+from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, with_total
 from mmod.training.image.config import ElasticConfig, LossConfig
 from mmod.values import IGNORED
 
@@ -94,7 +94,7 @@ class ClassificationTask(Task):
         logits, labels = labelled(logits.detach(), labels, targets)
         # Of mixed targets the larger share stands for the class.
         hard = labels if labels.ndim == 1 else labels.argmax(1)
-        return {**total(parts), "top1": accuracy(logits, hard)[0]}
+        return {**with_total(parts), "top1": accuracy(logits, hard)[0]}
 
     def objective(self, images: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the logits, one row per label, and the terms of the loss."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.methods.route import every_token
-from mmod.training.engine.task import Task, autocast, mean_kl, total
+from mmod.training.engine.task import Task, autocast, mean_kl, with_total
 
 
 class TextTask(Task):
@@ -34,7 +34,7 @@ class TextTask(Task):
             # The pass over all tokens teaches, and gets the loss of the task.
             parts["task"] = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
             parts |= self.distillation_term(logits, partial(logits_of, tokens=tokens))
-        return total(parts)
+        return with_total(parts)
 
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import DecoderRouter, Router, assign_groups
-from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, named, rows_of_logs
+from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, logged_figures, rows_of_logs
 from tests.kit.engine_worker import run, tiny_config
 
 STEPS = 5
@@ -154,7 +154,9 @@ def test_tokens_of_groups_are_counted_by_their_order() -> None:
 
 def test_rows_survive_logs() -> None:
     rows, _ = trained(routed("linear"))
-    logs = [{"step": step, "loss": 1.0, **named([row for row in rows if row["step"] == step])} for step in (1, 2)]
+    logs = [
+        {"step": step, "loss": 1.0, **logged_figures([row for row in rows if row["step"] == step])} for step in (1, 2)
+    ]
     assert rows_of_logs(logs) == [row for row in rows if row["step"] < 3]
     assert list(rows[0]) == ["step", "data", "block", *FIGURES]
 

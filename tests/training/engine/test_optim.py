@@ -13,7 +13,7 @@ from timm.optim import Muon
 from timm.optim import muon as timm_muon
 
 from mmod.training import OptimConfig
-from mmod.training.engine.optim import create_optimizer, single_precision
+from mmod.training.engine.optim import create_optimizer, orthogonalise_in_fp32
 from tests.kit.pairs_worker import MODEL
 
 
@@ -26,7 +26,7 @@ def test_steps_are_nearer_to_float64_than_timms(shape: tuple[int, ...], monkeypa
     def train(dtype: torch.dtype, single: bool) -> torch.Tensor:
         weight = torch.nn.Parameter(start.to(dtype))
         optimizer = Muon([weight], lr=0.1, weight_decay=0.05)
-        optimizer = single_precision(optimizer) if single else optimizer
+        optimizer = orthogonalise_in_fp32(optimizer) if single else optimizer
         for gradient in gradients:
             weight.grad = gradient.to(dtype)
             optimizer.step()
@@ -44,7 +44,7 @@ def test_steps_are_nearer_to_float64_than_timms(shape: tuple[int, ...], monkeypa
 def test_state_goes_from_one_to_the_other() -> None:
     weight = torch.nn.Parameter(torch.ones(8, 8))
     weight.grad = torch.ones(8, 8)
-    saved = single_precision(Muon([weight], lr=0.1))
+    saved = orthogonalise_in_fp32(Muon([weight], lr=0.1))
     saved.step()
     loaded = Muon([weight], lr=0.1)
     loaded.load_state_dict(saved.state_dict())
