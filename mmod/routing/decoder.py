@@ -58,8 +58,6 @@ class Predictor(nn.Module):
 class DecoderRouter(Router):
     """A router that selects within groups of tokens; its capacity is the share kept of those that may be skipped."""
 
-    chooses_among = TokenGroups
-
     def __init__(self, config: RoutingConfig, **options: Any) -> None:
         super().__init__(config, **options)
         self.predictor = None
@@ -79,18 +77,11 @@ class DecoderRouter(Router):
         earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens, see `Router.forward`; no tokens of texts are joined."""
-        groups: TokenGroups = self._checked(tokens)
-        wanted = self.config.wants_importance(self.training)
-        if importance_BN is None:
-            if not groups.skips and (wanted or self.config.router.shared):
-                # Without a choice no importance was computed, and scores have no effect.
-                importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
-            elif groups.importance is not None and (wanted or self.config.router.reads_pixels):
-                importance_BN = groups.importance().to(x_BND.device)
-        elif groups.segments is not None and self.config.reads_attention(self.training):
-            # A mean over the queries of the row becomes one over those of the sample.
-            importance_BN = importance_BN / groups.segments.share_BN.to(importance_BN.device)
-        score_BN = self._score(x_BND, self.config.router, importance_BN, groups)
+        if not isinstance(tokens, TokenGroups):
+            self._refuse_tokens(tokens, TokenGroups)
+        groups = tokens
+        importance_BN = self._importance(x_BND, importance_BN, groups)
+        score_BN = self._score_groups(x_BND, self.config.router, importance_BN, groups)
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
         if self.shares_own_score:
             importance_BN = None
@@ -117,14 +108,23 @@ class DecoderRouter(Router):
             predicted_BN=predicted_BN,
         )
 
-    def _score(
-        self,
-        x_BND: Tensor,
-        score: Score,
-        importance_BN: Tensor | None,
-        tokens: TokenGroups,
-        unit_BNE: Tensor | None = None,
-    ) -> Tensor:
+    def _importance(self, x_BND: Tensor, importance_BN: Tensor | None, groups: TokenGroups) -> Tensor | None:
+        """Return importance by sample (B, N): that of the layer before, or else of the vision tower or of pixels."""
+        if importance_BN is not None:
+            if groups.segments is None or not self.config.reads_attention(self.training):
+                return importance_BN
+            # A mean over the queries of the row becomes one over those of the sample.
+            return importance_BN / groups.segments.share_BN.to(importance_BN.device)
+        wanted = self.config.wants_importance(self.training)
+        if not groups.skips and (wanted or self.config.router.shared):
+            # Without a choice no importance was computed, and scores have no effect.
+            return x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
+        if groups.importance is not None and (wanted or self.config.router.reads_pixels):
+            return groups.importance().to(x_BND.device)
+        return None
+
+    def _score_groups(self, x_BND: Tensor, score: Score, importance_BN: Tensor | None, tokens: TokenGroups) -> Tensor:
+        """Return raw scores (B, N), of packed samples as if each had a row of its own."""
         segments = tokens.segments
         is_shared = score.shared and importance_BN is not None
         if score.reads_frames and not is_shared:
@@ -141,7 +141,7 @@ class DecoderRouter(Router):
 
     def _score_rows(self, x_BND: Tensor, score: Score, importance_BN: Tensor | None, free_BN: Tensor) -> Tensor:
         """Return raw scores of rows (B, N) that hold one sample each."""
-        score_BN = super()._score(x_BND, score, importance_BN, TokenMasks(free_BN))
+        score_BN = self._score(x_BND, score, importance_BN, free_BN)
         if score.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))

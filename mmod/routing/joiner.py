@@ -15,7 +15,7 @@ from mmod.ops import held_slots, nearest_rows, size_groups, unit_rows
 from mmod.routing.decision import Joined, Routing, Rule, TokenMasks
 
 
-class Grouping(nn.Module):
+class Grouping(nn.Module, ABC):
     """A score that says which kept token a skipped one joins; the first token of a group must score best."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ class Router(nn.Module):
         (torch.Size([2, 5]), True)
     """
 
-    chooses_among: type[TokenMasks] | type[TokenGroups] = TokenMasks
     shares_decisions = True
     """Whether blocks that share scores also share decisions, if they decide by the same rule."""
 
@@ -131,12 +130,15 @@ class Router(nn.Module):
         unit_BNE = None if joiner is None else joiner.unit_rows(x_BND, config)
         gate = config.gate
         if earlier is not None:
-            masks: Any = TokenMasks(earlier.tokens.valid_BN)
+            masks = TokenMasks(earlier.tokens.valid_BN)
             importance_BN = earlier.importance_BN
             score_BN = self._score_kept(x_BND, earlier, unit_BNE)
         else:
-            masks = tokens if type(tokens) is self.chooses_among else self._checked(tokens)
-            score_BN = self._score(x_BND, config.router, importance_BN, masks, unit_BNE)
+            tokens = TokenMasks() if tokens is None else tokens
+            if not isinstance(tokens, TokenMasks):
+                self._refuse_tokens(tokens, TokenMasks)
+            masks = tokens
+            score_BN = self._score(x_BND, config.router, importance_BN, masks.valid_BN, unit_BNE)
         if not self.prefix:
             # Nothing is always kept, whatever the host marks.
             masks = TokenMasks(masks.valid_BN)
@@ -157,14 +159,11 @@ class Router(nn.Module):
         routing = Routing(kept, score_BN, gate_BK, skipped_BN, tokens=masks, importance_BN=importance_BN)
         return routing if joiner is None else joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
-    def _checked(self, tokens: TokenMasks | TokenGroups | None) -> Any:
-        tokens = TokenMasks() if tokens is None else tokens
-        if not isinstance(tokens, self.chooses_among):
-            raise TypeError(
-                f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
-                "whole model, not a block of it"
-            )
-        return tokens
+    def _refuse_tokens(self, tokens: object, expected: type) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} needs {expected.__name__}, got {type(tokens).__name__}: run the whole model, not "
+            "a block of it"
+        )
 
     def _select_by_threshold(
         self, score_BN: Tensor, tokens: TokenMasks, select: Threshold
@@ -214,14 +213,14 @@ class Router(nn.Module):
         # A score of groups reads all tokens, each with the state of the row that it joined.
         spread_BND = None if self.joiner is None else self.joiner.spread(rows_BKD, earlier)
         if spread_BND is None and self.shares_own_score:
-            score_BK = self._score(rows_BKD, config.router, None, TokenMasks(earlier.kept.valid_BK), unit_BNE)
+            score_BK = self._score(rows_BKD, config.router, None, earlier.kept.valid_BK, unit_BNE)
             score_BK = _above_dropped(score_BK)
             if earlier.kept.valid_BK is not None:
                 score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
             return torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.kept.index_BK, score_BK)
         score_BN = earlier.score_BN
         if spread_BND is not None:
-            score_BN = self._score(spread_BND, config.router, None, TokenMasks())
+            score_BN = self._score(spread_BND, config.router, None, None)
         return _above_dropped(score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
 
     def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMasks) -> tuple[Kept, Tensor]:
@@ -237,10 +236,15 @@ class Router(nn.Module):
         x_BND: Tensor,
         score: Score,
         importance_BN: Tensor | None,
-        tokens: Any,
+        valid_BN: Tensor | None,
         unit_BNE: Tensor | None = None,
     ) -> Tensor:
-        """Return raw scores (B, N); `unit_BNE` are the rows of norm 1 that a comparing score takes."""
+        """Return raw scores (B, N).
+
+        Args:
+            valid_BN: False where a token does not count, as at padding (B, N); None if all do.
+            unit_BNE: The rows at norm 1, which a score that compares tokens takes.
+        """
         if importance_BN is not None and importance_BN.shape != x_BND.shape[:2]:
             raise ValueError(
                 f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
@@ -259,8 +263,8 @@ class Router(nn.Module):
             raise ValueError("this block uses the score of a block before it: run the whole model")
         options = {} if unit_BNE is None else {"unit_BNE": unit_BNE}
         if score.reads_importance:
-            return scorer(x_BND, tokens.valid_BN, importance_BN, **options)
-        return scorer(x_BND, tokens.valid_BN, **options)
+            return scorer(x_BND, valid_BN, importance_BN, **options)
+        return scorer(x_BND, valid_BN, **options)
 
 
 def _above_dropped(score: Tensor) -> Tensor:

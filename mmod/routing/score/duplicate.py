@@ -139,4 +139,5 @@ class DuplicateScore(Grouping):
                 "router 'duplicate' compares the pixels that the patch embedding gets, and knows none of this pass: "
                 "run the whole model on images of one size, one batch after the other"
             )
+        # A plain tuple where pictures of several sizes were seen one by one.
         return Duplicates(*patches.seen)
