@@ -1,7 +1,7 @@
 """Patches whose pixels another patch of the same picture shows already.
 
 Axes: B pictures, R rows and C columns of patches, N = R * C patches, H channels of a pixel, E pixels of a patch, S
-cells, P patches of a cell, D patches of a diagonal, F numbers of a patch.
+cells, P patches of a cell, D patches of a diagonal.
 """
 
 from __future__ import annotations
@@ -93,62 +93,104 @@ def find_duplicates(
         >>> find_duplicates(pixels, 0.0, None, torch.tensor([255.0]))[:2]
         (tensor([[256.,   0., 255.,   0.]]), tensor([[0, 0, 2, 0]]))
     """
-    pictures, rows, columns, channels, _ = pixels_BRCHE.shape
+    rows, columns = pixels_BRCHE.shape[1:3]
     height, width = cell_sides((rows, columns), cell)
-    down, across = -(-rows // height), -(-columns // width)
-    if down * height != rows or across * width != columns:
-        # Patches beyond the lower and right edges are nobody's left or upper neighbour.
-        pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, across * width - columns, 0, down * height - rows))
-    cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).unflatten(0, (-1, frames))
-    # Videos, rows and columns of cells; then frames, rows and columns of patches: one sequence for each cell.
-    pixels_SPF = cells.permute(0, 2, 4, 1, 3, 5, 6, 7).reshape(-1, frames * height * width, *cells.shape[6:]).flatten(2)
-    device = pixels_SPF.device
-    limit = alike_below(tolerance)
-    patches = pixels_SPF.shape[1]
-    begin_S1 = torch.arange(pixels_SPF.shape[0], device=device).unsqueeze(1) * patches
-    stands_SP = torch.arange(patches, device=device).repeat(pixels_SPF.shape[0], 1)
+    cells = _Cells((rows, columns), (frames, height, width), (-(-rows // height), -(-columns // width)))
+    pixels_SPHE = cells.split(pixels_BRCHE)
+    device = pixels_SPHE.device
+    stands_SP = torch.arange(pixels_SPHE.shape[1], device=device).repeat(pixels_SPHE.shape[0], 1)
     difference_SP = torch.full(stands_SP.shape, FIRST, device=device)
-    neighbours = _BESIDE if frames == 1 else _BESIDE + _BEFORE
+    limit = alike_below(tolerance)
     # By diagonals, since a patch may stand for what its left and upper neighbours stand for, which must be known.
     for diagonal in range(1, frames + height + width - 2):
-        frame_D, row_D, column_D = _diagonal(diagonal, (frames, height, width), device)
-        patch_D = (frame_D * height + row_D) * width + column_D
-        pixels_SDF = pixels_SPF.index_select(1, patch_D).float()
-        joined_SD = stands_SP[:, patch_D]
-        least_SD = torch.full(joined_SD.shape, inf, device=device)
-        for back, up, left in neighbours:
-            other_SD = stands_SP[:, (patch_D - (back * height + up) * width - left).clamp(min=0)]
-            other_SDF = pixels_SPF.flatten(0, 1).index_select(0, (begin_S1 + other_SD).flatten()).view_as(pixels_SDF)
-            apart_SDH = (pixels_SDF - other_SDF.float()).abs().unflatten(2, (channels, -1)).amax(dim=-1)
-            # A patch with NaN is like no other.
-            apart_SD = (apart_SDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)
-            # The first frame, row and column of a cell have fewer neighbours.
-            apart_SD = apart_SD.masked_fill((frame_D < back) | (row_D < up) | (column_D < left), inf)
-            # Strictly less: of equal neighbours the first of the list wins.
-            joined_SD = torch.where(apart_SD < least_SD, other_SD, joined_SD)
-            least_SD = torch.minimum(least_SD, apart_SD)
+        place_3D = _diagonal(diagonal, cells.sides, device)
+        patch_D = (place_3D[0] * height + place_3D[1]) * width + place_3D[2]
+        least_SD, joined_SD = _most_similar(pixels_SPHE, stands_SP, patch_D, place_3D, cells, levels_H)
         stands_SP = stands_SP.index_copy(1, patch_D, torch.where(least_SD <= limit, joined_SD, patch_D))
         # Below FIRST, which marks the first patch of a cell alone.
         difference_SP = difference_SP.index_copy(1, patch_D, least_SD.clamp(max=FIRST - 1))
-    # From indices in a cell to those in the grid.
-    stands = stands_SP.view(-1, down, across, patches)
-    frame, index = stands // (height * width), stands % (height * width)
-    row = index // width + height * torch.arange(down, device=device).view(-1, 1, 1)
-    column = index % width + width * torch.arange(across, device=device).view(-1, 1)
-
-    def in_grid(values: Tensor) -> Tensor:
-        by_cell = values.reshape(-1, down, across, frames, height, width).permute(0, 3, 1, 4, 2, 5)
-        by_row = by_cell.reshape(pictures, down * height, across * width)
-        return by_row[:, :rows, :columns].flatten(1)
-
     first_N = first_of_cells((rows, columns), cell, device)
-    return Duplicates(
-        in_grid(difference_SP), in_grid((frame * rows + row) * columns + column), first_N.expand(pictures, -1)
-    )
+    stands_BN = cells.in_grid(cells.numbers_in_grid(stands_SP))
+    return Duplicates(cells.in_grid(difference_SP), stands_BN, first_N.expand(pixels_BRCHE.shape[0], -1))
 
 
-def _diagonal(diagonal: int, sides: tuple[int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return frames, rows and columns of the patches of a cell whose sum is the number of a diagonal."""
+class _Cells(NamedTuple):
+    """The cells of a grid of patches, each a sequence of the patches in its frames, rows and columns.
+
+    Args:
+        grid: Rows and columns of patches.
+        sides: Frames, rows and columns of patches in a cell.
+        counts: Rows and columns of cells.
+    """
+
+    grid: tuple[int, int]
+    sides: tuple[int, int, int]
+    counts: tuple[int, int]
+
+    def split(self, pixels_BRCHE: Tensor) -> Tensor:
+        """Return the pixels of the patches of each cell (S, P, H, E)."""
+        frames, height, width = self.sides
+        down, across = self.counts
+        below = down * height - self.grid[0]
+        beside = across * width - self.grid[1]
+        if below or beside:
+            # Patches beyond the lower and right edges are nobody's left or upper neighbour.
+            pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, beside, 0, below))
+        cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).unflatten(0, (-1, frames))
+        # Videos, rows and columns of cells; then frames, rows and columns of patches.
+        cells = cells.permute(0, 2, 4, 1, 3, 5, 6, 7)
+        return cells.flatten(3, 5).flatten(0, 2)
+
+    def numbers_in_grid(self, patch_SP: Tensor) -> Tensor:
+        """Return the numbers in the grid of patches that are numbered in their cells (S, P)."""
+        _, height, width = self.sides
+        down, across = self.counts
+        patch = patch_SP.view(-1, down, across, patch_SP.shape[1])
+        frame = patch // (height * width)
+        in_frame = patch % (height * width)
+        row = in_frame // width + height * torch.arange(down, device=patch.device).view(-1, 1, 1)
+        column = in_frame % width + width * torch.arange(across, device=patch.device).view(-1, 1)
+        return ((frame * self.grid[0] + row) * self.grid[1] + column).view_as(patch_SP)
+
+    def in_grid(self, value_SP: Tensor) -> Tensor:
+        """Return the values of patches in the order of the grid, without those beyond its edges (B, N)."""
+        by_cell = value_SP.reshape(-1, *self.counts, *self.sides).permute(0, 3, 1, 4, 2, 5)
+        by_row = by_cell.flatten(4, 5).flatten(2, 3).flatten(0, 1)
+        return by_row[:, : self.grid[0], : self.grid[1]].flatten(1)
+
+
+def _most_similar(
+    pixels_SPHE: Tensor, stands_SP: Tensor, patch_D: Tensor, place_3D: Tensor, cells: _Cells, levels_H: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the difference of patches to the most similar one that stands for a neighbour, and that one (S, D).
+
+    Args:
+        stands_SP: The patch that stands for each, as far as it is known.
+        patch_D: Numbers of the patches in their cell.
+        place_3D: Their frames, rows and columns (3, D).
+    """
+    frames, height, width = cells.sides
+    begin_S1 = torch.arange(stands_SP.shape[0], device=stands_SP.device).unsqueeze(1) * stands_SP.shape[1]
+    pixels_SDHE = pixels_SPHE.index_select(1, patch_D).float()
+    joined_SD = stands_SP[:, patch_D]
+    least_SD = torch.full(joined_SD.shape, inf, device=joined_SD.device)
+    for back, up, left in _BESIDE if frames == 1 else _BESIDE + _BEFORE:
+        other_SD = stands_SP[:, (patch_D - (back * height + up) * width - left).clamp(min=0)]
+        other_SDHE = pixels_SPHE.flatten(0, 1).index_select(0, (begin_S1 + other_SD).flatten()).view_as(pixels_SDHE)
+        apart_SDH = (pixels_SDHE - other_SDHE.float()).abs().amax(dim=-1)
+        # A patch with NaN is like no other.
+        apart_SD = (apart_SDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)
+        # The first frame, row and column of a cell have fewer neighbours.
+        is_outside_D = (place_3D[0] < back) | (place_3D[1] < up) | (place_3D[2] < left)
+        apart_SD = apart_SD.masked_fill(is_outside_D, inf)
+        # Strictly less: of equal neighbours the first of the list wins.
+        joined_SD = torch.where(apart_SD < least_SD, other_SD, joined_SD)
+        least_SD = torch.minimum(least_SD, apart_SD)
+    return least_SD, joined_SD
+
+
+def _diagonal(diagonal: int, sides: tuple[int, int, int], device: torch.device) -> Tensor:
+    """Return frames, rows and columns of the patches of a cell whose sum is the number of a diagonal (3, D)."""
     frames, height, width = sides
     parts: list[tuple[Tensor, Tensor]] = []
     for frame in range(max(0, diagonal - height - width + 2), min(frames, diagonal + 1)):
@@ -156,4 +198,4 @@ def _diagonal(diagonal: int, sides: tuple[int, int, int], device: torch.device) 
         row_D = torch.arange(max(0, rest - width + 1), min(height, rest + 1), device=device)
         parts.append((torch.full_like(row_D, frame), row_D))
     frame_D, row_D = (torch.cat(values) for values in zip(*parts))
-    return frame_D, row_D, diagonal - frame_D - row_D
+    return torch.stack([frame_D, row_D, diagonal - frame_D - row_D])
