@@ -82,7 +82,7 @@ def keys_and_values(
         with capture:
             forward()
     # The host's forward ends by an exception as soon as its keys are known: no hook stands at this place.
-    except _Captured:
+    except Captured:
         pass
     if not capture.captured:
         raise unseen_attention("context='all' has no keys and values", maps=False)
@@ -93,7 +93,7 @@ def keys_and_values(
     return capture.captured
 
 
-class _Captured(Exception):
+class Captured(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
@@ -148,6 +148,8 @@ def _zeros(input: Tensor, weight: Tensor) -> Tensor:
 
 
 class _KeysAndValues(PartialProjections):
+    """Captures the keys and values of all tokens, and ends the host's forward at the last attention."""
+
     def __init__(self, projections: Sequence[Projection], calls: int) -> None:
         super().__init__(projections, queries=False)
         self.calls = calls
@@ -159,7 +161,7 @@ class _KeysAndValues(PartialProjections):
         # on as dead code, with its projections replaced by zeros so that it stays cheap if it is not removed.
         dynamo = torch.compiler.is_dynamo_compiling()
         if len(self.captured) == self.calls and (dynamo or not exporting()):
-            raise _Captured
+            raise Captured
         # Any tensor of the right shape: the host's further steps are dead code here.
         return call.value
 

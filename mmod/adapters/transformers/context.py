@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters.transformers.cache_base import cache_of, with_cache
 from mmod.blocks import Arguments
 from mmod.ops import PartialProjections, Projection
-
-
-class _Captured(Exception):
-    """Ends a host's forward once its keys and values are known."""
+from mmod.ops.context import Captured
 
 
 @dataclass
@@ -40,7 +37,7 @@ class _KeepingCache:
             self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
         # Attention and MLP of all tokens would follow, and nobody reads them.
         if self.ends:
-            raise _Captured
+            raise Captured
         return self.kept
 
 
@@ -75,7 +72,7 @@ def keys_of_all(
     try:
         with PartialProjections(projections, queries=False):
             forward(x_BND, **with_cache({**arguments, "attention_mask": mask}, capture))
-    except _Captured:
+    except Captured:
         pass
     return _checked(capture.kept, layer)
 
