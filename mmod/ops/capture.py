@@ -239,7 +239,7 @@ class add_key_bias(AttentionIntercept):
 
     def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # A softmax over other lengths, such as one over experts, is not the attention over these keys.
-        if score.ndim != 4 or self.is_cross() or score.shape[-1] != self.bias.shape[-1]:
+        if score.ndim != 4 or self.next_is_cross() or score.shape[-1] != self.bias.shape[-1]:
             result: Tensor = func(score, *args, **kwargs)
             return result
         self.calls += 1

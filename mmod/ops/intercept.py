@@ -83,8 +83,8 @@ class AttentionIntercept(TorchFunctionMode):
         self.cross: tuple[int, ...] = ()
         self._seen = 0
 
-    def is_cross(self) -> bool:
-        """Count a call, and return whether it is left alone."""
+    def next_is_cross(self) -> bool:
+        """Count one more call, and return whether it is left alone."""
         self._seen += 1
         return self._seen - 1 in self.cross
 
@@ -106,7 +106,7 @@ class AttentionIntercept(TorchFunctionMode):
             return replacement(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
         # Four axes: a map by head. A softmax of logits has fewer.
-        if func in SOFTMAX and result.ndim == 4 and not self.is_cross():
+        if func in SOFTMAX and result.ndim == 4 and not self.next_is_cross():
             self.observe(args[0], result)
         return result
 
@@ -126,7 +126,7 @@ class AttentionIntercept(TorchFunctionMode):
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         call = AttentionCall(*args, **kwargs)
-        return call.run() if self.is_cross() else self.attend(call)
+        return call.run() if self.next_is_cross() else self.attend(call)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the result of a call of `scaled_dot_product_attention`."""
