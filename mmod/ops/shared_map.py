@@ -39,12 +39,13 @@ def _attend_by_tiles(
     heads, tokens = q.shape[1:3]
     out = _channels_last(q)
     totals = []
-    _, together, rows = tile_size(heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal)
+    size = tile_size(heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal)
+    fits_one_tile = size.heads == heads and size.queries == tokens
     batch = q.unbind(0), k.transpose(2, 3).unbind(0), v.unbind(0), out.unbind(0)
     # Image by image, whose heads are a view of the host's projection; those of several images would be a copy.
     for image, (q_HNE, k_HEN, v_HNE, out_HNE) in enumerate(zip(*batch)):
         lse_HN = None if lse is None else lse[image]
-        if together == heads and rows == tokens:
+        if fits_one_tile:
             received = _attend_tile(q_HNE, k_HEN, v_HNE, out_HNE, lse_HN, scale, is_causal, weight_N)
             totals.append(received.sum(dim=0, keepdim=True))
             continue

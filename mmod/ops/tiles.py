@@ -6,6 +6,7 @@ Axes: B images, H heads, N tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,16 @@ GPU_CHUNK_ELEMENTS = 1 << 25
 CAUSAL_QUERIES = 128
 
 
-def tile_size(heads: int, queries: int, keys: int, elements: int, is_causal: bool = False) -> tuple[int, int, int]:
-    """Return the images, heads and queries of a tile: full images where `elements` hold them, else heads, else queries.
+class TileSize(NamedTuple):
+    """How many images, heads and queries a tile has at most."""
+
+    images: int
+    heads: int
+    queries: int
+
+
+def tile_size(heads: int, queries: int, keys: int, elements: int, is_causal: bool = False) -> TileSize:
+    """Return the size of a tile: full images where `elements` hold them, else heads, else queries.
 
     The queries of a causal tile are at most `CAUSAL_QUERIES`.
     """
@@ -31,18 +40,18 @@ def tile_size(heads: int, queries: int, keys: int, elements: int, is_causal: boo
     sizes = (heads * rows * keys, rows * keys, keys)
     # As many of each as fit; images only if one fits whole, since a tile is a slice of each axis.
     together = [max(1, elements // max(1, size)) for size in sizes]
-    return together[0], min(heads, together[1]), max(1, min(rows, together[2]))
+    return TileSize(together[0], min(heads, together[1]), max(1, min(rows, together[2])))
 
 
 def cut_map(images: int, heads: int, queries: int, keys: int, elements: int, is_causal: bool = False) -> Iterator[Tile]:
     """Yield slices of images, heads and queries, see `tile_size`."""
-    steps = tile_size(heads, queries, keys, elements, is_causal)
-    for image in range(0, images, steps[0]):
-        for head in range(0, heads, steps[1]):
-            for query in range(0, queries, steps[2]):
+    size = tile_size(heads, queries, keys, elements, is_causal)
+    for image in range(0, images, size.images):
+        for head in range(0, heads, size.heads):
+            for query in range(0, queries, size.queries):
                 # Indexing clips slices that end past the end.
-                leading = slice(image, image + steps[0]), slice(head, head + steps[1])
-                yield *leading, slice(query, min(query + steps[2], queries))
+                leading = slice(image, image + size.images), slice(head, head + size.heads)
+                yield *leading, slice(query, min(query + size.queries, queries))
 
 
 def hide_later(score: Tensor) -> None:
