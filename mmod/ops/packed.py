@@ -386,6 +386,19 @@ def _padded(
     return out_BHKE.transpose(1, 2).flatten(0, 1).index_select(0, slot_T)
 
 
+def _facts(
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+) -> dict[str, int]:
+    return {"head_dim": q_THE.shape[-1], "dropout": int(dropout > 0)}
+
+
 @op(
     Kernel(
         lambda q, k, v, start, longest, dropout, *options: attend_rows(q, k, v, start, longest, None, *options)[0],
@@ -404,7 +417,7 @@ def _padded(
     how="padding and a mask of keys; torch's varlen_attn on CUDA in half precision; a call of fused attention for each "
     f"image on a CPU, from {ROWS_WORTH_A_CALL} rows an image on",
     name="packed_attention",
-    facts=lambda q_THE, *others: {"head_dim": q_THE.shape[-1], "dropout": int(others[4] > 0)},
+    facts=_facts,
 )
 def _attend(
     q_THE: Tensor,

@@ -158,8 +158,9 @@ def _empty_norm(x: Tensor, index: Tensor, *unused: Any) -> tuple[Tensor, ...]:
 
 
 def _empty_norm_grad(grad_z: Tensor, grad_normed: Tensor, z: Tensor, *others: Any) -> tuple[Tensor, ...]:
+    *_, tokens, _centred = others
     total = z.new_empty(z.shape[2], dtype=torch.float32)
-    return z.new_empty(z.shape[0], others[-2], z.shape[2]), total, torch.empty_like(total)
+    return z.new_empty(z.shape[0], tokens, z.shape[2]), total, torch.empty_like(total)
 
 
 _gather_rows = kernel_op(

@@ -69,9 +69,18 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
     return cast(int, torch.sym_max(minimum, kept))
 
 
-def _empty_selection(score: Tensor, count: int, prefix: int, valid: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+def _empty_selection(
+    score: Tensor,
+    count: int,
+    prefix: int,
+    valid: Tensor | None,
+    protect: Tensor | None,
+    numerator: int,
+    denominator: int,
+    gate: str,
+    scale: float,
+) -> tuple[Tensor, ...]:
     shape = (score.shape[0], count)
-    gate = others[3]
     return (
         score.new_empty((0,) if gate == "identity" else shape),
         score.new_empty(shape, dtype=torch.int64),
@@ -81,8 +90,9 @@ def _empty_selection(score: Tensor, count: int, prefix: int, valid: Tensor | Non
 
 
 def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.gate, ctx.scale = inputs[7:]
-    ctx.save_for_backward(inputs[0], output[3])
+    score, *_, ctx.gate, ctx.scale = inputs
+    inverse = output[3]
+    ctx.save_for_backward(score, inverse)
 
 
 def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -254,11 +264,16 @@ def select_threshold(
 
 
 def cannot_count() -> bool:
-    """Return whether no value can be read, under vmap and in a compiled graph; warn that this computes all tokens."""
-    return batching() or (torch.compiler.is_compiling() and not exporting() and _warn_static())
+    """Return whether no value can be read: under vmap and in a compiled graph, which is told that all tokens run."""
+    if batching():
+        return True
+    if not torch.compiler.is_compiling() or exporting():
+        return False
+    _warn_static()
+    return True
 
 
-def _warn_static() -> bool:
+def _warn_static() -> None:
     """Warn while a graph is made, not when it runs."""
     warnings.warn(
         "a compiled graph gives every token a slot where a threshold decides without max_tokens, so skipped tokens are "
@@ -266,7 +281,6 @@ def _warn_static() -> bool:
         "image may keep, or do not compile",
         stacklevel=2,
     )
-    return True
 
 
 # What `torch.compiler.assume_constant_result` does, which imports the compiler.
