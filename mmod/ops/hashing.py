@@ -83,9 +83,10 @@ def random_scores(x_BND: Tensor, salt: Tensor, valid_BN: Tensor | None = None) -
         step_B1 = torch.exp2(torch.floor(torch.log2(deviation_B1)) - 2)
         coarse_BD = (mean_BD / step_B1).round().to(torch.int64)
         multiplier_D = torch.tensor(MULTIPLIERS[:channels], device=x_BND.device)
-        # Steps fit in 31 bits, so that no product overflows.
+        # 31 bits of a step times 32 of a multiplier fit in int64, so that no product overflows.
+        product_BD = (coarse_BD & 0x7FFFFFFF) * multiplier_D & 0xFFFFFFFF
         # The salt is added behind the sum, so that seeds and blocks differ for the same image.
-        key_B1 = mix(((coarse_BD & 0x7FFFFFFF) * multiplier_D & 0xFFFFFFFF).sum(dim=1, keepdim=True) + salt)
+        key_B1 = mix(product_BD.sum(dim=1, keepdim=True) + salt)
         bits_BN = mix(key_B1 + torch.arange(tokens, device=x_BND.device))
         # 24 bits are all that fp32 holds exactly.
         return (bits_BN & 0xFFFFFF).float() / 2.0**24

@@ -448,9 +448,9 @@ def gather_norm_grad(
     rows = images * slots
     span = triton.next_power_of_2(channels)
     parts = triton.cdiv(rows, NORM_CHUNK)
-    # Each program sums up its rows.
     # Rows that nobody selected have no gradient.
     grad_x = grads[0].zero_()
+    # Each program sums up its rows.
     partial_sums = [total.new_empty(parts, channels) for total in grads[1:]]
     launch(
         gather_norm_grad_kernel,

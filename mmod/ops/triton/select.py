@@ -43,7 +43,7 @@ def _first(key, count):  # type: ignore[no-untyped-def]
     less = key < level
     equal = key == level
     missing = count - tl.sum(less.to(tl.int32), axis=0)
-    # Of keys equal to the last one, the first so many.
+    # Of keys equal to the last one taken, the lowest indices fill what is missing.
     return less | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing))
 
 
