@@ -44,7 +44,14 @@ _FINITE = "(-inf, inf)"
 # Of more names than these, a message lists similar ones alone.
 _MANY = 20
 # Words of papers and other libraries, which no spelling is near to, and our words for them.
-_SYNONYMS = {"tome": ("merge",), "evit": ("prune",), "keep": ("capacity", "r"), "ratio": ("capacity", "keep", "r")}
+_SYNONYMS = {
+    "tome": ("merge",),
+    "evit": ("prune",),
+    "keep": ("capacity", "r"),
+    "ratio": ("capacity", "keep", "r"),
+    "learning_rate": ("lr",),
+    "accuracy": ("top1",),
+}
 
 
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
@@ -60,11 +67,16 @@ def similar(name: object, known: Iterable[str], cutoff: float = 0.65) -> list[st
     Example:
         >>> similar("A-MoD", ["a-mod", "gradual"]), similar("ToMe", ["prune", "merge"])
         (['a-mod'], ['merge'])
+        >>> similar("pruning", ["routing", "prune"])
+        ['prune', 'routing']
     """
     folded = {other.casefold(): other for other in known}
     word = str(name).casefold()
     meant = [folded[other] for other in _SYNONYMS.get(word, ()) if other in folded]
-    return meant or [folded[other] for other in difflib.get_close_matches(word, folded, n=3, cutoff=cutoff)]
+    close = difflib.get_close_matches(word, folded, n=3, cutoff=cutoff)
+    # "pruning" has more letters of "routing", and is meant as "prune".
+    close.sort(key=lambda other: not other.startswith(word[:3]))
+    return meant or [folded[other] for other in close]
 
 
 def near_names(name: object, known: Iterable[str], listing: str = "") -> str:
@@ -172,9 +184,9 @@ class Checked:
         >>> @dataclasses.dataclass
         ... class Average(Checked, group="ema"):
         ...     decay: typing.Annotated[float, "[0, 1)"] = 0.9
-        >>> Average(decay=2)
+        >>> Average(decay=50)
         Traceback (most recent call last):
-        ValueError: ema.decay must be a number in [0, 1), got 2
+        ValueError: ema.decay must be a number in [0, 1), got 50; write 0.5 for 50 %
         >>> Average(deacy=0.9)
         Traceback (most recent call last):
         TypeError: Average has no field 'deacy'; near ones: decay; valid ones are decay
@@ -221,7 +233,18 @@ def check_value(name: str, value: object, hint: object, limit: Limit | None = _F
     if fault is not None:
         told = f"{name} must be {describe(hint, limit)}, got {brief(value)}"
         near = near_names(value, _choices(hint, limit)) if isinstance(value, str) else ""
-        raise fault("; ".join(filter(None, [told, near])))
+        raise fault("; ".join(filter(None, [told, near, _share_hint(value, limit)])))
+
+
+def _share_hint(value: object, limit: Limit | None) -> str:
+    """Return how to write a percentage that stands where a share belongs; empty for other values."""
+    if not isinstance(limit, str) or _bounds(limit) != (0, 1):
+        return ""
+    percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(value))
+    # Between 1 and 2 a number is rather a slip than a percentage.
+    if percent is None or not 2 <= float(percent[1]) <= 100:
+        return ""
+    return f"write {float(percent[1]) / 100:g} for {percent[1]} %"
 
 
 def _choices(hint: Any, limit: Limit | None) -> list[str]:

@@ -116,8 +116,9 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
         (["--vers"], "usage: mmod COMMAND"),
         (["xyz", "digits"], "no command 'mmod xyz'"),
         (["trade", "digits"], "no command 'mmod trade'; near ones: tradeoff"),
+        (["advise", "vit", "--measure", "accuracy"], "'patches'); near ones: top1; `mmod advise --help`"),
         (["advise", "vit", "--image", "x"], "unrecognized arguments: --image x; near ones: --images, "),
-        (["advise", "vit", "--faster", "fast"], "error: argument --faster: invalid float value: 'fast'; `mmod advise"),
+        (["advise", "vit", "--number", "few"], "error: argument --number: invalid int value: 'few'; `mmod advise"),
         (["report", "--out=x", "y"], "arguments: --out=x; near ones: --output; `mmod report --help`"),
         (["tradeoff", "digits", "vlm"], "unrecognized arguments: vlm"),
         # The kind of a command line is that of its config.

@@ -37,6 +37,9 @@ class OneLineParser(argparse.ArgumentParser):
         """End the program with code 2."""
         unknown = re.match(r"unrecognized arguments: (--[^\s=]+)", message)
         near = near_names(unknown[1], self._option_string_actions) if unknown else ""
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            near = near_names(choice[1], re.findall(r"[^\s',]+", choice[2]))
         told = "; ".join(filter(None, [message, near, f"`{self.prog} --help` lists the options"]))
         self.exit(2, f"error: {told}\n")
 
@@ -59,7 +62,8 @@ def one_line_errors(*folders: Path) -> Iterator[None]:
         >>> with one_line_errors():
         ...     RoutingConfig(capacity=2)
         Traceback (most recent call last):
-        SystemExit: error: capacity must be a number in [0, 1] or several values, each a number in [0, 1], got 2
+        SystemExit: error: capacity must be a number in [0, 1] or several values, each a number in [0, 1], got 2; \
+write 0.02 for 2 %
     """
     try:
         with name_missing_extra():

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.refusals import OneLineParser
+from mmod.io.yaml import parse_option
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -103,17 +104,6 @@ def _folder_of(options: argparse.Namespace) -> str:
     return f"runs/advise/{names[0]}/{'-'.join(names[1:])}"
 
 
-def _share(text: str) -> float:
-    """Return a share that a command line names."""
-    try:
-        return float(text)
-    except ValueError:
-        percent = text.removesuffix("%").strip()
-        is_percent = percent != text and percent.replace(".", "", 1).isdecimal()
-        hint = f"; write {float(percent) / 100:g}" if is_percent else ""
-        raise argparse.ArgumentTypeError(f"must be a share such as 0.02, got {text!r}{hint}") from None
-
-
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         description="Try ways to make a model cheaper without training, on your images or prompts and this machine.",
@@ -150,11 +140,11 @@ def _parser() -> OneLineParser:
     parser.add_argument("--number", type=int, default=256, help="images or prompts to use, spread evenly (256)")
     parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
-        "--tolerance", type=_share, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
+        "--tolerance", type=parse_option, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
     )
     parser.add_argument(
         "--faster",
-        type=float,
+        type=parse_option,
         metavar="TIMES",
         help="a wanted speed-up: what loses least at it, from few trials",
     )

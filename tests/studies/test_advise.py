@@ -262,7 +262,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test_vit --images images --image_size -3", "--image_size must be .*got -3"),
         ("test_vit --no_pretrained --images images --image_size 100", "a multiple of the model's patches, 16 px"),
         ("resnet10t --no_pretrained --images images --image_size 96", "resnet10t takes no img_size"),
-        ("test_vit --no_pretrained --images images --tolerance 2", r"tolerance must be a number in \[0, 1\), got 2"),
+        ("test_vit --no_pretrained --images images --tolerance 2", r"in \[0, 1\), got 2; write 0.02 for 2 %"),
+        ("test_vit --images images --tolerance 2.5%", r"in \[0, 1\), got '2.5%'; write 0.025 for 2.5 %"),
+        ("test_vit --images images --tolerance few%", r"--tolerance must be a number in \[0, 1\), got 'few%'$"),
+        ("test_vit --images images --faster 1.4x", "--faster must be a number above 1 or null, got '1.4x'"),
         # Before the weights, which may come from a hub.
         ("vit_tiny_patch16_224 --images empty", "the folder 'empty' has no images: it is empty"),
         ("test_vit --no_pretrained --images none", "no folder of images at"),
@@ -278,18 +281,6 @@ def test_what_cannot_be_advised_is_refused(
     monkeypatch.chdir(folders)
     with pytest.raises(SystemExit, match=message):
         main(["advise", *words.split()])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("5%", "got '5%'; write 0.05;"), ("2.5 %", "got '2.5 %'; write 0.025;"), ("few%", "got 'few%';")],
-)
-def test_a_tolerance_in_percent_is_refused_with_the_share(
-    text: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["advise", "test_vit", "--tolerance", text])
-    assert f"argument --tolerance: must be a share such as 0.02, {message} `mmod" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
