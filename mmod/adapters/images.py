@@ -29,6 +29,7 @@ class ImageFacts:
         head: Prefixes of the classifier's weights.
         channels: Channels of an image; None where unknown.
         size: The only size of images that the model takes; None for any, or where unknown.
+        usual: The size that it is made for, where it takes others too; None where unknown.
         patch: Size of a patch; None where unknown.
         pads: Images that patches do not divide are padded.
     """
@@ -38,6 +39,7 @@ class ImageFacts:
     head: tuple[str, ...] = ("head.",)
     channels: int | None = None
     size: Sides | None = None
+    usual: Sides | None = None
     patch: Sides | None = None
     pads: bool = False
 
@@ -64,14 +66,15 @@ def _facts_of_timm(model: Any) -> ImageFacts:
     head: str | tuple[str, ...] = described.get("classifier") or "head"
     patch_embed: Any = getattr(model, "patch_embed", None)
     projection = getattr(patch_embed, "proj", None)
-    size = getattr(patch_embed, "img_size", None)
+    usual = getattr(patch_embed, "img_size", None)
     is_strict = getattr(patch_embed, "strict_img_size", True)
     return ImageFacts(
         classes=classes,
         names=_numbered(described.get("label_names"), classes),
         head=tuple(f"{name}." for name in ([head] if isinstance(head, str) else head)),
         channels=projection.in_channels if isinstance(projection, nn.Conv2d) else None,
-        size=size if is_strict and isinstance(size, tuple) else None,
+        size=usual if is_strict and isinstance(usual, tuple) else None,
+        usual=_sides(usual),
         patch=_sides(getattr(patch_embed, "patch_size", None)),
         pads=bool(getattr(patch_embed, "dynamic_img_pad", False)),
     )
@@ -101,12 +104,14 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
     vision = getattr(config, "vision_config", config)
     # Embeddings without this argument interpolate their positions for any size.
     is_strict = any("interpolate_pos_encoding" in parameters_of(module) for module in model.modules())
+    usual = _sides(getattr(vision, "image_size", None))
     return ImageFacts(
         classes=classes,
         names=names,
         head=tuple(f"{name}." for name, _ in model.named_children() if "classifier" in name),
         channels=getattr(vision, "num_channels", None),
-        size=_sides(getattr(vision, "image_size", None)) if is_strict else None,
+        size=usual if is_strict else None,
+        usual=usual,
         patch=_sides(getattr(vision, "patch_size", None)),
     )
 

@@ -81,6 +81,10 @@ class _NoTokens(Exception):
     """Says what a block gets instead of tokens, or that it gets nothing."""
 
 
+class _Maps(_NoTokens):
+    """Says that a block gets maps of features."""
+
+
 class _Call(NamedTuple):
     """What a block got in a call of its model.
 
@@ -175,7 +179,14 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
             torch.default_generator.manual_seed(0)
             read, reasons = first_that_runs(model, lambda inputs: inputs_of_call(model, blocks, inputs), example)
     except _NoTokens as refusal:
-        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
+        advice = ""
+        if isinstance(refusal, _Maps):
+            reader = "convolutions" if _convolves(model.get_submodule(blocks)) else "windows of attention"
+            advice = (
+                f". It is a map of rows and columns, of which {reader} need every place. Smaller images make such a "
+                "model cheaper; a ResNet of timm takes mmod.methods.Channels() too"
+            )
+        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}{advice}") from None
     if read is not None:
         return read
     plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
@@ -186,6 +197,11 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
         f"cannot route {title}: no input reached the first of its {blocks} ({reasons}). Its forward takes "
         f"{inspect.Signature(plain)}: {advice}, as a tensor, a tuple, or a mapping by name"
     )
+
+
+def _convolves(blocks: nn.Module) -> bool:
+    """Return whether blocks have convolutions between places of a map."""
+    return any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in blocks.modules())
 
 
 def first_that_runs(
@@ -259,7 +275,8 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         x, arguments = _as_batch(call)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise _NoTokens(f"gets {got} for two images: blocks must get tokens (images, tokens, channels)")
+        refusal = _Maps if getattr(x, "ndim", 0) == 4 else _NoTokens
+        raise refusal(f"gets {got} for two images: blocks must get tokens (images, tokens, channels)")
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
         raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")
@@ -271,6 +288,7 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         prefix=int(changed[0]),
         suffix=suffix,
         dim=x.shape[2],
+        patches=x.shape[1] - int(changed[0]) - suffix,
         boundaries=call.boundaries,
         layout=layout,
         tokens=call.tokens,

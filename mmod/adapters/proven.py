@@ -38,6 +38,7 @@ class Proof(CallForm, Branches):
         projection: Name of the module that shows the grid of patches as a feature map; empty for none.
         prefix: Leading tokens that are no patches.
         dim: Channels of a token.
+        patches: Patches of an image in the trial; 0 in models that were saved without.
         windows: Blocks attend within windows of images, and the model's grids say where these begin.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
         in_tuple: The block returns a tuple that begins with the tokens.
@@ -49,6 +50,7 @@ class Proof(CallForm, Branches):
     projection: str
     prefix: int
     dim: int
+    patches: int = 0
     windows: bool = False
     read: tuple[int, ...] = ()
     in_tuple: bool = False

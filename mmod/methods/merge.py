@@ -21,7 +21,7 @@ from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
-from mmod.values import brief, check_value
+from mmod.values import brief
 
 # Of so many patches, fewer than one is left where a user has hardly meant it.
 _FEW = 20
@@ -56,23 +56,16 @@ class Merge(Reducing):
     r: Annotated[int | tuple[int, ...], "[0, inf)"] = 8
     training_only: bool = False
 
-    def check(self, model: nn.Module, stack: BlockStack) -> None:
-        """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""
-        super().check(model, stack)
-        counts = self._counts(stack)
-        size = image_facts(model).size
-        if counts and size is not None:
-            # A block merges half of what is left where r is more, as in the source.
-            most = math.prod(patch_grid(model, size))
-            check_value("r in the first merging block", next(iter(counts.values())), int, f"[0, {most}]")
-
     def caution(self, model: nn.Module) -> str:
         """Return how few tokens the last block leaves, where that is less than a twentieth of the patches."""
-        size = image_facts(model).size
-        if size is None:
-            return ""
         stack = self.find(model)
-        patches = math.prod(patch_grid(model, size))
+        size = image_facts(model).usual
+        if size is not None:
+            patches = math.prod(patch_grid(model, size))
+        elif stack.proof is not None:
+            patches = stack.proof.patches
+        else:
+            return ""
         left = patches
         for count in self._counts(stack).values():
             left -= min(count, left // 2)

@@ -16,6 +16,7 @@ import mmod
 from mmod import RoutingConfig, flops, route_
 from mmod.methods import Exit, Merge, Method, Prune, Resize, methods_of, read_method, undo_
 from tests.kit.method_zoo import REDUCING
+from tests.kit.own_vits import make_own
 from tests.kit.zoo import make_images, make_model
 
 IDS = ["prune-fused", "prune-mean", "merge", "exit"]
@@ -174,12 +175,26 @@ def test_an_aspect_ratio_that_would_change_is_refused() -> None:
         mmod.apply_(make_model("test_vit", dynamic_img_size=True), Resize((48, 50)))
 
 
-@pytest.mark.parametrize(("r", "left"), [(80, 1), (25, 1), (16, 10), (8, 100)])
-def test_merging_that_leaves_hardly_a_patch_is_told(r: int, left: int, recwarn: pytest.WarningsRecorder) -> None:
-    model = mmod.apply_(timm.create_model("vit_tiny_patch16_224", embed_dim=12).eval(), mmod.methods.Merge(r=r))
+@pytest.mark.parametrize("r", [500, 25, 8, 4])
+@pytest.mark.parametrize(
+    ("make", "images"),
+    [
+        (lambda: timm.create_model("vit_tiny_patch16_224", embed_dim=12), torch.zeros(1, 3, 224, 224)),
+        # Of any size, and made for 100 patches; of a class of one's own, of which a trial shows 64.
+        (lambda: timm.create_model("test_vit", dynamic_img_size=True), torch.zeros(1, 3, 160, 160)),
+        (lambda: make_own("einsum"), torch.zeros(1, 3, 64, 64)),
+    ],
+    ids=["one size", "any size", "own"],
+)
+def test_merging_that_leaves_hardly_a_patch_is_told(
+    make: Any, images: Tensor, r: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = mmod.apply_(make().eval(), Merge(r=r))
     told = [str(warning.message) for warning in recwarn if str(warning.message).startswith(f"r={r} leaves ")]
-    # In ImageNet's usual ViT; a twentieth of its patches are 9.
-    assert told == ([f"r={r} leaves {left} of 196 patches in the end. Set a smaller r, such as 8"] if left < 9 else [])
     with mmod.trace(model) as decisions:
-        model(torch.zeros(1, 3, 224, 224))
-    assert decisions["blocks.11"].kept.index_BK.shape[1] == 1 + left
+        model(images)
+    (*_, last) = decisions.values()
+    # All have one class token.
+    left, patches = last.kept.index_BK.shape[1] - 1, last.keep_BN.shape[1] - 1
+    assert bool(told) == (left * 20 < patches)
+    assert all(f"r={r} leaves {left} of {patches} patches in the end. Set a smaller r" in line for line in told)
