@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -246,23 +246,28 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
     if not by_data:
         return {}
     if kept is None:
-        first, *others = by_data
         raise ValueError(
-            f"the cost of {first}{f' and {len(others)} others' if others else ''} follows from the data: pass kept=, "
+            f"the cost of {_first_of(by_data)} follows from the data: pass kept=, "
             "the share of tokens or images that they keep, or `decisions` of `with mmod.trace(model) as decisions`, in "
             "which the model saw representative images"
         )
     shares = kept.kept_shares() if isinstance(kept, Trace) else kept
     if not isinstance(shares, Mapping):
         shares = dict.fromkeys(by_data, shares)
-    missing = sorted(set(by_data) - set(shares))
+    missing = [name for name in by_data if name not in shares]
     if missing:
-        raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
+        names = f"it names {', '.join(shares)}" if shares else "it is empty: run the model within `mmod.trace`"
+        raise ValueError(f"kept names no share for {_first_of(missing)}; {names}")
     images = {}
     for name, module in by_data.items():
         check_value(f"the kept share of {name}", shares[name], float, "[0, 1]")
         images[name] = module.assume_kept(float(shares[name]))
     return {name: share for name, share in images.items() if share < 1}
+
+
+def _first_of(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _stacks(model: nn.Module, input_size: Size) -> dict[str, BlockStack]:

@@ -206,8 +206,10 @@ def test_threshold_needs_what_was_kept() -> None:
     mmod.route_(model, mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0)))
     with pytest.raises(ValueError, match=r"blocks\.1 and .* pass kept="):
         flops(model, side)
-    with pytest.raises(ValueError, match=r"names no share for blocks\.3"):
+    with pytest.raises(ValueError, match=r"names no share for blocks\.3; it names blocks\.1"):
         flops(model, side, kept={"blocks.1": 0.5})
+    with trace(model) as nothing, pytest.raises(ValueError, match=r"for blocks\.1 and 1 more; it is empty: run the"):
+        flops(model, side, kept=nothing)
     with pytest.raises(ValueError, match=r"must be a number in \[0, 1\], got 2"):
         flops(model, side, kept=2.0)
     with pytest.raises(TypeError, match=r"kept share of blocks\.1 must be a number in \[0, 1\], got 'half'"):
