@@ -237,7 +237,7 @@ class Advice:
         lines = [str(self.table()), f"\n**{self.sentence}**\n"]
         if self.faster is None:
             in_batches, *alone = self.recommendations
-            lines += [f"{text}\n" for text in (in_batches.by_speed, *(one.text for one in alone))]
+            lines += [f"{text}\n" for text in (in_batches.by_speed, *(one.text for one in alone)) if text]
         lines += [f"- {fact}" for fact in self.facts]
         row = self._named
         if row is not None and self.code:

@@ -176,25 +176,26 @@ class Recommendation:
 
     @property
     def text(self) -> str:
-        """The sentence, and the model that loses least at some speeds."""
-        return "\n\n".join([self.sentence, self.by_speed] if self._is_tested else [self.by_speed])
+        """The sentence, and the models that lose least at some speeds."""
+        return "\n\n".join(filter(None, [self.sentence if self._is_tested else "", self.by_speed]))
 
     @property
     def by_speed(self) -> str:
-        """The model that loses least at some speeds, a line each."""
-        speeds: dict[Alternative | None, list[float]] = {}
+        """The models that lose least at some speeds, a line each, without that of the sentence; empty for no other."""
+        speeds: dict[Alternative, list[float]] = {}
         for speed in _SPEEDS:
-            speeds.setdefault(self.at_speed(speed), []).append(speed)
-        if None in speeds and len(speeds) == 1:
+            chosen = self.at_speed(speed)
+            if chosen is not None:
+                speeds.setdefault(chosen, []).append(speed)
+        if not speeds:
             return f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}."
-        lines = [f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n"]
+        lines = []
         for chosen, reached in speeds.items():
-            line = f"- {' and '.join(f'{speed:g}' for speed in reached)} times as fast: "
-            if chosen is None:
-                lines.append(f"{line}nothing measured")
-            else:
-                lines.append(f"{line}{chosen.name}, {_times(chosen)} at {self._measured(chosen)}")
-        return "\n".join(lines)
+            if not self._is_tested or chosen is not self.named:
+                times = " and ".join(f"{speed:g}" for speed in reached)
+                lines.append(f"- {times} times as fast: {chosen.name}, {_times(chosen)} at {self._measured(chosen)}")
+        header = f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n"
+        return "\n".join([header, *lines] if lines else [])
 
     @property
     def recommended(self) -> list[Alternative]:
