@@ -43,7 +43,9 @@ def check_budgets(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
     # FLOPs of prompts follow from the data, and times from the weights.
     kind: Any = kind_of(config)
     shares = [options for options in searches if options.cost == "flops" and hasattr(kind, "image_shape")]
-    model = kind.sketch().eval() if shares else None
+    if not shares:
+        return
+    model = kind.sketch().eval()
     for options in shares:
         image = torch.empty(1, *kind.image_shape, device="meta")
         check_budget(model, image, options.budget, options.part or kind.planned_part, _named(options), options.router)
