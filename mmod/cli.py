@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from mmod.io.configs import config_names, existing_config
 from mmod.io.refusals import one_line_errors, one_line_warnings
+from mmod.names import near_names
+from mmod.plain import from_plain
 from mmod.training.kinds import KINDS, config_class
-from mmod.values import from_plain, near_names
 
 
 class Command(NamedTuple):

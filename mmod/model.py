@@ -15,7 +15,8 @@ from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig,
 from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
-from mmod.values import brief, check_value, similar
+from mmod.names import similar
+from mmod.values import brief, check_value
 
 HowToRoute = RoutingConfig | str | None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
-import difflib
 import functools
 import inspect
 import itertools
@@ -16,14 +15,13 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+from mmod.names import near_names, similar, valid_names
 
 if TYPE_CHECKING:
     from torch import Tensor
     from typing_extensions import Self
-
-Config = TypeVar("Config")
 
 _NAMES: dict[Any, str] = {
     Mapping: "a mapping of names to values",
@@ -40,18 +38,7 @@ Limit = str | tuple[str, ...]
 
 IGNORED = -100
 """Label of a patch or token without a class, as torch's `ignore_index`: losses and figures leave it out."""
-_FINITE = "(-inf, inf)"
-# Of more names than these, a message lists similar ones alone.
-_MANY = 20
-# Words of papers and other libraries, which no spelling is near to, and our words for them.
-_SYNONYMS = {
-    "tome": ("merge",),
-    "evit": ("prune",),
-    "keep": ("capacity", "r"),
-    "ratio": ("capacity", "keep", "r"),
-    "learning_rate": ("lr",),
-    "accuracy": ("top1",),
-}
+FINITE = "(-inf, inf)"
 
 
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
@@ -59,54 +46,6 @@ def one_of(name: str, value: object, valid: Sequence[str]) -> None:
     if value not in valid:
         told = f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}"
         raise ValueError("; ".join(filter(None, [told, near_names(value, valid)])))
-
-
-def similar(name: object, known: Iterable[str], cutoff: float = 0.65) -> list[str]:
-    """Return up to three known names that mean or look like another one in any case, the most similar first.
-
-    Example:
-        >>> similar("A-MoD", ["a-mod", "gradual"]), similar("ToMe", ["prune", "merge"])
-        (['a-mod'], ['merge'])
-        >>> similar("pruning", ["routing", "prune"])
-        ['prune', 'routing']
-    """
-    folded = {other.casefold(): other for other in known}
-    word = str(name).casefold()
-    meant = [folded[other] for other in _SYNONYMS.get(word, ()) if other in folded]
-    close = difflib.get_close_matches(word, folded, n=3, cutoff=cutoff)
-    # "pruning" has more letters of "routing", and is meant as "prune".
-    close.sort(key=lambda other: not other.startswith(word[:3]))
-    return meant or [folded[other] for other in close]
-
-
-def near_names(name: object, known: Iterable[str], listing: str = "") -> str:
-    """Return similar names as a hint for an error message, or the command that lists all.
-
-    Example:
-        >>> near_names("vit_tinny", ["resnet18", "vit_tiny"], "timm.list_models()")
-        'near ones: vit_tiny'
-        >>> near_names("x", ["resnet18", "vit_tiny"], "timm.list_models()")
-        'timm.list_models() lists the known ones'
-    """
-    near = similar(name, known)
-    if near:
-        return f"near ones: {', '.join(near)}"
-    return f"{listing} lists the known ones" if listing else ""
-
-
-def valid_names(name: object, valid: Sequence[str], lead: str) -> str:
-    """Return the valid names as a hint for an error message, those similar to an unknown one first.
-
-    Many are left out if some are similar.
-
-    Example:
-        >>> valid_names("learning_rat", ["epochs", "learning_rate"], "valid ones are")
-        'near ones: learning_rate; valid ones are epochs, learning_rate'
-    """
-    near = near_names(name, valid)
-    if near and len(valid) > _MANY:
-        return near
-    return "; ".join(filter(None, [near, f"{lead} {', '.join(valid)}"]))
 
 
 def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str], elsewhere: str = "") -> None:
@@ -142,14 +81,14 @@ def check_fields(config: object, group: str = "") -> None:
     section in messages.
     """
     cls: Any = type(config)
-    limits = _limits(cls)
+    limits = limits_of(cls)
     mistakes = Mistakes()
-    for name, hint in _hints(cls).items():
+    for name, hint in hints_of(cls).items():
         given = getattr(config, name)
         value = list(given) if isinstance(given, range) else given
         with mistakes.collected():
-            _check_named(cls, name, f"{group}.{name}" if group else name, value)
-            check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
+            check_named(cls, name, f"{group}.{name}" if group else name, value)
+            check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, FINITE))
         plain = _builtin(value)
         options = (hint, *typing.get_args(hint))
         # A field's tuple that came from a file is a list.
@@ -227,7 +166,7 @@ def owner_of(field: str, cls: type) -> str:
     return f"it is a field of {' and '.join(sorted(owners))}" if owners else ""
 
 
-def check_value(name: str, value: object, hint: object, limit: Limit | None = _FINITE) -> None:
+def check_value(name: str, value: object, hint: object, limit: Limit | None = FINITE) -> None:
     """Raise unless a value is of a type and within a limit, None for any value; see `check_fields`."""
     fault = _fault(value, hint, limit)
     if fault is not None:
@@ -257,12 +196,12 @@ def _choices(hint: Any, limit: Limit | None) -> list[str]:
     return list(itertools.chain.from_iterable(_choices(option, limit) for option in arguments))
 
 
-def _check_named(cls: Any, field: str, name: str, value: object) -> None:
+def check_named(cls: Any, field: str, name: str, value: object) -> None:
     """Raise a TypeError if a value lacks the names that a field's metadata lists, and is what belongs below one."""
     names = cls.__dataclass_fields__[field].metadata.get("names")
     if not names or not isinstance(value, (Mapping, str)):
         return
-    hint = _hints(cls)[field]
+    hint = hints_of(cls)[field]
     if not fits(value, hint) and fits({names[0]: value}, hint):
         raise TypeError(
             f"{name} is a mapping with {' and '.join(names)}: write {name}: {{{names[0]}: {_flow(value)}}}, got "
@@ -279,7 +218,7 @@ def _flow(value: object) -> str:
 
 def fits(value: object, hint: object) -> bool:
     """Return whether a value is of a type; see `check_fields`."""
-    return _fault(value, hint, _FINITE) is None
+    return _fault(value, hint, FINITE) is None
 
 
 def _builtin(value: Any) -> Any:
@@ -309,127 +248,12 @@ def check_finite(name: str, values: Tensor) -> None:
         raise ValueError(f"{name} must be finite, got {bad} of {values.numel()} values that are NaN or infinite")
 
 
-def without_nan(values: object) -> Any:
-    """Return the plain values of a file, with None for numbers that are not finite: JSON and tables have none.
-
-    Example:
-        >>> without_nan({"kept": [0.5, math.nan]})
-        {'kept': [0.5, None]}
-    """
-    if isinstance(values, Mapping):
-        return {key: without_nan(value) for key, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return [without_nan(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values
-
-
 def check_module(model: object) -> None:
     """Raise a TypeError unless a model is a `torch.nn.Module`, for example if it is a model's name."""
     from torch import nn
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
-
-
-def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit | None = _FINITE) -> Config:
-    """Build a dataclass, and the dataclasses and tuples in it, from the plain values of a file.
-
-    Args:
-        name: Dotted key of the values in their file, for messages; empty for all of it.
-        limit: Range of all numbers; None allows NaN, which results may hold, and reads it where their file has null.
-
-    Raises:
-        ValueError: A value is wrong, a key unknown or missing; several mistakes are told together.
-        TypeError: The only mistake is a value of another type.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Span:
-        ...     ends: tuple[float, ...]
-        >>> from_plain(Span, {"ends": [1, 4.5]})
-        Span(ends=(1.0, 4.5))
-    """
-    if not isinstance(values, Mapping):
-        raise TypeError(f"{name or 'a config file'} must be a mapping of keys to values, got {brief(values)}")
-    # Typed as Any, because mypy takes a type variable for no dataclass.
-    config_class: Any = cls
-    hints = _hints(config_class)
-    prefix = f"{name}." if name else ""
-    fields: dict[str, Any] = {}
-    limits = {} if limit is None else _limits(config_class)
-    unknown = [key for key in values if key not in hints]
-    if "kind" in hints and "kind" in values:
-        # The keys of another kind would all be unknown, and hide this mistake.
-        check_value(f"{prefix}kind", values["kind"], hints["kind"])
-    mistakes = Mistakes()
-    if unknown:
-        mistakes.errors.append(ValueError(_told_unknown(config_class, unknown, name)))
-    for key, value in values.items():
-        if key in unknown:
-            continue
-        with mistakes.collected():
-            fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
-            _check_named(cls, key, f"{prefix}{key}", fields[key])
-            check_value(f"{prefix}{key}", fields[key], hints[key], limits.get(key, limit))
-    missing = [prefix + key for key in required_fields(config_class) if key not in values]
-    if missing:
-        mistakes.errors.append(ValueError(f"keys that are required: {', '.join(missing)}"))
-    mistakes.tell()
-    return cls(**fields)
-
-
-def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
-    """Return the message for unknown keys of a config: similar ones, also in its groups, and once all valid ones."""
-    prefix = f"{name}." if name else ""
-    valid = sorted(_hints(cls))
-    paths = list(_paths_in_groups(cls))
-    hints = []
-    for key in keys:
-        near = [path for path in paths if path.rpartition(".")[2] == key] or similar(key, valid)
-        hints.append(f"near ones: {', '.join(near)}" if near else "")
-    lead = f"valid keys in group {name!r}:" if name else "valid keys at the top level:"
-    listed = f"{lead} {', '.join(valid)}"
-    if len(keys) == 1:
-        is_long = len(valid) > _MANY and hints[0]
-        told = [f"unknown config key {f'{prefix}{keys[0]}'!r}", hints[0], "" if is_long else listed]
-        return "; ".join(filter(None, told))
-    named = [f"{f'{prefix}{key}'!r}" + (f" ({hint})" if hint else "") for key, hint in zip(keys, hints)]
-    return f"unknown config keys {', '.join(named)}; {listed}"
-
-
-def _paths_in_groups(cls: object) -> Iterator[str]:
-    """Yield the dotted keys of the groups in a config."""
-    for name, hint in _hints(cls).items():
-        group = dataclass_in(hint)
-        # Items of a list have no key of their own.
-        if group is not None and typing.get_origin(hint) not in (list, tuple):
-            yield from (f"{name}.{key}" for key in (*_hints(group), *_paths_in_groups(group)))
-
-
-def with_keys_in(group: str, config: object, message: str) -> str:
-    """Return a message about a config with its dotted keys as keys in a group of another config; "" for none.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Run:
-        ...     schedule: dict[str, int]
-        >>> with_keys_in("finetune", Run({}), "Set schedule.warmup to 0")
-        'Set finetune.schedule.warmup to 0'
-    """
-    if not group:
-        return message
-    # Not the name of a file, which stands in quotes or behind its folder.
-    cls: Any = type(config)
-    names = "|".join(_hints(cls))
-    return re.sub(rf"(?<![\w./'\"])(?=(?:{names})\.\w)", f"{group}.", message)
-
-
-def dataclass_in(hint: object) -> type | None:
-    """Return the dataclass that a field's type is or allows; None if its keys are free."""
-    for item in (hint, *typing.get_args(hint)):
-        if isinstance(item, type) and dataclasses.is_dataclass(item):
-            return item
-    return None
 
 
 class _SeveralError(ValueError):
@@ -473,48 +297,15 @@ class Mistakes:
             raise _SeveralError(list(itertools.chain.from_iterable(told)))
 
 
-def required_fields(cls: Any) -> list[str]:
-    """Return the fields of a dataclass that have no default."""
-    return [field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is MISSING]
-
-
-def _from_plain(hint: object, value: object, name: str, limit: Limit | None) -> Any:
-    """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
-    # What `without_nan` wrote.
-    if hint is float and value is None and limit is None:
-        return math.nan
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
-        return functools.reduce(lambda plain, option: _from_plain(option, plain, name, limit), arguments, value)
-    if origin in (list, tuple) and isinstance(value, list):
-        has_fixed_length = origin is tuple and arguments[-1] is not Ellipsis
-        types_of_items = arguments if has_fixed_length else arguments[:1] * len(value)
-        pairs = enumerate(zip(types_of_items, value))
-        items = [_from_plain(kind, item, f"{name}[{i}]", limit) for i, (kind, item) in pairs]
-        # A list of the wrong length stays a list, which `check_value` refuses.
-        return origin(items) if len(types_of_items) == len(value) else value
-    if origin in (dict, collections.abc.Mapping) and isinstance(value, Mapping):
-        return {key: _from_plain(arguments[1], item, f"{name}.{key}", limit) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_plain(typing.cast(type, hint), value, name, limit)
-    # Integers that a float holds exactly.
-    if hint is float and type(value) is int and abs(value) <= 2**53:
-        return float(value)
-    return value
-
-
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
+def hints_of(cls: Any) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 @functools.cache
-def _limits(cls: Any) -> dict[str, Limit]:
+def limits_of(cls: Any) -> dict[str, Limit]:
     """Return the limits in the annotations of a dataclass's fields, by name."""
     limits: dict[str, Limit] = {}
     # Bases first: a class may set the limit of an inherited field anew.
@@ -589,7 +380,7 @@ def _fault_within(value: object, hint: object, limit: Limit | None) -> type[Exce
 def _within(value: Any, limit: Limit | None) -> bool:
     if limit is None:
         return True
-    interval = limit if isinstance(limit, str) else _FINITE
+    interval = limit if isinstance(limit, str) else FINITE
     low, high = _bounds(interval)
     above = value >= low if interval[0] == "[" else value > low
     below = value <= high if interval[-1] == "]" else value < high
@@ -602,7 +393,7 @@ def _bounds(interval: str) -> tuple[float, float]:
     return low, high
 
 
-def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
+def describe(hint: Any, limit: Limit | None = FINITE) -> str:
     """Return the description of a type and a limit for messages; see `check_fields`.
 
     Example:
@@ -638,7 +429,7 @@ def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
 
 
 def _describe_number(name: str, limit: Limit | None) -> str:
-    interval = limit if isinstance(limit, str) else _FINITE
+    interval = limit if isinstance(limit, str) else FINITE
     low, high = _bounds(interval)
     if math.isinf(low) and math.isinf(high):
         return name if name == _NAMES[int] else "a finite number"

@@ -20,7 +20,8 @@ from typing import Any
 
 from mmod.config.parse import shown_default
 from mmod.io.options import field_meanings
-from mmod.values import dataclass_in, describe
+from mmod.plain import dataclass_in
+from mmod.values import describe
 
 DOCS = Path(__file__).parents[1] / "docs"
 PLACE = re.compile(r"^<!-- (api|options|names)( [^>]+)? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -27,9 +27,11 @@ from tests.kit.scripts import ROOT, run_script
 PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
     "lazy",
+    "names",
     "random_state",
     "threads",
     "values",
+    "plain",
     "version",
     "io",
     "config",
@@ -234,7 +236,7 @@ def test_public_names_say_what_they_do(name: str) -> None:
 # its name.
 CALM = ["adapters", "analysis", "blocks", "cli", "config", "data", "io", "lab"]
 CALM += ["losses", "methods", "model", "opening", "ops", "planning", "pretrained", "registry", "report", "routing"]
-CALM += ["lazy", "studies", "threads", "training", "values", "benchmarks"]
+CALM += ["lazy", "studies", "threads", "training", "values", "plain", "names", "benchmarks"]
 FMT_COMMENT = re.compile(r"# fmt: (skip|off)")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

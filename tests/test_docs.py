@@ -26,8 +26,8 @@ from PIL import Image
 
 import mmod
 from mmod import cli
+from mmod.plain import dataclass_in
 from mmod.training.kinds import KINDS, config_class
-from mmod.values import dataclass_in
 from scripts import doc_tables, reference
 from tests.kit.fitted import fit_once
 from tests.kit.pages import BENCHMARK, COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of

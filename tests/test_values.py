@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import mmod
-from mmod.values import Checked, check_finite, check_value, from_plain
+from mmod.plain import from_plain
+from mmod.values import Checked, check_finite, check_value
 
 
 @dataclass

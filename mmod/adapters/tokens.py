@@ -17,8 +17,9 @@ from mmod.adapters.probe import Example, read_inputs
 from mmod.adapters.proven import Proof, stack_of
 from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
+from mmod.plain import from_plain
 from mmod.random_state import kept_random_state
-from mmod.values import brief, check_value, from_plain
+from mmod.values import brief, check_value
 
 # Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
 _PROOF = "mod_proof"

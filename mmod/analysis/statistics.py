@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mmod.values import without_nan
+from mmod.plain import without_nan
 
 Values = NDArray[np.float64]
 BySeed = Mapping[int, float]

@@ -19,7 +19,7 @@ from mmod.audits.strata import ALL, SHIFT, ByStratum, Stratum, compare_strata, m
 from mmod.audits.tables import BatchRows, baseline_row, outcome_table
 from mmod.config import AuditConfig
 from mmod.io.tables import MarkdownTable, table_of
-from mmod.values import from_plain
+from mmod.plain import from_plain
 
 _LEVEL = 0.05
 _COLUMNS = {

@@ -21,7 +21,8 @@ from mmod.config.registry import PRESETS
 from mmod.config.routing import RoutingConfig
 from mmod.io.options import field_meanings, split_options, with_options
 from mmod.io.yaml import merged, stack_configs
-from mmod.values import dataclass_in, describe, from_plain, one_of
+from mmod.plain import dataclass_in, from_plain
+from mmod.values import describe, one_of
 
 Config = TypeVar("Config")
 Classes = type[Config] | Mapping[str, type[Config]]

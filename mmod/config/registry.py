@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold, spelled
-from mmod.values import brief, check_value, near_names, one_of, refuse_unknown
+from mmod.names import near_names
+from mmod.values import brief, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor

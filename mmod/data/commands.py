@@ -14,7 +14,7 @@ from mmod.data.synthetic.build import Config, Scene, SyntheticSet, save_montage
 from mmod.data.synthetic.questions import export_questions, measure_prior
 from mmod.io.options import add_fields, split_options, with_options
 from mmod.io.refusals import OneLineParser, one_line_exit
-from mmod.values import from_plain
+from mmod.plain import from_plain
 
 CONVERSIONS = ("pairs", "conversations")
 """Sets of others: modules of `mmod.data.convert`."""

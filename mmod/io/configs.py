@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmod.io.files import read_text
-from mmod.values import similar
+from mmod.names import similar
 
 _PACKAGE = Path(__file__).parents[1]
 

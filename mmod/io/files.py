@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
-from mmod.values import without_nan
+from mmod.plain import without_nan
 
 if TYPE_CHECKING:
     from webdataset import TarWriter

@@ -11,7 +11,8 @@ from typing import Any
 from docstring_parser import parse
 
 from mmod.io.yaml import BASE_KEY, merged, parse_option
-from mmod.values import dataclass_in, fits, required_fields
+from mmod.plain import dataclass_in, required_fields
+from mmod.values import fits
 
 
 def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:

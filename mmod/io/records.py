@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.io.files import make_folder, read_json_object, write_json
-from mmod.values import similar
+from mmod.names import similar
 
 
 class FolderTakenError(FileExistsError, ValueError):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mmod.lazy import name_missing_extra
-from mmod.values import near_names
+from mmod.names import near_names
 
 _PACKAGE = Path(__file__).parents[1]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)

@@ -23,7 +23,8 @@ from torch import Tensor
 from mmod.io.environment import environment
 from mmod.io.files import check_regular, locked, parse_json, writing
 from mmod.io.progress import say
-from mmod.values import brief, from_plain
+from mmod.plain import from_plain
+from mmod.values import brief
 from mmod.version import __version__
 
 STORE = "store.jsonl"

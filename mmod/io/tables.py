@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mmod.io.files import write_atomically
-from mmod.values import without_nan
+from mmod.plain import without_nan
 
 Column = tuple[str, str]
 """Title and format of a column. `±` before the format adds the value named `NAME_std`."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mmod.methods.base import METHODS, Method
-from mmod.values import owner_of, refuse_unknown, required_fields
+from mmod.plain import required_fields
+from mmod.values import owner_of, refuse_unknown
 
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
     importlib.import_module(f"mmod.methods.{_module.name}")

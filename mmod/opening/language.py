@@ -12,10 +12,10 @@ from transformers.models.auto import modeling_auto
 
 from mmod.adapters.saving import KEY
 from mmod.io.tensors import check_complete
+from mmod.names import similar
 from mmod.opening.opened import Opened, Options
 from mmod.opening.transformers import hidden_bars
 from mmod.pretrained import HUB, load_pretrained, make_transformers
-from mmod.values import similar
 
 
 def reads_text(model_type: str) -> bool:

@@ -203,7 +203,7 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
         # Late, because the data's config imports readers that opening does not need.
         from mmod.data.config import DataConfig
         from mmod.data.loader import evaluation_fields
-        from mmod.values import from_plain
+        from mmod.plain import from_plain
 
         return Preprocessing(evaluation_fields(from_plain(DataConfig, fields["data"])), "of the run")
 

@@ -19,9 +19,9 @@ from mmod.adapters import image_facts
 from mmod.io.configs import find_config
 from mmod.io.files import read_json_object, write_atomically
 from mmod.io.tensors import write_tensors
+from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.weights import converted, find_weights, load_weights, read_weights
-from mmod.values import near_names
 
 # Names with these bring their weights.
 SCHEMES = ("local-dir:", "hf-hub:")

@@ -18,10 +18,11 @@ from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
 from torch import nn
 
 from mmod.adapters import image_facts
+from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
 from mmod.opening.runs import run_classes
 from mmod.opening.weights import converted, load_weights, read_weights
-from mmod.values import brief, near_names
+from mmod.values import brief
 
 # What stands before a name that is not one of timm's own.
 _SOURCES = ("hf-hub:", "hf_hub:", "local-dir:")

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 from mmod.audits.generation import Generation
 from mmod.audits.result import Audit
 from mmod.io.files import open_rows, parse_json, read_text
-from mmod.values import check_value, from_plain
+from mmod.plain import from_plain
+from mmod.values import check_value
 
 _STUDIES = ("tradeoff.json", "isoflop.json")
 _AUDIT = "audit/audit.json"

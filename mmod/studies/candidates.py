@@ -16,6 +16,7 @@ from mmod.analysis.table import DENSE
 from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.opening.runs import RUN_CONFIG
+from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
@@ -23,7 +24,7 @@ from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import config_class, kind_of
-from mmod.values import check_value, from_plain, one_of, refuse_unknown
+from mmod.values import check_value, one_of, refuse_unknown
 
 
 def comparison_of(config: StudyConfig) -> Comparison:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import BASE_KEY, merged
+from mmod.plain import from_plain
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT, PlanOptions
-from mmod.values import Checked, check_value, from_plain, one_of, refuse_unknown
+from mmod.values import Checked, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.data.config import DataConfig

@@ -22,6 +22,7 @@ from mmod.io.jobs import Callback
 from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
+from mmod.plain import from_plain
 from mmod.studies.compare import BEFORE, Load, Measurer, fit, identity_of, load_start
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
@@ -31,7 +32,7 @@ from mmod.studies.runs import Run
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
-from mmod.values import IGNORED, from_plain
+from mmod.values import IGNORED
 
 # The images that classifiers are fitted on, and those that are tested.
 _FITTED = "fitted"

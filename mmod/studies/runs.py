@@ -11,12 +11,12 @@ from typing import Any, TypeVar, cast
 from mmod.analysis.table import DENSE
 from mmod.io.jobs import Job
 from mmod.io.yaml import merged
+from mmod.plain import with_keys_in
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.plan import check_budgets
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import kind_of
-from mmod.values import with_keys_in
 
 BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""

@@ -17,7 +17,7 @@ from mmod.adapters.proven import Proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
 from mmod.cli import main
-from mmod.values import from_plain
+from mmod.plain import from_plain
 from tests.kit import proven_worker as worker
 from tests.kit.clip_zoo import make_clip
 from tests.kit.counting import flop_counter

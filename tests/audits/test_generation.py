@@ -13,7 +13,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.audits.generation import Generation, evaluate_generation
-from mmod.values import from_plain
+from mmod.plain import from_plain
 from tests.kit.vlm_zoo import make_language
 
 WINDOW = 6

@@ -9,7 +9,7 @@ import pytest
 
 from mmod.config.parse import parse_config
 from mmod.io.options import split_options, with_options
-from mmod.values import from_plain
+from mmod.plain import from_plain
 from tools.benchmarks.command import MODES, config_class
 
 

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from mmod.plain import dataclass_in
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.pairs.config import TrainConfig as PairsConfig
 from mmod.training.text.config import TrainConfig as TextConfig
-from mmod.values import dataclass_in
 from tests.kit.trap import Trap
 
 VIT = {"name": "vit_tiny_patch16_224"}

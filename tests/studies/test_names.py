@@ -10,10 +10,10 @@ import yaml
 
 from mmod.config.parse import parse_config
 from mmod.io import yaml as yaml_files
+from mmod.plain import from_plain
 from mmod.studies.candidates import comparison_of
 from mmod.studies.command import CONFIGS
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
-from mmod.values import from_plain
 from tests.kit.image_study import DENSE
 
 

@@ -13,10 +13,10 @@ from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.records import record_config
 from mmod.opening.language import described
 from mmod.opening.weights import find_weights
+from mmod.plain import from_plain
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.text.config import TrainConfig as TextConfig
-from mmod.values import from_plain
 from tests.kit.bad_configs import (
     KINDS,
     NAN,

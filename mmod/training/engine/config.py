@@ -16,7 +16,8 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
-from mmod.values import Checked, check_fields, check_value, from_plain
+from mmod.plain import from_plain
+from mmod.values import Checked, check_fields, check_value
 
 if TYPE_CHECKING:
     from mmod.methods.base import Method

@@ -14,8 +14,8 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
+from mmod.names import near_names
 from mmod.training.engine.config import LoopConfig, OptimConfig
-from mmod.values import near_names
 
 
 def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:

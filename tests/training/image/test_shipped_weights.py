@@ -12,10 +12,10 @@ import pytest
 from mmod.data.synthetic.digits import DIFFICULTIES
 from mmod.io.tensors import read_tensors
 from mmod.opening.weights import find_weights
+from mmod.plain import from_plain
 from mmod.training import TrainConfig
 from mmod.training.engine.kind import load
 from mmod.training.image.kind import ImageKind
-from mmod.values import from_plain
 
 CONFIGS = {"digits-dense": "digits/filled.yaml", "digits-shallow": "digits/filled-shallow.yaml"}
 
