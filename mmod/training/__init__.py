@@ -18,7 +18,7 @@ from mmod.lazy import lazy_names
 # For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.training.engine.config import EmaConfig, OptimConfig, ScheduleConfig
+    from mmod.training.engine.groups import EmaConfig, OptimConfig, ScheduleConfig
     from mmod.training.engine.kind import Step
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image.config import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "mmod.training.engine.config": ["EmaConfig", "OptimConfig", "ScheduleConfig"],
+        "mmod.training.engine.groups": ["EmaConfig", "OptimConfig", "ScheduleConfig"],
         "mmod.training.engine.kind": ["Step"],
         "mmod.training.engine.run_folder": ["FitResult"],
         "mmod.training.image.config": [

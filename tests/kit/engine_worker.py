@@ -26,7 +26,7 @@ from mmod.training import (
     TrainConfig,
     fit,
 )
-from mmod.training.engine.config import DistributedConfig
+from mmod.training.engine.groups import DistributedConfig
 from mmod.training.engine.kind import AfterStep
 
 MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}

@@ -32,7 +32,7 @@ from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.model import resize_images
 from mmod.training.chat.processor import create_word_processor
-from mmod.training.engine.config import ScheduleConfig
+from mmod.training.engine.groups import ScheduleConfig
 from mmod.training.engine.kind import load
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of

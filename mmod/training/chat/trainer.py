@@ -43,8 +43,8 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
 from mmod.training.chat.model import check_routers_learn
 from mmod.training.engine.checkpoint import read_newest, write_sums
-from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
+from mmod.training.engine.groups import OptimConfig
 from mmod.training.engine.health import RouterHealth, logged_figures, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, Step
 from mmod.training.engine.logging import note, note_resumed

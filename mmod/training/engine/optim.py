@@ -15,7 +15,8 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from mmod.names import near_names
-from mmod.training.engine.config import LoopConfig, OptimConfig
+from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.groups import OptimConfig
 
 
 def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.training.engine import config as engine
+from mmod.training.engine.groups import TeacherConfig
 from mmod.values import Checked
 
 
@@ -93,7 +94,7 @@ class MixupConfig(Checked, group="mixup"):
 
 
 @dataclass(frozen=True)
-class DistillConfig(engine.TeacherConfig):
+class DistillConfig(TeacherConfig):
     """Distillation of logits: `weight * KL(teacher || student)` is added to the task's loss.
 
     Args:
