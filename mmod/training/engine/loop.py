@@ -7,8 +7,8 @@ weights, their average, the optimiser and the position, and a resumed run repeat
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -198,26 +198,22 @@ class _Trainer:
         if self.epoch >= (self.config.training_only_epochs or self.epochs):
             undo_training_only_(self.model)
         self._train_epoch(bar)
-        row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
-        self.meters.gather(keep=True)
-        row |= {f"train_{name}": value for name, value in self.meters.means().items()}
-        if self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0:
+        is_due = self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0
+        if is_due:
             self.parallel.average_statistics()
             # An evaluation may fail, or outlast what a signal leaves.
             self._save()
             # Agreed by all: a process that left alone would leave the others waiting.
             if self.stop.agreed():
                 self._leave()
+        row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
+        # Behind that save, which leaves all sums to the first process: gathered before it, they would be added twice.
+        self.meters.gather(keep=True)
+        row |= {f"train_{name}": value for name, value in self.meters.means().items()}
+        if is_due:
             evaluation, average = self._evaluate()
-            for data, evaluated_model in (("val", evaluation), ("ema", average)):
-                if evaluated_model is not None:
-                    result = evaluated_model.result
-                    prefix = "" if data == "val" else "ema_"
-                    if self.progress:
-                        of_average = " of the moving average" if prefix else ""
-                        note(f"epoch {self.epoch + 1}/{self.epochs}: validation{of_average} {result}")
-                    row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
-                    self.routers += evaluation_rows(self.step, data, result.kept)
+            row |= self._record_evaluation("val", "", evaluation)
+            row |= self._record_evaluation("ema", "ema_", average)
         row |= self.usage.figures()
         self.history.append(row)
         # Before the save, which belongs to the next epoch.
@@ -231,11 +227,22 @@ class _Trainer:
             self._leave()
         return evaluation, average
 
+    def _record_evaluation(self, data: str, prefix: str, evaluated: Evaluated | None) -> dict[str, float]:
+        """Return the figures of an evaluation for the history, and note them and what routers kept; none for None."""
+        if evaluated is None:
+            return {}
+        result = evaluated.result
+        self.routers += evaluation_rows(self.step, data, result.kept)
+        if self.progress:
+            of_average = " of the moving average" if prefix else ""
+            note(f"epoch {self.epoch + 1}/{self.epochs}: validation{of_average} {result}")
+        return {f"{prefix}{name}": value for name, value in result.columns().items()}
+
     def _train_epoch(self, bar: Bar) -> None:
         config = self.config
         self.wrapped.train()
         first = self.step + 1
-        # A resumed epoch goes on behind the batches of its finished steps; the last group may be shorter.
+        # A resumed epoch goes on behind the batches of its finished steps, of which the last may have had fewer.
         done = self._done
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
@@ -278,33 +285,46 @@ class _Trainer:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
+        passes = self._run_passes(group, logged=logged)
+        # Before the step changes the weights, in all processes at once.
+        if not self._is_finite([parts["loss"] for parts, _ in passes]):
+            self.optimizer.zero_grad()
+            self._refuse(group)
+        for parts, samples in passes:
+            self.meters.update(parts, samples)
+        self._update()
+        self.task.after_step()
+        self.step += 1
+        if self.ema is not None:
+            # By the step of the run, because the warm-up of the decay goes on where an interrupted run stopped.
+            self.ema.update(self.model, step=self.step)
+
+    def _run_passes(self, group: list[Batch], *, logged: bool) -> list[tuple[dict[str, Tensor], int]]:
+        """Go forward and backward on each batch of a step; return the figures and the samples of each pass."""
         passes: list[tuple[dict[str, Tensor], int]] = []
         for index, one_pass in enumerate(self.task.passes(group, self.process.device)):
-            with ExitStack() as stack:
-                # Gradients are exchanged once a step, in its last pass.
-                if index + 1 < len(group):
-                    stack.enter_context(self.parallel.local(self.wrapped))
+            is_last = index + 1 == len(group)
+            # Gradients are exchanged once a step, in its last pass.
+            with nullcontext() if is_last else self.parallel.local(self.wrapped):
                 parts: dict[str, Tensor] = self.wrapped(*one_pass.arguments)
                 # Before the backward pass, in which the gradients of scores are counted.
-                if logged and index + 1 == len(group):
+                if logged and is_last:
                     self.health.read()
                 # Weighed, so that accumulated batches have the gradient of one large batch.
                 self.scaler.scale(parts["loss"] * one_pass.weight).backward()
             passes.append((parts, one_pass.samples))
+        return passes
 
-        losses = torch.stack([parts["loss"].detach() for parts, _ in passes])
-        bad = (~losses.isfinite()).sum()
+    def _is_finite(self, losses: Sequence[Tensor]) -> bool:
+        """Return whether losses and gradients are finite in all processes; collective over them."""
+        bad = (~torch.stack([loss.detach() for loss in losses]).isfinite()).sum()
         # The scaler of fp16 looks for infinite gradients itself, and skips their steps.
         if not self.scaler.is_enabled():
             bad = bad + ~gradient_norm(self.model).isfinite()
-        # Before the step changes the weights, in all processes at once.
-        if int(sum_over_processes(bad)):
-            self.optimizer.zero_grad()
-            self._refuse(group)
+        return not int(sum_over_processes(bad))
 
-        for parts, samples in passes:
-            self.meters.update(parts, samples)
-        # The scaler's order: finish the gradients, unscale, clip, step.
+    def _update(self) -> None:
+        """Change the weights by their gradients, in the scaler's order: finish, unscale, clip, step."""
         self.parallel.before_update()
         if self.config.grad_clip is not None:
             self.scaler.unscale_(self.optimizer)
@@ -312,12 +332,6 @@ class _Trainer:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        self.task.after_step()
-
-        self.step += 1
-        if self.ema is not None:
-            # By the step of the run, because the warm-up of the decay goes on where an interrupted run stopped.
-            self.ema.update(self.model, step=self.step)
 
     def _refuse(self, group: list[Batch]) -> NoReturn:
         """Save the state before a step whose loss is not finite, and raise."""
