@@ -10,12 +10,23 @@ from typing import Any, Literal
 import numpy as np
 
 from mmod.analysis.statistics import Estimate, adjusted, estimate_of, published
+from mmod.analysis.table import Table
 from mmod.audits.across import Across, across_of
 from mmod.audits.choices import LEARNED, RANDOM, Choice
 from mmod.audits.contrast import OF_ACCURACY, OF_LOSS, Contrast, values_of
 from mmod.audits.information import Influence, influence_of, information_table
 from mmod.audits.oracle import LeaveOneOut, leave_one_out_of
-from mmod.audits.strata import ALL, SHIFT, ByStratum, Stratum, compare_strata, members_of, say_gaps, strata_table
+from mmod.audits.strata import (
+    ALL,
+    SHIFT,
+    ByStratum,
+    Members,
+    Stratum,
+    compare_strata,
+    members_of,
+    say_gaps,
+    strata_table,
+)
 from mmod.audits.tables import BatchRows, baseline_row, outcome_table
 from mmod.config import AuditConfig
 from mmod.io.tables import MarkdownTable, table_of
@@ -173,44 +184,24 @@ def result_of(
     names = [LEARNED, *choices]
     # Each context is compared with the learned choice.
     contrast = Contrast.of(values_of(table, names), config.resamples, seed=0, sign_seed=1)
-    mean_C = contrast.mean_FC[OF_ACCURACY]
-
     random = names.index(RANDOM)
     # Turned round, since contrasts are with the learned choice; 0 - 0 has no sign.
     above_S = 0 - contrast.drawn_change(OF_ACCURACY, random)
+    mean_C = contrast.mean_FC[OF_ACCURACY]
     gap = estimate_of(mean_C[0] - mean_C[random], above_S)
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
     is_clear = gap.low > 0 and contrast.p_FC[OF_ACCURACY, random] < _LEVEL
-
-    positions = [number for number, name in enumerate(names) if number and choices[name].family == "position"]
-    best = max(positions, key=lambda number: mean_C[number], default=None)
-    explained = None
-    if best is not None and is_clear:
-        # Resamples in which the router is no better than random have no share to explain.
-        is_above_S = above_S > 0
-        drawn_SC = contrast.drawn_SFC[is_above_S, OF_ACCURACY]
-        share_S = (drawn_SC[:, best] - drawn_SC[:, random]) / above_S[is_above_S]
-        explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share_S)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
 
-    position = None if best is None else names[best]
+    positions = [name for name, choice in choices.items() if choice.family == "position"]
+    position = max(positions, key=lambda name: mean_C[names.index(name)], default=None)
+    explained = None
+    if position is not None and is_clear:
+        explained = _share_reached(contrast, names.index(position), random)
     influence = influence_of(batches)
     kind, verdict = verdict_of(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
 
     members = members_of([batch.labels for batch in batches])
-    value_IFC = values_of(table, [LEARNED, RANDOM])
-    strata = {of: value_IFC[is_in_I] for of, is_in_I in members.items()}
-    if others:
-        # The audited set is the one without a shift.
-        strata[SHIFT, "none"] = value_IFC
-        for name, of_set in others.items():
-            strata[SHIFT, name] = values_of(outcome_table(of_set), [LEARNED, RANDOM])
-    beside: ByStratum = {}
-    for name in baselines:
-        value_IFC = values_of(table, [LEARNED, baseline_row(name)])
-        beside[name, ALL] = value_IFC
-        beside |= {(name, f"{group}: {part}"): value_IFC[is_in_I] for (group, part), is_in_I in members.items()}
-
     return Audit(
         images=images,
         draws=config.draws,
@@ -221,11 +212,44 @@ def result_of(
         kind=kind,
         verdict=verdict,
         across=across_of(batches, routed),
-        strata=compare_strata(strata, config.resamples),
+        strata=compare_strata(_strata_values(table, members, others), config.resamples),
         leave_one_out=leave_one_out_of(table, batches),
-        baselines=compare_strata(beside, config.resamples),
+        baselines=compare_strata(_baseline_values(table, members, baselines), config.resamples),
         influence=influence,
     )
+
+
+def _share_reached(contrast: Contrast, position: int, random: int) -> Estimate:
+    """Return the share of the gap between the learned and the random choice that a fixed position reaches."""
+    above_S = 0 - contrast.drawn_change(OF_ACCURACY, random)
+    # Resamples in which the router is no better than random have no share to explain.
+    is_above_S = above_S > 0
+    drawn_SC = contrast.drawn_SFC[is_above_S, OF_ACCURACY]
+    share_S = (drawn_SC[:, position] - drawn_SC[:, random]) / above_S[is_above_S]
+    mean_C = contrast.mean_FC[OF_ACCURACY]
+    return estimate_of((mean_C[position] - mean_C[random]) / (mean_C[0] - mean_C[random]), share_S)
+
+
+def _strata_values(table: Table, members: Members, others: Mapping[str, Sequence[BatchRows]]) -> ByStratum:
+    """Return the outcomes of the learned and the random choice by stratum, and on other sets."""
+    value_IFC = values_of(table, [LEARNED, RANDOM])
+    strata = {of: value_IFC[is_in_I] for of, is_in_I in members.items()}
+    if others:
+        # The audited set is the one without a shift.
+        strata[SHIFT, "none"] = value_IFC
+        for name, of_set in others.items():
+            strata[SHIFT, name] = values_of(outcome_table(of_set), [LEARNED, RANDOM])
+    return strata
+
+
+def _baseline_values(table: Table, members: Members, baselines: Sequence[str]) -> ByStratum:
+    """Return the outcomes of the model and of each baseline, on all images and by stratum."""
+    strata: ByStratum = {}
+    for name in baselines:
+        value_IFC = values_of(table, [LEARNED, baseline_row(name)])
+        strata[name, ALL] = value_IFC
+        strata |= {(name, f"{group}: {part}"): value_IFC[is_in_I] for (group, part), is_in_I in members.items()}
+    return strata
 
 
 def _conditions(names: Sequence[str], choices: Mapping[str, Choice], contrast: Contrast) -> list[Condition]:

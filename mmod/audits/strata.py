@@ -45,8 +45,8 @@ class Stratum:
 
 ByStratum = dict[tuple[str, str], Values]
 """By group and stratum, accuracy and loss of its samples with the learned choice and with another one (I, F, 2)."""
-
-
+Members = Mapping[tuple[str, str], NDArray[np.bool_]]
+"""By group and stratum, which images belong to it (I,)."""
 Labels = Mapping[str, Sequence[str] | Sequence[float]]
 """Labels of samples by what they are sorted by."""
 
@@ -60,7 +60,7 @@ def check_labels(labels: Labels, samples: int, before: Labels | None) -> None:
             raise ValueError(f"strata give {len(values)} values of {name!r} for {samples} images")
 
 
-def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], NDArray[np.bool_]]:
+def members_of(parts: Sequence[Labels]) -> Members:
     """Return a mask of the images (I,) for each group and stratum; a group with a single stratum is left out.
 
     Args:
