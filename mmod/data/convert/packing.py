@@ -7,7 +7,7 @@ import dataclasses
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import chain, islice
@@ -19,7 +19,7 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, OnCorrupt, UnusableError
 from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
 from mmod.io.files import open_shard, read_json_object, write_atomically, write_json
-from mmod.io.progress import progress_bar
+from mmod.io.progress import Bar, progress_bar
 from mmod.io.records import record_config
 
 SETTINGS = "conversion.json"
@@ -93,13 +93,6 @@ def pack_shards(
     record_config(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=_FREE)
     folder = Path(config.output)
     numbered = enumerate(items)
-
-    def attempt(entry: tuple[int, Item]) -> dict[str, bytes] | UnusableError:
-        try:
-            return convert(*entry)
-        except UnusableError as error:
-            return error
-
     with (
         ThreadPoolExecutor(config.threads) as pool,
         progress_bar(desc="convert", total=total, unit="items", shown=progress) as bar,
@@ -111,25 +104,46 @@ def pack_shards(
             if (folder / f"{number}{_STATS}").exists():
                 bar.update(sum(1 for _ in entries))
                 continue
+            outcomes = _outcomes(entries, convert, pool, bar, 16 * config.threads)
             samples = 0
             dropped = []
             with open_shard(folder / f".{number}.tar") if shards else nullcontext() as writer:
-                # In windows, because `pool.map` would read all items into memory before the first is written.
-                while window := list(islice(entries, 16 * config.threads)):
-                    # `map` keeps the order, whichever thread is done first.
-                    for (index, item), outcome in zip(window, pool.map(attempt, window)):
-                        if isinstance(outcome, UnusableError):
-                            dropped.append([index, label(item), outcome.reason, outcome.details])
-                            continue
-                        samples += 1
-                        if writer is not None:
-                            writer.write({"__key__": f"{number}{index - first:05d}", **outcome})
-                    bar.update(len(window))
+                for index, item, outcome in outcomes:
+                    if isinstance(outcome, UnusableError):
+                        dropped.append([index, label(item), outcome.reason, outcome.details])
+                        continue
+                    samples += 1
+                    if writer is not None:
+                        writer.write({"__key__": f"{number}{index - first:05d}", **outcome})
             # Written last: the statistics mark the shard as complete.
             write_json(folder / f"{number}{_STATS}", {"samples": samples, "dropped": dropped})
     stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
     counts = {number: shard["samples"] for number, shard in stats.items()}
     return counts, list(chain.from_iterable(shard["dropped"] for shard in stats.values()))
+
+
+def _outcomes(
+    entries: Iterator[tuple[int, Item]],
+    convert: Callable[[int, Item], dict[str, bytes]],
+    pool: ThreadPoolExecutor,
+    bar: Bar,
+    window_size: int,
+) -> Iterator[tuple[int, Item, dict[str, bytes] | UnusableError]]:
+    """Yield number and item of each entry, in order, and the members of its sample, or why it cannot be used."""
+
+    def attempt(entry: tuple[int, Item]) -> dict[str, bytes] | UnusableError:
+        try:
+            return convert(*entry)
+        except UnusableError as error:
+            # Returned: raised in the pool, it would end the conversion of all others.
+            return error
+
+    # In windows, because `pool.map` would read all items into memory before the first is written.
+    while window := list(islice(entries, window_size)):
+        # `map` keeps the order, whichever thread is done first.
+        for (index, item), outcome in zip(window, pool.map(attempt, window)):
+            yield index, item, outcome
+        bar.update(len(window))
 
 
 def check_image(data: bytes, prefix: str = "") -> tuple[Image.Image, Image.Image]:
