@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, svg_of, tidy
 from mmod.audits.plots import draw_audit, draw_gaps
+from mmod.audits.strata import Stratum
 from mmod.report.sources import AuditRecord, RunRecord
 
 if TYPE_CHECKING:
@@ -44,19 +45,32 @@ class Chart:
 
 def audit_charts(record: AuditRecord) -> list[Chart]:
     """Return the figures of an audit that have numbers, that of accuracy first."""
-    audit = record.audit
-    across = record.audit.across
+    charts = [
+        _conditions_chart(record),
+        _gaps_chart(record, "strata", "random tokens", record.audit.strata),
+        _gaps_chart(record, "baselines", "other models", record.audit.baselines),
+        _kept_chart(record),
+        _flops_chart(record),
+    ]
+    return [chart for chart in charts if chart is not None]
 
-    def chart(name: str, title: str, text: str, rows: Sequence[Mapping[str, object]], figure: Figure) -> Chart:
-        file = f"{record.name.replace('/', '-')}-{name}"
-        return Chart(file, f"{record.name}: {title}", text, rows, svg_of(figure), record.command)
 
+def _chart(
+    record: AuditRecord, name: str, title: str, text: str, rows: Sequence[Mapping[str, object]], figure: Figure
+) -> Chart:
+    file = f"{record.name.replace('/', '-')}-{name}"
+    return Chart(file, f"{record.name}: {title}", text, rows, svg_of(figure), record.command)
+
+
+def _conditions_chart(record: AuditRecord) -> Chart:
+    """Return accuracy with each choice of tokens and, of several blocks, how often tokens are kept again."""
     rows: list[dict[str, Any]] = []
-    for choice in audit.conditions:
+    for choice in record.audit.conditions:
         accuracy = _ends("accuracy", choice.accuracy)
         rows.append({"tokens kept": choice.name, "kind": choice.family, **accuracy, "p": choice.accuracy_p})
     listed = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {listed}."
+    across = record.audit.across
     shares = []
     pairs: list[dict[str, object]] = []
     for i, row in zip(across.decisions, across.again):
@@ -70,32 +84,43 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     if shares:
         text += f" Tokens kept in one block are kept in another at a rate of {min(shares):.2f} to {max(shares):.2f}."
         rows += pairs
-    charts = [chart("conditions", "accuracy with each choice of tokens", text, rows, draw_audit(audit))]
-    for name, other, strata in (
-        ("strata", "random tokens", audit.strata),
-        ("baselines", "other models", audit.baselines),
-    ):
-        rows = []
-        for one in strata:
-            gap = _ends("gap", one.gap)
-            rows.append({"by": one.group, "stratum": one.name, **gap, "images": one.images, "p": one.accuracy_p})
-        if rows:
-            listed = ", ".join(f"{row['by']}: {row['stratum']} {row['gap']:+.1f}" for row in rows)
-            text = f"Points of accuracy that {record.name} is above {other}: {listed}."
-            title = f"points over {other} in subsets, with simultaneous 95 % intervals"
-            charts.append(chart(name, title, text, rows, draw_gaps(strata, other)))
-    rows = []
+    title = "accuracy with each choice of tokens"
+    return _chart(record, "conditions", title, text, rows, draw_audit(record.audit))
+
+
+def _gaps_chart(record: AuditRecord, name: str, other: str, strata: Sequence[Stratum]) -> Chart | None:
+    """Return how far a model is above what it is compared with in each stratum; None without strata."""
+    rows: list[dict[str, Any]] = []
+    for one in strata:
+        gap = _ends("gap", one.gap)
+        rows.append({"by": one.group, "stratum": one.name, **gap, "images": one.images, "p": one.accuracy_p})
+    if not rows:
+        return None
+    listed = ", ".join(f"{row['by']}: {row['stratum']} {row['gap']:+.1f}" for row in rows)
+    text = f"Points of accuracy that {record.name} is above {other}: {listed}."
+    title = f"points over {other} in subsets, with simultaneous 95 % intervals"
+    return _chart(record, name, title, text, rows, draw_gaps(strata, other))
+
+
+def _kept_chart(record: AuditRecord) -> Chart:
+    """Return the share of tokens that each block keeps."""
+    across = record.audit.across
+    rows: list[dict[str, Any]] = []
     for name, blocks in across.blocks.items():
         rows += [{"block": block, "decided in": name, "kept": across.kept[name].value} for block in blocks]
     listed = ", ".join(f"{row['block']} {Estimate(row['kept']):.2f}" for row in rows)
     text = f"Share of tokens that each block of {record.name} keeps, prefix tokens left out: {listed}."
-    charts.append(chart("kept", "share of tokens kept", text, rows, _draw_kept(rows)))
-    if record.flops is not None:
-        rows = _flops_by_part(record.flops)
-        listed = ", ".join(f"{row['part']} {row['dense']:.2f} and {row['routed']:.2f}" for row in rows)
-        text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
-        charts.append(chart("flops", "FLOPs by part", text, rows, _draw_flops(rows)))
-    return charts
+    return _chart(record, "kept", "share of tokens kept", text, rows, _draw_kept(rows))
+
+
+def _flops_chart(record: AuditRecord) -> Chart | None:
+    """Return the FLOPs of a sample by part, dense and routed; None where they were not counted."""
+    if record.flops is None:
+        return None
+    rows = _flops_by_part(record.flops)
+    listed = ", ".join(f"{row['part']} {row['dense']:.2f} and {row['routed']:.2f}" for row in rows)
+    text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
+    return _chart(record, "flops", "FLOPs by part", text, rows, _draw_flops(rows))
 
 
 def _ends(name: str, estimate: Estimate) -> dict[str, float]:
