@@ -39,23 +39,11 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
     if config.model.image_size is not None:
         resize_images(model, config.model.image_size)
     apply_methods(model, config)
-    protected = config.data.protected
-    if protected is not None and not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
-        raise ValueError(
-            f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
-            "`routing.language.tokens: all`, or data.protected: null"
-        )
+    if config.data.protected is not None:
+        _check_protected(model, config.data.protected)
     freeze_parts(model, config.frozen)
     if config.lora is not None:
-        from peft import LoraConfig, get_peft_model
-
-        refuse_unknown("option of LoRA", config.lora, [item.name for item in dataclasses.fields(LoraConfig)])
-        options = LoraConfig(**config.lora)
-        # By full names, because hosts have routers of their own; those without weights have nothing to save.
-        names = {id(module): name for name, module in model.named_modules()}
-        learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
-        options.modules_to_save = [*(options.modules_to_save or ()), *learning]
-        model = get_peft_model(model, options)
+        model = _with_adapters(model, config.lora)
     for parameter in router_parameters(model).values():
         parameter.requires_grad_(True)
         # Half precision loses small steps. FSDP splits layers of one dtype, and DeepSpeed keeps copies.
@@ -63,6 +51,32 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
             parameter.data = parameter.data.float()
     check_routers_learn(model)
     return model.train(), processor
+
+
+def _check_protected(model: nn.Module, protected: str) -> None:
+    """Raise a ValueError if text is to be protected that no layer may skip."""
+    if not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
+        raise ValueError(
+            f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
+            "`routing.language.tokens: all`, or data.protected: null"
+        )
+
+
+def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
+    """Return a model with adapters of peft, which trains and saves its routers beside them.
+
+    Args:
+        fields: Fields of `peft.LoraConfig`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    refuse_unknown("option of LoRA", fields, [item.name for item in dataclasses.fields(LoraConfig)])
+    options = LoraConfig(**fields)
+    # By full names, because hosts have routers of their own; those without weights have nothing to save.
+    names = {id(module): name for name, module in model.named_modules()}
+    learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
+    options.modules_to_save = [*(options.modules_to_save or ()), *learning]
+    return get_peft_model(model, options)
 
 
 def apply_methods(model: Any, config: TrainConfig) -> None:
