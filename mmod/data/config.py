@@ -149,7 +149,7 @@ class DataConfig(StreamConfig, SourceConfig):
         if reader == "maps":
             self._check_maps()
         elif self.source != "folder" and reader not in (*EMBEDDED, "shards", "hf-datasets"):
-            check_name(self.source)
+            _check_known(self.source)
         if self.options and not reader.lower().startswith("torch/"):
             raise ValueError(
                 f"data.options={self.options} are arguments of torch/NAME, which source {self.source!r} is not: leave "
@@ -186,8 +186,8 @@ class DataConfig(StreamConfig, SourceConfig):
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 
 
-def check_name(name: str) -> None:
-    """Refuse names of data sets that are none of torchvision's."""
+def _check_known(name: str) -> None:
+    """Raise a ValueError for a source that is none of torchvision's sets."""
     reader, _, dataset = name.partition("/")
     reader = reader.lower()
     if reader in _STREAMS and dataset:

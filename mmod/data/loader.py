@@ -130,7 +130,7 @@ def image_stream(
         reader = MemoryReader(reader, mean, std, decoded)
 
     name = f"the split {split!r} of {config.source!r}"
-    return BatchStream(reader, report, config, (rank, world), seed, name, classes)
+    return BatchStream(reader, report, config, rank, world, seed, name, classes)
 
 
 @functools.lru_cache(maxsize=4)
@@ -298,7 +298,7 @@ def pairs_stream(
         source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
-    return BatchStream(reader, report, config, (rank, world), seed, repr(shards))
+    return BatchStream(reader, report, config, rank, world, seed, repr(shards))
 
 
 def folder_stream(
@@ -315,7 +315,7 @@ def folder_stream(
         warn_once(source.left_out)
     reader = ImageReader(source, "RGB", transform)
     config = PairsConfig(batch_size=batch_size, workers=workers)
-    return BatchStream(reader, report, config, (rank, world), name=repr(folder)), source.names
+    return BatchStream(reader, report, config, rank, world, name=repr(folder)), source.names
 
 
 END = 0
@@ -344,7 +344,7 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
     """
     split, limit = (config.val_split, config.val_limit) if seed is None else (config.train_split, None)
     reader = TextReader(read_corpus(config.source, split), config.length, limit)
-    return BatchStream(reader, CorruptReport("raise"), config, (rank, world), seed, f"data.source={config.source!r}")
+    return BatchStream(reader, CorruptReport("raise"), config, rank, world, seed, f"data.source={config.source!r}")
 
 
 @functools.lru_cache(maxsize=4)

@@ -164,8 +164,10 @@ class BatchStream:
     fewer batches than `steps_per_epoch`, or none.
 
     Args:
-        place: Rank and world size.
+        rank: Number of this process.
+        world: Number of processes.
         seed: Seed of the training order; None reads every sample once, in order.
+        name: The data, for messages.
         classes: The classes of the labels, if they have names.
     """
 
@@ -174,12 +176,14 @@ class BatchStream:
         reader: BatchReader,
         report: CorruptReport,
         config: DataConfig | PairsConfig | TextConfig,
-        place: tuple[int, int] = (0, 1),
+        rank: int = 0,
+        world: int = 1,
         seed: int | None = None,
         name: str = "the source",
         classes: Classes | None = None,
-    ):
-        self.rank, self.world = place
+    ) -> None:
+        self.rank = rank
+        self.world = world
         self.batch_size = config.batch_size
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank={self.rank} must lie in [0, world={self.world})")

@@ -134,7 +134,7 @@ def test_ranks_share_out_every_sample_exactly_once(samples, batch, world):
 
     def taken(seed: int | None) -> list[list[np.ndarray]]:
         config = DataConfig(batch_size=batch)
-        return [BatchStream(Counted(), None, config, (rank, world), seed)._order(0) for rank in range(world)]
+        return [BatchStream(Counted(), None, config, rank, world, seed)._order(0) for rank in range(world)]
 
     for seed, needed in ((None, world), (7, world * batch)):
         if samples < needed:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mmod.data.config import check_name
 from mmod.data.labels import Classes, ModelClasses, match_classes, renumbered_class
 from mmod.data.readers.images import convert_image, open_image, read_image, turn_upright
 
@@ -27,7 +26,6 @@ class TimmSource:
         options: dict[str, Any] | None = None,
         model: ModelClasses | None = None,
     ):
-        check_name(name)
         self._dataset = _open(name, root, split, options or {})
         self._name = f"{name}:{root}"
         named = getattr(self._dataset, "class_to_idx", None)

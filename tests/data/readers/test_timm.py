@@ -36,7 +36,7 @@ def test_torchvision_sets_are_read_by_their_own_names(tmp_path):
 @pytest.mark.parametrize("name", ["tfds/imagenet2012", "wds/imagenet", "hfids/user/set"])
 def test_streams_without_numbered_samples_are_refused(name):
     with pytest.raises(ValueError, match=rf"'{name}' is a stream.*shards:PATTERN"):
-        TimmSource(name, "", "train")
+        DataConfig(name)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,8 @@ def test_streams_without_numbered_samples_are_refused(name):
     ["fodler", "Folders", "digit", "shard:x.tar", "folder:x", "torch/cifar", "torch/", "torch", "hfds/x", "tfds"],
 )
 def test_unknown_sources_are_refused_before_anything_is_read(tmp_path, name):
-    for make in (lambda: DataConfig(name, str(tmp_path)), lambda: TimmSource(name, str(tmp_path), "train")):
-        with pytest.raises(ValueError, match=rf"source '{name}' is unknown; valid: digits, .*folder, .*cifar10"):
-            make()
+    with pytest.raises(ValueError, match=rf"source '{name}' is unknown; valid: digits, .*folder, .*cifar10"):
+        DataConfig(name, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["folder", "torch/cifar10", "TORCH/MNIST", "digits"])
