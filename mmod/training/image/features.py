@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
@@ -57,37 +57,40 @@ def extract(
         store: Keeps the features.
         identity: What stands there for the model, the stream and the kind.
     """
-    device = next(model.parameters()).device
     read = feature_of(model, kind)
     total = stream.steps_per_epoch
     missing = [start for start in range(0, total, _CHUNK) if {**identity, "batch": start} not in store]
     # Everything behind the first missing batch is computed again: streams are read in order.
     first = missing[0] if missing else total
     batches = enumerate(stream.every_batch(0, first), first)
-
-    def read_chunk() -> Iterator[Features]:
-        for number, (images, labels) in islice(batches, _CHUNK):
-            # None of its images can be read.
-            if not len(labels):
-                continue
-            # By batch, so that a run that goes on draws what an uninterrupted one would.
-            seed_draws(0, number + 1, 0)
-            watched: Any = trace(model) if is_routed(model) else nullcontext({})
-            with autocast(device, precision), watched as decisions:
-                x_ND = read(images.to(device))
-            shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
-            kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
-            x_ND = x_ND.float()
-            if x_ND.ndim == 3:
-                # Half precision: patches of a set take hundreds of times the room of its images' heads.
-                x_ND = resized_to_labels(model, x_ND, images, labels.shape[1]).flatten(0, 1).half()
-            yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())
-
     with in_mode(False, model), torch.no_grad():
         for start in range(first, total, _CHUNK):
-            store.put({**identity, "batch": start}, [torch.cat(parts) for parts in zip(*read_chunk())])
+            chunk = []
+            for number, (images, labels) in islice(batches, _CHUNK):
+                # By batch, so that a run that goes on draws what an uninterrupted one would.
+                seed_draws(0, number + 1, 0)
+                # A batch none of whose images can be read is empty.
+                if len(labels):
+                    chunk.append(_features_of(model, read, images, labels, precision))
+            store.put({**identity, "batch": start}, [torch.cat(column) for column in zip(*chunk)])
             callback(min(start + _CHUNK, total) / total)
     return read_features(store, identity)
+
+
+def _features_of(
+    model: nn.Module, read: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, precision: str
+) -> Features:
+    """Return the features of a batch, on the CPU."""
+    device = next(model.parameters()).device
+    watched: Any = trace(model) if is_routed(model) else nullcontext({})
+    with autocast(device, precision), watched as decisions:
+        features = read(images.to(device)).float()
+    shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
+    kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
+    if features.ndim == 3:
+        # Half precision: patches of a set take hundreds of times the room of its images' heads.
+        features = resized_to_labels(model, features, images, labels.shape[1]).flatten(0, 1).half()
+    return Features(features.cpu(), labels.flatten(), kept.cpu())
 
 
 def read_features(store: Store, identity: Mapping[str, object]) -> Features:
