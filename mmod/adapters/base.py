@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,20 @@ class Wrapper(nn.Module):
         self.inner: Any = inner
 
 
+class TextCall(NamedTuple):
+    """What a call of a language model says of its texts.
+
+    Args:
+        continues: Cached tokens come before.
+        is_packed: Rows pack several samples.
+        valid_BN: False at padding (B, N).
+    """
+
+    continues: bool
+    is_packed: bool
+    valid_BN: Tensor
+
+
 @dataclass(frozen=True)
 class BlockStack:
     """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.
@@ -86,8 +100,7 @@ class BlockStack:
         captions: Finds passes of captions, whose padding only the model knows and a hook tells; None without.
         sequence: Length of the token ids that the part reads, or None for images.
         reads_images: Image tokens stand among the text of a language part.
-        read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments:
-            whether cached tokens come before, whether rows pack several samples, and which tokens are no padding. None
+        read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments. None
             for all other parts.
         class_token: The first token is a class token.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
@@ -95,6 +108,7 @@ class BlockStack:
             pass on kept rows only; empty if none does.
         read_blocks: See `StackCall`; None if the host's code reads nothing between blocks.
         grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
+        rows: Where a tower gets each patch of its images as a row of pixels; None if it does not.
         windows: Knows the images of which blocks see windows; None where none do.
         proof: What a trial showed of the blocks; None where the adapter knows them.
     """
@@ -109,7 +123,7 @@ class BlockStack:
     captions: Span | None = None
     sequence: int | None = None
     reads_images: bool = False
-    read_text: Callable[..., tuple[bool, bool, Tensor]] | None = None
+    read_text: Callable[..., TextCall] | None = None
     class_token: bool = False
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""

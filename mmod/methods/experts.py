@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.adapters.base import TextCall
 from mmod.blocks import Deciding, ModelHook, Record, attach, convert, make_records, parameters_of
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
@@ -182,7 +183,7 @@ class _CompleteTexts(ModelHook):
         read_text: See `BlockStack`.
     """
 
-    read_text: Callable[..., tuple[bool, bool, Tensor]]
+    read_text: Callable[..., TextCall]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse such texts."""
@@ -190,12 +191,12 @@ class _CompleteTexts(ModelHook):
         mixture = next((child for child in module.modules() if isinstance(child, ExpertMlp)), None)
         if mixture is None or not mixture.chooses_together(module.training):
             return
-        continues, is_packed, valid_BN = self.read_text(module, args, kwargs)
-        if continues:
+        text = self.read_text(module, args, kwargs)
+        if text.continues:
             refuse_generation("experts")
-        if is_packed:
+        if text.is_packed:
             refuse_packed("experts")
-        if not bool(valid_BN.all()):
+        if not bool(text.valid_BN.all()):
             raise ValueError(
                 "experts choose among the tokens of a text, and padding in this batch would take their slots: pass "
                 "texts of one length, or apply the method with choice='tokens'"

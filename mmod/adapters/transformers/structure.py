@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.adapters.base import TextCall
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
 from mmod.blocks import Arguments, parameters_of
@@ -90,13 +91,13 @@ def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, con
     return Structure(valid_BN, segment_BN, segment_BN is None and is_causal)
 
 
-def read_text(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> tuple[bool, bool, Tensor]:
+def read_text(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> TextCall:
     """Read a call of a language model, see `BlockStack.read_text`."""
     arguments = {**dict(zip(parameters_of(module), args)), **kwargs}
     cache = cache_of(arguments)
     past = 0 if cache is None else int(cache.get_seq_length())
     structure = read_structure(arguments, source_of(arguments), past, module.config)
-    return past > 0, structure.segment_BN is not None, structure.valid_BN
+    return TextCall(past > 0, structure.segment_BN is not None, structure.valid_BN)
 
 
 def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) -> Tensor:
