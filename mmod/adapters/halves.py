@@ -106,7 +106,7 @@ def find_branches(
         for mlp in search.mlp_candidates(attention):
             for beside in search.cross_candidates(attention, mlp):
                 silenced = search.attempt(search.zeros(attention, mlp, *beside))
-                if silenced is None or not close(silenced, search.x_BND):
+                if silenced is None or not is_close(silenced, search.x_BND):
                     continue
                 # Silent together, they add nothing. That the block is one behind the other is another question.
                 branches = search.describe(attention, mlp, beside, rows)
@@ -263,7 +263,7 @@ class _Search:
             idle_attention=_named(silent_attention, zero=False),
             silent_mlp=_named(silent_mlp, zero=True),
             idle_mlp=_named(silent_mlp, zero=False),
-            halves=close(expected, self.run({})),
+            halves=is_close(expected, self.run({})),
             fed=fed,
             attends_twice=bool(watch.seen),
         )
@@ -358,7 +358,7 @@ def _overlap(first: str, second: str) -> bool:
     return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
-def close(actual: Tensor, expected: Tensor) -> bool:
+def is_close(actual: Tensor, expected: Tensor) -> bool:
     """Return whether two outputs of a trial are the same, up to rounding."""
     if actual.shape != expected.shape:
         return False

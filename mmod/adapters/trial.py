@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmod.adapters.base import MASKED
-from mmod.adapters.halves import AttentionWatch, Branches, close, find_branches, shapes_inside
+from mmod.adapters.halves import AttentionWatch, Branches, find_branches, is_close, shapes_inside
 from mmod.adapters.probe import LAYOUTS, BlockInputs, runnable, without_hooks
 from mmod.adapters.proven import Proof, call_of
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
@@ -132,17 +132,7 @@ def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
         base = next(roles_of(base, inputs))
     x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
     watch = AttentionWatch()
-    torch.default_generator.manual_seed(0)
-    try:
-        with watch, torch.no_grad():
-            output = trial(x, **arguments)
-    # A host may raise anything where the model was called with too little, or with images of another size.
-    except Exception as error:
-        absent = ", ".join(name for name, value in arguments.items() if value is None)
-        raise _Refused(
-            f"does not run on tokens {tuple(x.shape)}{f' with None for {absent}' if absent else ''}: {error}. Give an "
-            "example of all that the model's forward takes: pass tokens=mmod.Tokens(example=...)"
-        ) from error
+    output = _run_on_all(trial, x, arguments, watch)
     _check_output(output, x, arguments)
     base = dataclasses.replace(
         base,
@@ -150,19 +140,40 @@ def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
         attention_calls=max(sum(attended.fused for attended in watch.seen), 1),
         in_tuple=isinstance(output, tuple),
     )
+    proof = _first_that_passes(_candidates(base, signature, inputs), trial, inputs, watch)
+    # Arguments with a row for each token fit all tokens only.
+    tokens = None if proof.rows else inputs.seen.prefix + PATCHES
+    x, arguments = _as_host(proof, inputs.x_BND[:, :tokens], inputs.arguments)
+    branches = find_branches(trial, x, arguments, proof.rows, proof.cross)
+    return dataclasses.replace(proof, **vars(branches), divides=_divides(trial, branches, x, arguments))
+
+
+def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, watch: AttentionWatch) -> Any:
+    """Return what the copy of a block returns for all tokens that its model passes to it."""
+    torch.default_generator.manual_seed(0)
+    try:
+        with watch, torch.no_grad():
+            return trial(x, **arguments)
+    # A host may raise anything where the model was called with too little, or with images of another size.
+    except Exception as error:
+        absent = ", ".join(name for name, value in arguments.items() if value is None)
+        raise _Refused(
+            f"does not run on tokens {tuple(x.shape)}{f' with None for {absent}' if absent else ''}: {error}. Give an "
+            "example of all that the model's forward takes: pass tokens=mmod.Tokens(example=...)"
+        ) from error
+
+
+def _first_that_passes(
+    candidates: Iterable[Proof], trial: nn.Module, inputs: BlockInputs, watch: AttentionWatch
+) -> Proof:
+    """Return the first way to call a block that passes the trial, with what the trial shows."""
     refusals = []
-    for untried in _candidates(base, signature, inputs):
+    for candidate in candidates:
         try:
-            _check_form(untried)
-            candidate = _Trial(untried, trial, inputs, watch).check()
+            _check_form(candidate)
+            return _Trial(candidate, trial, inputs, watch).check()
         except _Refused as refusal:
             refusals.append(refusal)
-            continue
-        # Arguments with a row for each token fit all tokens only.
-        tokens = None if candidate.rows else inputs.seen.prefix + PATCHES
-        x, arguments = _as_host(candidate, inputs.x_BND[:, :tokens], inputs.arguments)
-        branches = find_branches(trial, x, arguments, candidate.rows, candidate.cross)
-        return dataclasses.replace(candidate, **vars(branches), divides=_divides(trial, branches, x, arguments))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
 
@@ -345,12 +356,12 @@ class _Trial:
         # The order of tokens shows whatever attention reads of their positions: windows, biases, convolutions.
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
-        if not close(self.run(index_BK[:, order]), y_BKD[:, order]):
+        if not is_close(self.run(index_BK[:, order]), y_BKD[:, order]):
             raise _Refused(f"gives tokens in another order another result{self._why()}", 1)
         self._check_all_tokens()
         alone = prefix + ALONE
         valid_BK = (torch.arange(index_BK.shape[1]) < alone).expand_as(index_BK)
-        if not close(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone]):
+        if not is_close(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone]):
             raise _Refused(
                 "gives some tokens another result where the others are hidden from attention than where they are left "
                 "out: tokens reach each other by another way than attention",
@@ -358,7 +369,7 @@ class _Trial:
             )
         # A batch norm, or attention over a batch, shows in an image that is not beside the other.
         images = [self._alone(image, index_BK[image : image + 1]) for image in range(2)]
-        if not close(torch.cat(images), y_BKD):
+        if not is_close(torch.cat(images), y_BKD):
             raise _Refused("gives an image another result in another batch", 4)
         return self.proof
 
@@ -382,7 +393,7 @@ class _Trial:
         order = torch.randperm(last - prefix, generator=torch.Generator().manual_seed(4)) + prefix
         order = torch.cat([torch.arange(prefix), order, torch.arange(last, tokens)])
         y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
-        if not close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
+        if not is_close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
             raise _Refused(f"gives all {tokens} tokens in another order another result{self._why()}", 2)
 
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:
@@ -397,7 +408,7 @@ class _Trial:
         index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
         with torch.no_grad():
             y_BND = self.block.run_host(self.x_BND, **self.arguments)
-        if not close(self.run(index_BN), y_BND):
+        if not is_close(self.run(index_BN), y_BND):
             raise _Refused(f"does not take the index of each token as {self.proof.index_argument}")
 
     def _why(self) -> str:
