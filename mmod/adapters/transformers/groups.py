@@ -146,6 +146,16 @@ class GroupHook(ModelHook):
         tokens = self.language.tokens or ("image" if images_only else "all")
         self.tokens = "all" if tokens == "all" else "image"
         self.names = tuple(parameters_of(entry))
+        self._check_tokens(entry, plain)
+        self._check_parallel()
+        self.tower = self._reader_of(entry)
+        self._check_frames()
+        select = config.select
+        if isinstance(select, Threshold) and select != Threshold(select.threshold):
+            raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
+
+    def _check_tokens(self, entry: nn.Module, plain: bool) -> None:
+        """Raise a ValueError unless the model has the tokens, and the positions, that the config speaks of."""
         if self.tokens == "image" and not self.images.ids:
             raise ValueError(
                 f"only image tokens may be skipped, but the config of this {type(entry).__name__} names no image "
@@ -153,27 +163,36 @@ class GroupHook(ModelHook):
                 f"original LLaVA, and pass {IMAGES} with inputs_embeds; or let text be skipped too, with "
                 "language={'tokens': 'all'}"
             )
-        capacities = config.capacity if isinstance(config.capacity, tuple) else (config.capacity,)
+        capacity = self.config.capacity
+        capacities = capacity if isinstance(capacity, tuple) else (capacity,)
         if self.tokens == "all" and 0 in capacities:
             raise ValueError("capacity 0 is for image tokens: with tokens='all' it must be in (0, 1]")
         if self.language.positions == "compact" and not plain:
-            raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
-        split = any(hasattr(weight, "device_mesh") for weight in text.parameters())
-        if split and config.importance != CHANGE and config.wants_importance(training=True):
+            title = type(self.text).__name__
+            raise ValueError(f"positions='compact' is not possible in {title}: it has several per token")
+
+    def _check_parallel(self) -> None:
+        """Raise a ValueError if importance is read of heads that tensor parallelism spreads over processes."""
+        split = any(hasattr(weight, "device_mesh") for weight in self.text.parameters())
+        if split and self.config.importance != CHANGE and self.config.wants_importance(training=True):
             raise ValueError(
                 "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
                 "different tokens: choose a router and losses that read no importance, such as router='linear'"
             )
-        self.tower: TowerReader | RowPixels | None = None
+
+    def _reader_of(self, entry: nn.Module) -> TowerReader | RowPixels | None:
+        """Return what reads the vision tower, or pixels, for the image tokens; None if the config asks for neither."""
+        config = self.config
+        reader: TowerReader | RowPixels
         if config.router.reads_pixels:
-            self.tower = pixel_scores(entry, config.router)
+            reader = pixel_scores(entry, config.router)
         elif config.importance == "vision_tower" and config.wants_importance(training=True):
-            self.tower = TowerImportance(entry)
-        if self.tower is not None and self.tokens != "image":
-            raise ValueError(f"{self.tower.option} is defined for image tokens: route with tokens='image'")
-        self._check_frames(config)
-        if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
-            raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
+            reader = TowerImportance(entry)
+        else:
+            return None
+        if self.tokens != "image":
+            raise ValueError(f"{reader.option} is defined for image tokens: route with tokens='image'")
+        return reader
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""
@@ -344,9 +363,9 @@ class GroupHook(ModelHook):
             )
         return read_prompt(labels_BN, image_BN, structure.segment_BN)
 
-    def _check_frames(self, config: RoutingConfig) -> None:
+    def _check_frames(self) -> None:
         """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""
-        router = config.router
+        router = self.config.router
         if not router.reads_frames:
             return
         if self.tokens != "image":

@@ -92,28 +92,12 @@ def _call_of(
             f"{kind} of transformers {transformers.__version__} takes no {CACHE!r}, only {names}: install a version "
             "that pip chooses for mmod[vlm]"
         )
+    if config is not None:
+        _check_config(layer, config, kind, attending)
     if is_recurrent(layer):
-        if config is not None and config.operator != "mlp":
-            raise ValueError(
-                f"operator={config.operator!r} is not possible in a {kind} with linear attention: skipped tokens would "
-                f"be missing in its state. Route its MLP by operator='mlp', or layers with attention, which are "
-                f"blocks={tuple(attending)}"
-            )
         return RecurrentLayerCall(names, layer.linear_attn)
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
-    if (
-        config is not None
-        and config.operator != "block"
-        and config.gate.name != "identity"
-        and branch_ends(layer) is not None
-    ):
-        raise ValueError(
-            f"operator={config.operator!r} needs gate='identity' in a {kind}: a norm after the branch takes its "
-            "weight away"
-        )
-    if config is not None and config.language.scored == "norm" and "input_layernorm" not in layer._modules:
-        raise ValueError(f"language.scored='norm' is not possible in a {kind}, which begins with no norm: use 'input'")
     compact = rotary if config is not None and config.language.positions == "compact" else None
     whole = config is None or config.operator == "block"
     return DecoderLayerCall(
@@ -125,3 +109,28 @@ def _call_of(
         projections=layer_projections(layer),
         by_token=tuple(name for name in BY_TOKEN if whole and name in names),
     )
+
+
+def _check_config(layer: nn.Module, config: RoutingConfig, kind: str, attending: Sequence[int]) -> None:
+    """Raise a ValueError if a layer cannot do what a config says.
+
+    Args:
+        kind: Name of the layer's class.
+        attending: See `_call_of`.
+    """
+    if is_recurrent(layer):
+        if config.operator != "mlp":
+            raise ValueError(
+                f"operator={config.operator!r} is not possible in a {kind} with linear attention: skipped tokens would "
+                f"be missing in its state. Route its MLP by operator='mlp', or layers with attention, which are "
+                f"blocks={tuple(attending)}"
+            )
+        return
+    weighs_branch = config.operator != "block" and config.gate.name != "identity"
+    if weighs_branch and branch_ends(layer) is not None:
+        raise ValueError(
+            f"operator={config.operator!r} needs gate='identity' in a {kind}: a norm after the branch takes its "
+            "weight away"
+        )
+    if config.language.scored == "norm" and "input_layernorm" not in layer._modules:
+        raise ValueError(f"language.scored='norm' is not possible in a {kind}, which begins with no norm: use 'input'")
