@@ -87,15 +87,18 @@ class ImageTokens:
         Args:
             mask_BN: The user's mask of image tokens, True or one of these numbers (B, N); or None.
         """
-        ids_BN = arguments.get("input_ids")
-        embeds_BND = arguments.get("inputs_embeds")
-        kind_BN = arguments.get("mm_token_type_ids") if mask_BN is None and ids_BN is None else mask_BN
-        shape = embeds_BND.shape[:2] if ids_BN is None else ids_BN.shape  # type: ignore[union-attr]
-        if kind_BN is not None:
-            return checked_mask("mm_token_type_ids" if mask_BN is None else IMAGES, kind_BN, shape).long()
+        ids_BN: Tensor | None = arguments.get("input_ids")
+        source: Tensor = arguments["inputs_embeds"] if ids_BN is None else ids_BN
+        samples, tokens = source.shape[:2]
+        if mask_BN is not None:
+            return checked_mask(IMAGES, mask_BN, (samples, tokens)).long()
         if ids_BN is not None:
-            return sum((ids_BN == token) * kind for kind, token in self.ids.items())
-        return self._kinds_of(module, embeds_BND)  # type: ignore[arg-type]
+            marks = ((ids_BN == token) * kind for kind, token in self.ids.items())
+            return sum(marks, start=torch.zeros_like(ids_BN))
+        types_BN: Tensor | None = arguments.get("mm_token_type_ids")
+        if types_BN is not None:
+            return checked_mask("mm_token_type_ids", types_BN, (samples, tokens)).long()
+        return self._kinds_of(module, source)
 
     def _kinds_of(self, module: nn.Module, embeds_BND: Tensor) -> Tensor:
         table: Any = module.get_input_embeddings()  # type: ignore[operator]
