@@ -55,18 +55,18 @@ class Head:
             args: The arguments of the model for the same images.
         """
         path = self.blocks.split(".")
+        stand_ins: dict[str, nn.Module] = {name: _HandsOn(model.get_submodule(name), x_BND) for name in self.ahead}
+        stand_ins |= behind
         block_list: Any = model.get_submodule(self.blocks)
         handing_on: list[nn.Module] = [_HandsOn(block_list[0], (x_BND, None) if self.in_tuple else x_BND)]
         inner: Any = nn.Sequential(*handing_on) if isinstance(block_list, nn.Sequential) else nn.ModuleList(handing_on)
+        # From the module that holds the blocks outwards: each module around is copied with the copy inside it.
         for depth in reversed(range(len(path))):
             module = model.get_submodule(".".join(path[:depth]))
             replaced: dict[str, nn.Module] = {path[depth]: inner}
-            for name in self.ahead:
+            for name, stand_in in stand_ins.items():
                 if name.split(".")[:-1] == path[:depth]:
-                    replaced[name.rpartition(".")[2]] = _HandsOn(model.get_submodule(name), x_BND)
-            for name, copied in behind.items():
-                if name.split(".")[:-1] == path[:depth]:
-                    replaced[name.rpartition(".")[2]] = copied
+                    replaced[name.rpartition(".")[2]] = stand_in
             inner = _with_modules(module, replaced)
             if depth == len(path) - 1 and hasattr(inner, "forward_head"):
                 vars(inner)["forward"] = functools.partial(_head_of_timm, inner, x_BND)
