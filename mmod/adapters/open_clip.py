@@ -294,6 +294,7 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
     config = open_clip.get_model_config(name) if name is not None else copy.deepcopy(dict(architecture))  # type: ignore[arg-type]
     if config is None:
         raise ValueError(f"open_clip {open_clip.__version__} knows no model {name!r}; see open_clip.list_models()")
+    # By it open_clip's factory chooses the class, which is named below.
     config.pop("custom_text", None)
     # The weights are in the folder, so nothing is downloaded.
     for tower, key in _TOWERS.items():

@@ -99,6 +99,16 @@ class _Call(NamedTuple):
     tokens: str
     boundaries: str
 
+    @property
+    def segments(self) -> Segments:
+        """The segments of one sequence within which the block attends."""
+        return read_segments(self.arguments[self.boundaries].cpu())
+
+    @property
+    def two_images(self) -> Segments:
+        """The segments of one sequence that are the two images."""
+        return Segments((self.x.shape[-2] // 2,) * 2)
+
 
 class _Watch(TorchFunctionMode):
     """Runs instead of the blocks of a copy, keeps what they get, and notes which outputs are read between them.
@@ -255,7 +265,7 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
     first = _inputs_of(watch.calls[0], blocks)
     if first.seen.boundaries:
         # Those that attend within the two images, and in no windows of them, see what a batch would show.
-        windows = [_boundaries(call) for call in watch.calls if _boundaries(call) != _two_images(call)]
+        windows = [call.segments for call in watch.calls if call.segments != call.two_images]
         if windows:
             _check_windows(windows[0], watch.calls[0], model, blocks)
         return first.with_seen(windows=bool(windows), read=tuple(sorted(watch.read)))
@@ -297,17 +307,9 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
     return BlockInputs(x.float(), arguments, seen)
 
 
-def _boundaries(call: _Call) -> Segments:
-    return read_segments(call.arguments[call.boundaries].cpu())
-
-
-def _two_images(call: _Call) -> Segments:
-    return Segments((call.x.shape[-2] // 2,) * 2)
-
-
 def _check_windows(windows: Segments, call: _Call, model: nn.Module, blocks: str) -> None:
     """Refuse blocks with windows unless these are of images whose sizes the module that runs the blocks gets."""
-    if not windows.divides(_two_images(call)):
+    if not windows.divides(call.two_images):
         raise _NoTokens(f"shares its tokens with blocks that attend within {windows.longest} tokens of several images")
     if "." in blocks or GRIDS not in parameters_of(model):
         raise _NoTokens(
@@ -319,7 +321,7 @@ def _check_windows(windows: Segments, call: _Call, model: nn.Module, blocks: str
 def _as_batch(call: _Call) -> tuple[Tensor, dict[str, Any]]:
     """Return the first tokens of each image of one sequence as a batch, with its arguments."""
     tokens = call.x.shape[-2]
-    images = _two_images(call)
+    images = call.two_images
     arguments = {name: value for name, value in call.arguments.items() if name != call.boundaries}
     for name, value in arguments.items():
         items = tree_leaves(value)
