@@ -117,22 +117,41 @@ def load_pretrained(
         return loaded.eval() if device is None else loaded.to(device).eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            if folder.is_file():
-                raise NotADirectoryError(
-                    f"{str(folder)!r} is a file, and no folder that mmod.save_pretrained made: weights alone are "
-                    "loaded by model.load_state_dict(...)"
-                )
-            if not folder.is_dir():
-                raise FileNotFoundError(f"there is no folder {str(folder)!r}")
-            # The model of a run is in a folder inside, also that of a dense one.
-            files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
-            inside = sorted({file.parent for file in files})[:3]
-            meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant" if inside else ""
-            raise FileNotFoundError(
-                f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {name}{meant}"
-            )
+    _check_files(folder)
+    config, state = _read_saved(folder)
+    if config["library"] == OWN:
+        model = _change_own(model, config, state, folder)
+    else:
+        _refuse_model(model, config["library"])
+        model = _build_that_fits(config, state, folder)
+    _take_dtypes(model, state)
+    model.load_state_dict(state)
+    return model.to(device or "cpu").eval()
+
+
+def _check_files(folder: Path) -> None:
+    """Raise a FileNotFoundError or NotADirectoryError unless a folder has the two files of `save_pretrained`."""
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if not missing:
+        return
+    if folder.is_file():
+        raise NotADirectoryError(
+            f"{str(folder)!r} is a file, and no folder that mmod.save_pretrained made: weights alone are loaded by "
+            "model.load_state_dict(...)"
+        )
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(folder)!r}")
+    # The model of a run is in a folder inside, also that of a dense one.
+    files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
+    inside = sorted({file.parent for file in files})[:3]
+    meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant" if inside else ""
+    raise FileNotFoundError(
+        f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {missing[0]}{meant}"
+    )
+
+
+def _read_saved(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the description and the weights in a folder, which say of each other that they belong together."""
     config = _read_config(folder / CONFIG)
     state, header = read_tensors(folder / WEIGHTS)
     if KEY not in header or parse_json(header[KEY], f"the header of {WEIGHTS}") != config:
@@ -140,30 +159,35 @@ def load_pretrained(
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
         )
-    if config["library"] == OWN:
-        _OWN_SAVING.check_description(config["model"])
-        if model is None:
-            _build_own(config["model"])
-        _check_dense(model, state, config, folder)
-        apply_again(model, config)
-        refusal = f"the weights in {str(folder)!r} do not fit"
-        try:
-            check_fits(state, model.state_dict(), refusal)
-        except ValueError:
-            restore_(model)
-            raise
-    else:
-        _refuse_model(model, config["library"])
-        model = _build_that_fits(config, state, folder)
+    return config, state
+
+
+def _change_own(
+    model: nn.Module | None, config: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path
+) -> nn.Module:
+    """Change the dense model of a user's own class as the saved one was; it stays dense if the weights do not fit."""
+    _OWN_SAVING.check_description(config["model"])
+    if model is None:
+        _build_own(config["model"])
+    _check_dense(model, state, config, folder)
+    apply_again(model, config)
+    try:
+        check_fits(state, model.state_dict(), f"the weights in {str(folder)!r} do not fit")
+    except ValueError:
+        restore_(model)
+        raise
+    return model
+
+
+def _take_dtypes(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Convert the weights of a model to the dtypes of saved ones."""
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
         # One dtype for all, buffers that are not saved among them.
         model.to(dtypes.pop())
-    else:
-        for name, value in model.state_dict(keep_vars=True).items():
-            value.data = value.data.to(state[name].dtype)
-    model.load_state_dict(state)
-    return model.to(device or "cpu").eval()
+        return
+    for name, value in model.state_dict(keep_vars=True).items():
+        value.data = value.data.to(state[name].dtype)
 
 
 def _refuse_model(model: nn.Module | None, library: str) -> None:
@@ -408,9 +432,10 @@ def _settings(model: nn.Module) -> dict[str, object]:
             if callable(value) and not isinstance(value, nn.Module):
                 # A replaced forward, or an activation.
                 value = getattr(value, "__qualname__", type(value).__qualname__)
-            values = value if isinstance(value, (tuple, list)) else (value,)
+            is_sequence = isinstance(value, (tuple, list))
+            values = tuple(value) if is_sequence else (value,)
             if all(isinstance(item, _PLAIN) for item in values):
-                settings[f"{name}.{key}".lstrip(".")] = tuple(values) if isinstance(value, (tuple, list)) else value
+                settings[f"{name}.{key}".lstrip(".")] = values if is_sequence else value
     return settings
 
 
