@@ -142,7 +142,11 @@ def _folder(folder: Path, options: Options) -> Opened:
         options.refuse_changes(folder)
         opened = _module(load_pretrained(folder))
         # open_clip's preprocessing is saved with the model.
-        prepare = _from(opened, "of the saved model") if find_library(opened.model) == "open_clip" else opened.prepare
+        prepare = (
+            _preprocessing_from(opened, "of the saved model")
+            if find_library(opened.model) == "open_clip"
+            else opened.prepare
+        )
         return opened._replace(sentence=f"the model that mmod saved in {folder}", prepare=prepare)
     if (folder / CLIP_CONFIG).is_file():
         from mmod.opening.open_clip import open_clip_model
@@ -194,7 +198,7 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
     name = f"the final model of the run {run}" if is_final else f"the weights {path} of the run {run}"
     opened = opened._replace(sentence=name)
     if kind == "pairs":
-        return opened._replace(prepare=_from(opened, "of the run"))
+        return opened._replace(prepare=_preprocessing_from(opened, "of the run"))
     if kind != "image":
         return opened
     classes = run_classes(run)
@@ -210,7 +214,7 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
     return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
 
 
-def _from(opened: Opened, source: str) -> Callable[[], Preprocessing]:
+def _preprocessing_from(opened: Opened, source: str) -> Callable[[], Preprocessing]:
     """Return the preprocessing of a model with another source."""
     return lambda: dataclasses.replace(opened.preprocessing, source=source)
 

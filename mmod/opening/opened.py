@@ -72,7 +72,7 @@ class Options(NamedTuple):
     advice: str = NAME_A_FILE
 
     def refuse(self, subject: str, *names: str) -> None:
-        """Raise a ValueError if one of some options is given, of a model that has its own weights and size."""
+        """Raise a ValueError if one of the named options is given for a model with its own weights and image size."""
         given = [name for name in names if getattr(self, name) not in (None, {})]
         if given:
             raise ValueError(f"{subject} has its own weights and size of images: leave out {given[0]}")

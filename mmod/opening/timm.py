@@ -53,14 +53,7 @@ def create_timm(name: str, options: Options) -> nn.Module:
         args["img_size"] = options.image_size
     # A checkpoint replaces published weights, which are not downloaded in vain.
     pretrained = options.pretrained and options.checkpoint is None
-    full_name = name
-    if Path(name).is_dir():
-        full_name = f"local-dir:{Path(name).resolve()}"
-    elif not name.startswith(_SOURCES) and not timm.is_model(name.rpartition("/")[2]):
-        if "/" in name:
-            raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
-        hint = near_names(name.split(".")[0].rpartition(":")[2], timm.list_models(), "timm.list_models()")
-        raise ValueError(f"timm knows no model {name!r}; {hint}")
+    full_name = _full_name(name)
     # Before creating, because timm retries for minutes without a network.
     if pretrained:
         check_published(name, args, options.advice)
@@ -78,6 +71,18 @@ def create_timm(name: str, options: Options) -> nn.Module:
             raise ValueError(f"{name} takes no img_size: {error}") from error
         raise TypeError(f"model.args does not fit {name!r}: {error}{_near_argument(name, str(error))}") from error
     return model
+
+
+def _full_name(name: str) -> str:
+    """Return what timm calls a model, or the folder of one; raise an error for a name that it does not know."""
+    if Path(name).is_dir():
+        return f"local-dir:{Path(name).resolve()}"
+    if name.startswith(_SOURCES) or timm.is_model(name.rpartition("/")[2]):
+        return name
+    if "/" in name:
+        raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
+    hint = near_names(name.split(".")[0].rpartition(":")[2], timm.list_models(), "timm.list_models()")
+    raise ValueError(f"timm knows no model {name!r}; {hint}")
 
 
 def _near_argument(name: str, message: str) -> str:

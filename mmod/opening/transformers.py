@@ -82,16 +82,17 @@ def create_images(folder: str | Path, options: Options) -> nn.Module:
     # A new number of classes means a new classifier.
     made = _class_of(config, fresh="num_labels" in named)
     if not options.pretrained:
-        return _without_mask(made._from_config(config, **loading)).train()
+        return _with_frozen_mask(made._from_config(config, **loading)).train()
     check_complete(folder)
-    model = _without_mask(
-        # Loaded at the size of the weights, and resampled to another below.
-        _load(folder, made, loading, {name: value for name, value in named.items() if name != "image_size"})
-    )
-    return (_at_size(model, config, folder) if "image_size" in named else model).train()
+    # Loaded at the size of the weights, and resampled to another below.
+    fields = {name: value for name, value in named.items() if name != "image_size"}
+    model = _with_frozen_mask(_load(folder, made, loading, fields))
+    if "image_size" in named:
+        model = _at_size(model, config, folder)
+    return model.train()
 
 
-def _without_mask(model: Any) -> Any:
+def _with_frozen_mask(model: Any) -> Any:
     """Freeze the token of masked pretraining, whose gradient several processes would wait for in vain."""
     for name, weight in model.named_parameters():
         if name.endswith("mask_token"):

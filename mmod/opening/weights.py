@@ -76,15 +76,24 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     file = find_weights(path)
     if file.is_dir():
         return _read_shards(file)
+    _check_undamaged(file)
+    if file.suffix == ".safetensors":
+        return clean_names(read_tensors(file)[0])
+    return _read_checkpoint(file)
+
+
+def _check_undamaged(file: Path) -> None:
+    """Refuse a file that differs from its checksum; the message offers an earlier checkpoint, and the user decides."""
     try:
         check_sums(file.parent, file.name)
     except DamagedFileError as error:
-        # An earlier checkpoint may be undamaged: the message offers it, and the user decides.
         others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
         hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
         raise DamagedFileError(f"{error}{hint}") from error
-    if file.suffix == ".safetensors":
-        return clean_names(read_tensors(file)[0])
+
+
+def _read_checkpoint(file: Path) -> dict[str, Tensor]:
+    """Read the weights in a PyTorch file of any training script, the moving average of them if it holds one."""
     content = load_pickle(file, STAND_INS)
     if not isinstance(content, dict):
         raise DamagedFileError(f"{str(file)!r} holds no state dict, but a {type(content).__name__}")
