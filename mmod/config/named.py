@@ -66,16 +66,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     fields = make(**options)
     planned = fields.get("capacity")
     if isinstance(planned, tuple):
-        # A mean in place of the plan's own: its shape stays.
-        if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
-            changes["capacity"] = rescaled(planned, changes["capacity"])
-        elif "blocks" in changes and "capacity" not in changes and depth is not None:
-            chosen = RoutingConfig(blocks=changes["blocks"]).resolved(depth).blocks
-            if len(chosen) != len(planned):
-                raise ValueError(
-                    f"preset {name!r} plans capacities for {len(planned)} blocks, and blocks={changes['blocks']!r} are "
-                    f"{len(chosen)}: pass capacity too, one number or one per block"
-                )
+        changes = _fitted_to_plan(name, planned, changes, depth)
     config = RoutingConfig.from_dict(revised(fields, changes))
     # A loss may read the capacity of a threshold, and who names both knows that one decides.
     is_threshold_of_preset = isinstance(config.select, Threshold) and "select" not in changes
@@ -85,6 +76,23 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
             f"capacity={changes['capacity']!r}, or pass select='topk' too"
         )
     return config
+
+
+def _fitted_to_plan(
+    name: str, planned: tuple[float, ...], changes: Mapping[str, Any], depth: int | None
+) -> dict[str, Any]:
+    """Return the changes of a preset that plans a capacity for each block; raise if its blocks become more or fewer."""
+    if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
+        # A mean in place of the plan's own: its shape stays.
+        return {**changes, "capacity": rescaled(planned, changes["capacity"])}
+    if "blocks" in changes and "capacity" not in changes and depth is not None:
+        chosen = RoutingConfig(blocks=changes["blocks"]).resolved(depth).blocks
+        if len(chosen) != len(planned):
+            raise ValueError(
+                f"preset {name!r} plans capacities for {len(planned)} blocks, and blocks={changes['blocks']!r} are "
+                f"{len(chosen)}: pass capacity too, one number or one per block"
+            )
+    return dict(changes)
 
 
 def preset_arguments(name: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold, spelled
 from mmod.names import near_names
@@ -183,13 +183,26 @@ def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added]
     return add
 
 
-# The class of each part, those of its values that are plain names without options, and what it may be, for messages.
-_PARTS: dict[str, tuple[type[Any], tuple[str, ...], str]] = {
-    "router": (Score, (), "a name, a score or a function"),
-    "select": (Threshold, ("topk",), "a name or options of Threshold"),
-    "gate": (Gate, (), "a name or options of Gate"),
-    "skipped": (Merged, ("pass", "scale", "follow"), "a name or options of Merged"),
-    "language": (LanguageRouting, (), "options of LanguageRouting"),
+class _Part(NamedTuple):
+    """A part of a routing config.
+
+    Args:
+        cls: Its class.
+        plain_names: Values that are names, without options.
+        valid: What it may be, for messages.
+    """
+
+    cls: type[Any]
+    plain_names: tuple[str, ...]
+    valid: str
+
+
+_PARTS = {
+    "router": _Part(Score, (), "a name, a score or a function"),
+    "select": _Part(Threshold, ("topk",), "a name or options of Threshold"),
+    "gate": _Part(Gate, (), "a name or options of Gate"),
+    "skipped": _Part(Merged, ("pass", "scale", "follow"), "a name or options of Merged"),
+    "language": _Part(LanguageRouting, (), "options of LanguageRouting"),
 }
 PARTS = tuple(_PARTS)
 
@@ -215,7 +228,8 @@ def read_part(field: str, value: object) -> Any:
         >>> read_part("gate", "tanh"), read_part("select", {"threshold": 0.3}), read_part("select", "topk")
         (Gate(name='tanh', scale=0.2), Threshold(threshold=0.3, min_tokens=0, max_tokens=None), 'topk')
     """
-    cls, plain_names, valid = _PARTS[field]
+    part = _PARTS[field]
+    cls = part.cls
     if isinstance(value, cls):
         return value
     if field == "router" and callable(value) and not isinstance(value, type):
@@ -224,16 +238,16 @@ def read_part(field: str, value: object) -> Any:
     if isinstance(value, str) and field != "language":
         value = {"name": value}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{field} must be {valid}, got {brief(value)}")
+        raise TypeError(f"{field} must be {part.valid}, got {brief(value)}")
     options = dict(value)
     if field == "router":
         cls = SCORES[options.pop("name", None)]
-    elif plain_names:
+    elif part.plain_names:
         name = options.pop("name", cls.name)
-        one_of(field, name, (*plain_names, cls.name))
-        if name in plain_names and options:
-            raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {cls.name!r} has some")
-        if name in plain_names:
+        one_of(field, name, (*part.plain_names, cls.name))
+        if name in part.plain_names:
+            if options:
+                raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {cls.name!r} has some")
             return name
     title = f"{field} {value['name']!r}" if "name" in value else field
     valid_options = [item.name for item in dataclasses.fields(cls)]
@@ -268,7 +282,7 @@ def check_options(values: Mapping[str, object], valid: Sequence[str], fields: Ma
 def place_of(option: str, value: object, fields: Mapping[str, object]) -> str:
     """Return the part of a routing that has an option, and how it is passed there; empty if none has it."""
     for field, part in read_parts(fields).items():
-        cls = _PARTS[field][0] if isinstance(part, str) else type(part)
+        cls = _PARTS[field].cls if isinstance(part, str) else type(part)
         if option not in _options_of(cls):
             continue
         present = {} if isinstance(part, str) else _named_options(part)

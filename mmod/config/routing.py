@@ -118,6 +118,7 @@ class RoutingConfig(Checked):
     language: LanguageRouting
     training_only: bool
     depth: Annotated[int | None, DEPTH]
+    # Known to type checkers alone: at run time, what a class annotates is a field, and configs would take these.
     if TYPE_CHECKING:
         joins: bool
         merges_inside: bool
