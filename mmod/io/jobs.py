@@ -80,7 +80,7 @@ class Runner:
         work = sum(job.work for job in jobs)
         # One bar over all: its unit is expected work, since jobs differ in length.
         with progress_bar(total=work, bar_format=layout, shown=self.progress, leave=self.leave) as drawn:
-            bar = _Bar(jobs, drawn)
+            bar = _JobBar(jobs, drawn)
             if self.processes > 1:
                 yield from self._side_by_side(jobs, do, bar)
                 return
@@ -91,7 +91,7 @@ class Runner:
                 yield job, result
 
     def _side_by_side(
-        self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result], bar: _Bar
+        self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result], bar: _JobBar
     ) -> Iterator[tuple[AnyJob, Result]]:
         # Spawned: a forked process of a program that has used torch's threads may hang.
         context = multiprocessing.get_context("spawn")
@@ -112,7 +112,7 @@ class Runner:
                         bar.begin(index)
                     # With a time limit, because reports and signals arrive while no job ends.
                     done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                    self._read(reports, bar)
+                    self._read_reports(reports, bar)
                     if stop.number:
                         self._pass_on(stop.number, pool, set(multiprocessing.active_children()) - set(before))
                     for future in done:
@@ -138,14 +138,14 @@ class Runner:
         pool.shutdown(cancel_futures=True)
         exit_after(number, f"{self.title}: {signal_name(number)}; runs are saved, and the same command goes on")
 
-    def _read(self, reports: SimpleQueue[_Report], bar: _Bar) -> None:
+    def _read_reports(self, reports: SimpleQueue[_Report], bar: _JobBar) -> None:
         while not reports.empty():
             index, share, process, seconds = reports.get()
             self.cpu[process] = seconds
             bar.update(index, share)
 
 
-class _Bar:
+class _JobBar:
     """A bar over all jobs, weighed by their work; what was done by an earlier call does not count for the time left."""
 
     def __init__(self, jobs: Sequence[Job[object]], bar: Bar) -> None:

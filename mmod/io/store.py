@@ -81,7 +81,7 @@ class Store:
             as_type: A dataclass that the result's values are the fields of.
             timed_on: Device on which the result was timed. Versions, machine and threads then join the identity.
         """
-        line = self._find(_key(_whole(identity, timed_on)))
+        line = self._find(_key(_record_of(identity, timed_on)))
         return None if line is None else self._value_in(line, as_type)
 
     def put(self, identity: Mapping[str, object], value: object, *, timed_on: str | None = None) -> None:
@@ -90,7 +90,7 @@ class Store:
         Args:
             value: Plain values, arrays, tensors, and dataclasses, whose fields are kept.
         """
-        self._write(_whole(identity, timed_on), value, supersede=True)
+        self._write(_record_of(identity, timed_on), value, supersede=True)
 
     def once(
         self, identity: Mapping[str, object], compute: Callable[[], object], *, timed_on: str | None = None
@@ -100,16 +100,16 @@ class Store:
         It is returned as the file holds it, so that it does not depend on who computed it: a tuple is a list, keys are
         texts. Of processes that compute it at once, all return the result of the first.
         """
-        whole = _whole(identity, timed_on)
+        record = _record_of(identity, timed_on)
         # Not locked while it computes, which may take hours: two processes may compute the same result, and the first
         # wins.
-        line = self._find(_key(whole))
+        line = self._find(_key(record))
         if line is None:
-            line = self._write(whole, compute(), supersede=False)
+            line = self._write(record, compute(), supersede=False)
         return self._value_in(line)
 
     def __contains__(self, identity: Mapping[str, object]) -> bool:
-        return self._find(_key(_whole(identity, None))) is not None
+        return self._find(_key(_record_of(identity, None))) is not None
 
     def remove(self) -> None:
         """Remove the file, once its results are kept elsewhere."""
@@ -208,10 +208,10 @@ class Store:
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"{str(self.path)!r} is damaged, or no store: {why}. Delete it or choose another file")
 
-    def _write(self, whole: Mapping[str, object], value: object, *, supersede: bool) -> bytes:
+    def _write(self, record: Mapping[str, object], value: object, *, supersede: bool) -> bytes:
         """Write the line of a result, and return it, or the one that is not to be superseded."""
-        key = _key(whole)
-        text = json.dumps({**whole, "value": value}, default=_packed).encode()
+        key = _key(record)
+        text = json.dumps({**record, "value": value}, default=_packed).encode()
         line = b"%b %b\n" % (_checksum(text), text)
         if self.path is None:
             self._memory[key] = line
@@ -278,15 +278,15 @@ def _weights(count: int, step: float) -> Tensor:
     return 0.5 + torch.arange(count) * step % 1
 
 
-def _whole(identity: Mapping[str, object], timed_on: str | None) -> dict[str, object]:
-    """Return an identity with mmod's version, and with the environment of times."""
+def _record_of(identity: Mapping[str, object], timed_on: str | None) -> dict[str, object]:
+    """Return the record of a result without its value: identity and mmod's version, of times the environment too."""
     if timed_on is not None:
         identity = {**identity, "environment": environment(timed_on)}
     return {"mmod": __version__, "identity": dict(identity)}
 
 
-def _key(whole: Mapping[str, object]) -> str:
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+def _key(record: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def _new_header() -> bytes:
