@@ -377,9 +377,9 @@ def learn_capacity_(
         raise ValueError(f"example must be a batch of images (B, C, H, W), got {tuple(example.shape)}")
     part, config, _ = _routed_part(model)
     _check(model, config)
+    always_keep = all(block.router.always_keeps for block in routed_blocks(model).values())
     # Capacity 0 needs tokens that are always kept, such as a class token.
-    # A boolean as an index: 1 leaves out the first entry, capacity 0.
-    grid = QUARTERS[not all(block.router.always_keeps for block in routed_blocks(model).values()) :]
+    grid = QUARTERS if always_keep else QUARTERS[1:]
     costs, fixed, tokens = _counted(model, example, grid)
     if cost == "milliseconds":
         measure = stopwatch(unroute_(copy.deepcopy(model)).eval(), part, example)

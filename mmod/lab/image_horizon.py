@@ -165,5 +165,6 @@ def horizon(model: nn.Module, prompts: Iterable[Mapping[str, object]]) -> Horizo
                 agreements[layer] += float((changed_RF.argmax(-1) == top_R).double().sum())
             rows += len(dense_RF)
     check_rows(rows)
-    divergence, agreement = (tuple(total / rows for total in totals) for totals in (divergences, agreements))
-    return Horizon(stack.names, divergence, agreement, rows)
+    mean_divergences = tuple(total / rows for total in divergences)
+    mean_agreements = tuple(total / rows for total in agreements)
+    return Horizon(stack.names, mean_divergences, mean_agreements, rows)
