@@ -114,6 +114,7 @@ def op(
 
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+            # The first argument of every op is the tensor whose device and dtype decide.
             main: Any = args[0] if args else next(iter(kwargs.values()))
             # The common case on a CPU, where a small op takes less time than a choice among kernels.
             if not forced and main.is_cpu:
@@ -261,12 +262,7 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
     if backend is Backend.TORCH:
         return None
     if backend is Backend.AUTO:
-        # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
-        if tensor.is_cuda and not exporting() and not transforming():
-            for kernel in entry.kernels:
-                if _preferred(kernel, tensor.dtype) and _refusal(kernel, tensor, facts) is None:
-                    return kernel
-        return None
+        return _automatic(entry, tensor, facts)
     reasons = []
     for kernel in entry.of(backend):
         reason = _refusal(kernel, tensor, facts)
@@ -278,6 +274,17 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
         if any(_refusal(kernel, tensor, facts) is None for kernel in entry.of(other)):
             able.append(other)
     raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_alternatives([Backend.TORCH, *able])}")
+
+
+def _automatic(entry: Op, tensor: Tensor, facts: Mapping[str, int]) -> Kernel | None:
+    """Return the kernel that AUTO takes, or None for the definition."""
+    # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
+    if not tensor.is_cuda or exporting() or transforming():
+        return None
+    for kernel in entry.kernels:
+        if _preferred(kernel, tensor.dtype) and _refusal(kernel, tensor, facts) is None:
+            return kernel
+    return None
 
 
 def _preferred(kernel: Kernel, dtype: torch.dtype) -> bool:
