@@ -242,12 +242,18 @@ def _rows(kind: Any, prefix: str) -> Iterator[str]:
         limit = _limit(limits[item.name])
         values = describe(hint, limit) if limit else describe(hint)
         if (group := dataclass_in(hint)) is not None:
-            values = re.sub(rf"an? {group.__name__}", f"the group `{item.name}`", values)
+            values = re.sub(rf"an? {group.__name__}", f"{_group_name(group)}the group `{item.name}`", values)
         # A list stays one in a cell.
         meaning = re.sub(r"\n\s*- ", "<br>- ", meanings.get(item.name, ""))
         default = shown_default(kind, item)
         cells = [f"`{prefix}{item.name}`", values, f"`{default}`" if default else "required", meaning]
         yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _group_name(group: type) -> str:
+    """Return the text that stands for a group with its defaults, where there is one."""
+    name = getattr(group, "name", None)
+    return f"{name!r} or " if isinstance(name, str) else ""
 
 
 def _limit(hint: Any) -> Any:
