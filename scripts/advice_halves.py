@@ -219,10 +219,10 @@ def table_of_parts(recorded: Recorded) -> dict[str, Any]:
     columns = [
         "photographs",
         "tolerance",
-        "names a recipe, %",
-        "which keeps the tolerance, %",
-        "decided, %",
-        "right, %",
+        "names a recipe, % of draws",
+        "of these within the tolerance, %",
+        "decided, % of draws",
+        "of these right, %",
     ]
     commands = ["python scripts/advice_halves.py FOLDER FILE RESULT"]
     formats = ["{:,}", "{}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}"]
