@@ -1,111 +1,13 @@
-"""Pruning, merging and early exit against slow definitions, one image and one token at a time."""
+"""Early exit against its slow definition, and merging of equal tokens; test_sources.py defines the other methods."""
 
 from __future__ import annotations
 
 import copy
-import math
-import random
-from typing import Any, NamedTuple
 
-import pytest
 import torch
-from torch import Tensor
 
-from mmod.blocks import Reduced, Remaining
 from mmod.methods import Exit, Merge
-from mmod.methods.merge import merge_tokens
-from mmod.methods.prune import prune_tokens
-from mmod.ops import capture_importance, capture_inputs
 from tests.kit.zoo import make_images, make_model
-
-
-class Drawn(NamedTuple):
-    """Queries and keys (B, H, N, E)."""
-
-    query: Tensor
-    key: Tensor
-
-    def read(self, by_class_token: bool = True) -> Any:
-        """Return what reads an attention, after it."""
-        with capture_inputs() if by_class_token else capture_importance() as captured:
-            torch.nn.functional.scaled_dot_product_attention(self.query, self.key, self.key)
-        return captured
-
-
-def draw(seed: int) -> tuple[Tensor, Tensor, Drawn, int]:
-    torch.manual_seed(seed)
-    numbers = random.Random(seed)
-    images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (0, 5)))
-    query, key = torch.randn(2, images, heads, tokens, 6, dtype=torch.float64)
-    x = torch.randn(images, tokens, 5, dtype=torch.float64)
-    size = torch.randint(1, 4, (images, tokens)).double()
-    return x, size, Drawn(query, key), prefix
-
-
-def take(step: Reduced | None, x: Tensor) -> Remaining:
-    """Return the rows that remain of all tokens."""
-    assert step is not None
-    rows = Remaining(restores=True)
-    rows.take(step, x)
-    return rows
-
-
-def attention(inputs: Drawn, image: int) -> Tensor:
-    """Return the attention of every query, averaged over heads."""
-    maps = [(q @ k.T / math.sqrt(len(q[0]))).softmax(dim=-1) for q, k in zip(inputs.query[image], inputs.key[image])]
-    return torch.stack(maps).mean(dim=0)
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("by_class_token", [True, False])
-def test_pruning(seed: int, by_class_token: bool) -> None:
-    x_BND, _, inputs, prefix = draw(seed)
-    keep = random.Random(seed).uniform(0.2, 0.8)
-    step = prune_tokens(keep, True, prefix, x_BND, None, inputs.read(by_class_token))
-    rows = take(step, x_BND)
-    left = step.z_BKD
-    restored = rows.restore(left + 1)
-    assert rows.size_BK is None
-    for image, x in enumerate(x_BND):
-        map_NN = attention(inputs, image)
-        score = map_NN[0] if by_class_token else map_NN.mean(dim=0)
-        ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token])
-        count = math.ceil(keep * (len(x) - prefix))
-        kept, pruned = [*range(prefix), *sorted(ranked[:count])], ranked[count:]
-        assert rows.token_BK[image].tolist() == [*kept, pruned[0]]
-        assert torch.equal(left[image, :-1], x[kept])
-        torch.testing.assert_close(left[image, -1], sum(score[token] * x[token] for token in pruned))
-        back = restored[image]
-        assert torch.equal(back[kept], x[kept] + 1)
-        assert torch.equal(back[pruned], x[pruned])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_merging(seed: int) -> None:
-    x_BND, size_BN, inputs, prefix = draw(seed)
-    count = random.Random(seed).randint(1, 12)
-    step = merge_tokens(count, prefix, x_BND, size_BN, inputs.read())
-    rows = take(step, x_BND)
-    left = step.z_BKD
-    restored = rows.restore(left)
-    tokens = x_BND.shape[1]
-    for image, x in enumerate(x_BND):
-        keys = inputs.key[image].mean(dim=0)
-        first, second = ([token for token in range(start, tokens, 2) if token >= prefix] for start in (0, 1))
-        like = {a: {b: torch.cosine_similarity(keys[a], keys[b], dim=0).item() for b in second} for a in first}
-        partner = {a: max(alike, key=alike.__getitem__) for a, alike in like.items()}
-        ranked = sorted(first, key=lambda a: -like[a][partner[a]])
-        merged, left_over = ranked[: min(count, (tokens - prefix) // 2)], ranked[min(count, (tokens - prefix) // 2) :]
-        group = {token: token for token in range(tokens)} | {a: partner[a] for a in merged}
-        kept = [*range(prefix), *(sorted(left_over) if prefix else left_over), *second]
-        assert rows.token_BK[image].tolist() == kept
-        back = restored[image]
-        for slot, token in enumerate(kept):
-            members = [other for other, into in group.items() if into == token]
-            weight = size_BN[image, members]
-            assert rows.size_BK[image, slot] == weight.sum()
-            torch.testing.assert_close(left[image, slot], (weight[:, None] * x[members]).sum(0) / weight.sum())
-            assert torch.equal(back[members], left[image, slot].expand(len(members), -1))
 
 
 def test_a_merged_token_attracts_as_much_attention_as_those_it_stands_for() -> None:

@@ -122,7 +122,7 @@ def test_a_subclass_pools_the_full_grid(method: Method) -> None:
 
 @torch.no_grad()
 def test_a_change_between_blocks_reaches_dropped_and_kept_tokens() -> None:
-    _, model, images = make("vit_tiny_patch16_224", Prune(0.6, (0,), fuse=False))
+    dense, model, images = make("vit_tiny_patch16_224", Prune(0.6, (0,), fuse=False))
     expected = model.forward_intermediates(images, indices=[1], norm=False, intermediates_only=True)[0]
     handle = model.blocks[1].register_forward_hook(lambda _, args, output: output + 1)
     changed = model.forward_intermediates(images, indices=[1], norm=False, intermediates_only=True)[0]
@@ -132,6 +132,10 @@ def test_a_change_between_blocks_reaches_dropped_and_kept_tokens() -> None:
         tokens = model.forward_intermediates(images, indices=[0, 1], output_fmt="NLC", intermediates_only=True)
     dropped_BN = ~decisions["blocks.0"].keep_BN[:, 1:]
     assert dropped_BN.sum() == 2 * 6
+    # Dropped between the halves of the block, they stay as they were there.
+    x_BND, block = dense._pos_embed(dense.patch_embed(images)), dense.blocks[0]
+    dropped_RD = (x_BND + block.attn(block.norm1(x_BND)))[:, 1:][dropped_BN]
+    torch.testing.assert_close(tokens[0][dropped_BN], dropped_RD, rtol=0, atol=1e-12)
     assert torch.equal(tokens[0][dropped_BN], tokens[1][dropped_BN])
     assert not (tokens[0] == tokens[1])[~dropped_BN].any()
     model.blocks[1].register_forward_hook(lambda _, args, output: output[:, 1:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor
 
 from mmod.methods import Merge, Prune
+from mmod.methods.prune import prune_tokens
+from tests.kit.cover import cover, in_turn
 from tests.kit.zoo import make_images, make_model
 
 Rows = list[Tensor]
@@ -91,17 +94,22 @@ def merging(counts: list[int], prefix: int) -> Step:
     return step
 
 
-def pruning(blocks: tuple[int, ...], keep: float, fuse: bool, prefix: int) -> Step:
-    """Return the step of pruning by the class token's attention, with the others fused to one."""
+def pruning(method: Prune, prefix: int, pool: str = "token") -> Step:
+    """Return the step of pruning by the attention of the class token or of all tokens, with the others fused to one."""
+    by_class_token = method.by == "auto" and pool == "token"
 
     def step(number: int, x: Rows, sizes: list[int], query: Tensor, key: Tensor) -> tuple[Rows, list[int]]:
-        if number not in blocks:
+        if number not in method.blocks:
             return x, sizes
-        products = torch.einsum("he,hne->hn", query[:, 0], key)
-        score = (products / math.sqrt(key.shape[-1])).softmax(dim=-1).mean(dim=0)
+        readers = query[:, :1] if by_class_token else query
+        products = torch.einsum("hme,hne->hmn", readers, key)
+        score = (products / math.sqrt(key.shape[-1])).softmax(dim=-1).mean(dim=(0, 1))
+        # The mean is observed, and no gradient goes through what is observed.
+        score = score if by_class_token else score.detach()
         ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token].item())
-        kept, dropped = ranked[: math.ceil(keep * len(ranked))], ranked[math.ceil(keep * len(ranked)) :]
-        fused = [torch.stack([score[token] * x[token] for token in dropped]).sum(dim=0)] if fuse else []
+        count = math.ceil(method.keep * len(ranked))
+        kept, dropped = ranked[:count], ranked[count:]
+        fused = [torch.stack([score[token] * x[token] for token in dropped]).sum(dim=0)] if method.fuse else []
         left = [*x[:prefix], *(x[token] for token in kept), *fused]
         return left, [1] * len(left)
 
@@ -131,14 +139,24 @@ def test_merging_is_bipartite_soft_matching(case: str, r: int | tuple[int, ...])
     check(model, merged, images, merging(counts, model.num_prefix_tokens))
 
 
-@pytest.mark.parametrize("case", ["class-token", "distilled", "layer-scale", "registers"])
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("keep", [0.5, 0.7])
-def test_pruning_keeps_what_the_class_token_attends_to(case: str, fuse: bool, keep: float) -> None:
+PRUNED = [Prune(keep, (0, 2), fuse, by) for keep, fuse, by in cover((0.5, 0.7), (True, False), ("auto", "mean"))]
+
+
+@pytest.mark.parametrize(("case", "method"), in_turn(MODELS, PRUNED, times=2))
+def test_pruning_keeps_what_is_attended_to(case: str, method: Prune) -> None:
     name, changes = MODELS[case]
     model, images = make_model(name, **changes).double(), make_images(name, 2).double()
-    pruned = Prune(keep, (0, 2), fuse).apply_(copy.deepcopy(model))
-    check(model, pruned, images, pruning((0, 2), keep, fuse, model.num_prefix_tokens))
+    pruned = method.apply_(copy.deepcopy(model))
+    check(model, pruned, images, pruning(method, model.num_prefix_tokens, model.global_pool))
+
+
+def test_a_fused_token_has_the_place_of_the_dropped_one_with_the_most_attention() -> None:
+    score_BN = torch.rand(2, 9)
+    attention: Any = SimpleNamespace(importance_BN=score_BN)
+    step = prune_tokens(0.5, True, 1, torch.randn(2, 9, 4), None, attention)
+    assert step is not None
+    # Of eight patches, four are kept.
+    assert torch.equal(step.index_BK[:, -1], 1 + score_BN[:, 1:].argsort(dim=1, descending=True)[:, 4])
 
 
 def as_transformers(model: Any) -> Any:
@@ -183,11 +201,13 @@ NAMES = {
     "attn.qkv": "attention.qkv",
     "head.": "classifier.",
 }
+DROPPED = Prune(0.6, (0, 2), fuse=False)
+FUSED = Prune(0.6, (0, 2))
 REDUCED: dict[str, tuple[Any, Callable[[int], Step]]] = {
     "merge": (Merge(3), lambda prefix: merging([3] * 4, prefix)),
     "merge by block": (Merge((4, 0, 1, 2)), lambda prefix: merging([4, 0, 1, 2], prefix)),
-    "prune": (Prune(0.6, (0, 2), fuse=False), lambda prefix: pruning((0, 2), 0.6, False, prefix)),
-    "prune and fuse": (Prune(0.6, (0, 2)), lambda prefix: pruning((0, 2), 0.6, True, prefix)),
+    "prune": (DROPPED, lambda prefix: pruning(DROPPED, prefix)),
+    "prune and fuse": (FUSED, lambda prefix: pruning(FUSED, prefix)),
 }
 
 
