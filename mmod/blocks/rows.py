@@ -34,7 +34,7 @@ from mmod.ops import (
 from mmod.ops.casting import autocasts
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.rows import batch_rows, put_rows, take_rows
-from mmod.routing import Routing, Rule
+from mmod.routing import Joined, Routing, Rule
 from mmod.threads import PerThread
 
 
@@ -224,8 +224,10 @@ class Rows:
         assert routing.joined.slot_BN is not None
         # A row goes where the token went that it stands for.
         slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
-        # The decision as one about the rows before, by which the way back undoes it.
-        among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
+        # The decision as one about the rows before, by which the way back undoes it. It is kept between blocks, and
+        # torch 2.11 cannot make what `_replace` returns again after a graph of one block.
+        joined = Joined(slot_BN, routing.joined.size_BK, routing.joined.all, routing.joined.bias)
+        among = Routing(routing.kept, routing.score_BN, routing.gate_BK, routing.skipped_BN, joined)
         size_BK = routing.joined.size_BK
         if size_BK is None:
             self.z = gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))

@@ -23,6 +23,8 @@ GRAPHS: list[tuple[str, tuple[int, ...], dict[str, Any], int]] = [
     ("attention", CONSECUTIVE, {}, 4),
     ("random", (1, 2, 3, 5), {}, 5),
     ("redundancy", CONSECUTIVE, {"skipped": "merge"}, 4),
+    # As many as there are capacities, since a graph holds its number of rows, and one for the same rows again.
+    ("redundancy", CONSECUTIVE, {"skipped": mmod.Merged(before="mlp"), "capacity": (0.8, 0.8, 0.6, 0.4, 0.3)}, 6),
 ]
 
 
@@ -36,7 +38,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def test_compiled_blocks_share_graphs(router: str, blocks: tuple[int, ...], fields: Any, graphs: int) -> None:
     """Under gradient checkpointing of the whole model, too, which fails where graphs are recompiled or given up."""
     torch._dynamo.reset()
-    config = mmod.RoutingConfig(router=router, capacity=0.4, blocks=blocks, **fields)
+    config = mmod.RoutingConfig(router=router, blocks=blocks, **{"capacity": 0.4, **fields})
     model = mmod.route_(make_model(NAME, depth=6), config).train()
     expected = gradients(model)
     model.zero_grad()
