@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, Table, by_seed, measured_once
+from mmod.analysis.table import DENSE, Measured, Table, by_seed
 from mmod.analysis.timing import Reading, Readings, Times, times_once
 from mmod.io.files import sha256
 from mmod.io.jobs import Callback, Runner
@@ -20,19 +20,14 @@ from mmod.opening.weights import find_weights
 from mmod.studies.plan import search_for
 from mmod.studies.runs import BASE, Run
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, device_of, load, seed_draws
-from mmod.training.engine.run_folder import FitResult, portable
+from mmod.training.engine.run_folder import portable
 from mmod.training.kinds import kind_of
 
 # Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more.
 _PASSES = 8
-BEFORE = "before"
-"""Name of the figure that a model has before it is fine-tuned."""
 Measure = Callable[[Run, Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
-Load = Callable[[RunConfig], nn.Module]
-"""Loads the model that a run starts from, see `Kind.load`."""
 
 
 class Rates(NamedTuple):
@@ -157,7 +152,7 @@ class Measurer:
         if key not in self.models:
             if not self.keeps_all:
                 self.models.clear()
-            self.models[key] = load_start(config)
+            self.models[key] = load(kind_of(config))
         return self.models[key]
 
     def final(self, run: Run) -> nn.Module:
@@ -192,49 +187,6 @@ class Measurer:
         # What the study recommends is written with its plan.
         candidate = dataclasses.replace(run.candidate, routing=routing)
         return dataclasses.replace(run, candidate=candidate, config=config, searches=())
-
-
-def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
-    """Train a run, or read the result of a finished one; refuse one without an evaluation."""
-    kind = kind_of(config)
-    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
-    if fitted.best is None:
-        raise ValueError("there is nothing to ask: set data.val")
-    return fitted
-
-
-def load_start(config: RunConfig) -> nn.Module:
-    """Load the model that a run starts from; see `Kind.load`."""
-    return load(kind_of(config))
-
-
-def evaluate_start(
-    store: Store,
-    config: RunConfig,
-    load: Load = load_start,
-    progress: bool = False,
-    evaluated: Evaluated | None = None,
-) -> Measured:
-    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before.
-
-    Args:
-        evaluated: Its evaluation, where the training that ended with it has made it.
-    """
-    kind = kind_of(config)
-    identity = {"work": "rows of samples", **identity_of(config)}
-
-    def measure() -> Measured:
-        result, outcomes = evaluated or kind.evaluate(load(config), progress)
-        samples = max(map(len, outcomes.values()), default=0)
-        return measured_of(result)._replace(samples=samples, outcomes=outcomes)
-
-    return measured_once(store, identity, measure)
-
-
-def measured_of(evaluation: RoutedResult) -> Measured:
-    """Return what the table of a comparison keeps of an evaluation."""
-    samples = getattr(evaluation, "samples", 0)
-    return Measured(evaluation.columns(), evaluation.kept, samples, text=str(evaluation))
 
 
 def identity_of(config: RunConfig) -> dict[str, Any]:

@@ -24,8 +24,9 @@ from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Measurer, Rates, at_rates, best_rates, compare, fit, measured_of
+from mmod.studies.compare import Measurer, Rates, at_rates, best_rates, compare
 from mmod.studies.isoflop_config import IsoflopConfig
+from mmod.studies.kind import fit, measured_of
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.studies.runs import Comparison, Run, config_of
 from mmod.training.engine.config import LoopConfig

@@ -1,34 +1,42 @@
-"""What a kind of model contributes to a study, and what it tells of a table of candidates."""
+"""What a kind of model contributes to a study, how its runs are measured, and what it tells of a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import nn
 
-from mmod.analysis.table import Measured, Table, Weigh
+from mmod.analysis.table import Measured, Table, Weigh, measured_once
 from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
+from mmod.io.store import Store
 from mmod.io.tables import Column
 from mmod.lazy import import_path
-from mmod.studies.compare import BEFORE, Measurer, Rates, evaluate_start, fit, measured_of
+from mmod.studies.compare import Measurer, Rates, identity_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
-from mmod.training.engine.evaluate import Evaluated
-from mmod.training.engine.kind import Kind
+from mmod.training.engine.config import RunConfig
+from mmod.training.engine.evaluate import Evaluated, RoutedResult
+from mmod.training.engine.kind import Kind, load
+from mmod.training.engine.run_folder import FitResult
+from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+BEFORE = "before"
+"""Name of the figure that a model has before it is fine-tuned."""
 Runs = Mapping[str, Run]
 """The runs of the first seed, of the candidates that are measured so far by name, the dense one first."""
 Facts = Mapping[str, Any]
 """What is known of the data and the dense model, also for the study's record."""
 Lines = Sequence[Mapping[str, Any]]
 """The columns of each candidate by name."""
+Load = Callable[[RunConfig], nn.Module]
+"""Loads the model that a run starts from, see `Kind.load`."""
 
 
 class Told(NamedTuple):
@@ -152,6 +160,49 @@ def measure_run(
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
+
+
+def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
+    """Train a run, or read the result of a finished one; refuse one without an evaluation."""
+    kind = kind_of(config)
+    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
+    if fitted.best is None:
+        raise ValueError("there is nothing to ask: set data.val")
+    return fitted
+
+
+def load_start(config: RunConfig) -> nn.Module:
+    """Load the model that a run starts from; see `Kind.load`."""
+    return load(kind_of(config))
+
+
+def evaluate_start(
+    store: Store,
+    config: RunConfig,
+    load: Load = load_start,
+    progress: bool = False,
+    evaluated: Evaluated | None = None,
+) -> Measured:
+    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before.
+
+    Args:
+        evaluated: Its evaluation, where the training that ended with it has made it.
+    """
+    kind = kind_of(config)
+    identity = {"work": "rows of samples", **identity_of(config)}
+
+    def measure() -> Measured:
+        result, outcomes = evaluated or kind.evaluate(load(config), progress)
+        samples = max(map(len, outcomes.values()), default=0)
+        return measured_of(result)._replace(samples=samples, outcomes=outcomes)
+
+    return measured_once(store, identity, measure)
+
+
+def measured_of(evaluation: RoutedResult) -> Measured:
+    """Return what the table of a comparison keeps of an evaluation."""
+    samples = getattr(evaluation, "samples", 0)
+    return Measured(evaluation.columns(), evaluation.kept, samples, text=str(evaluation))
 
 
 def study_kind(kind: str) -> type[StudyKind]:

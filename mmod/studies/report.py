@@ -27,9 +27,8 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import beside_controls
-from mmod.studies.compare import BEFORE
 from mmod.studies.config import StudyConfig
-from mmod.studies.kind import Facts, Runs, StudyKind
+from mmod.studies.kind import BEFORE, Facts, Runs, StudyKind
 from mmod.studies.runs import Run
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Measurer, compare, evaluate_start
-from mmod.studies.kind import measure_run
+from mmod.studies.compare import Measurer, compare
+from mmod.studies.kind import evaluate_start, measure_run
 from mmod.studies.runs import Comparison
 from mmod.training import fit
 from mmod.training.engine.kind import load
