@@ -159,24 +159,17 @@ class FeaturesStudy(ImageStudy):
     def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
         """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
         config = self.config
-        started = run.config
         further: dict[str, float] = {}
         outcomes: dict[str, np.ndarray] = {}
         if run.is_trained:
             if config.before:
-                start = _probe(config, measurer.store, started)
+                start = _probe(config, measurer.store, run.config)
                 further[BEFORE] = start.figures[config.score]
                 outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
-            further["top1"] = fit(started, callback).best.top1
-            # The features are those of the weights that training has left.
-            started = started.started_from(started.output)
-        rows = _probe(config, measurer.store, started, measurer.load, callback, self._classifier_of(run))
+            further["top1"] = fit(run.config, callback).best.top1
+        classifier = self._classifier_of(run)
+        rows = _probe(config, measurer.store, run.final_config, measurer.load, callback, classifier)
         return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
-
-    def measure_trial(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
-        """Do a run at a learning rate that is tried, without its figures before."""
-        trial = dataclasses.replace(self, config=dataclasses.replace(self.config, before=False))
-        return trial.measure(run, callback, measurer)
 
     def _classifier_of(self, run: Run) -> TrainConfig | None:
         """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
@@ -309,8 +302,8 @@ def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split:
 
 def _tested_features(config: FeaturesStudyConfig, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
-    started = run.config.started_from(run.config.output) if run.is_trained else run.config
-    return read_features(features_store(config), identity_of_features(config, started, _TESTED)).x_ND.float()
+    identity = identity_of_features(config, run.final_config, _TESTED)
+    return read_features(features_store(config), identity).x_ND.float()
 
 
 def _splits(config: DataConfig) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,15 +29,14 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
-from mmod.io.jobs import Callback
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of, noted
-from mmod.studies.compare import Measurer, Rates
+from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told, measure_run
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, verdict
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
@@ -118,11 +118,9 @@ class ImageStudy(StudyKind):
         config = self.config
         if config.rates is None:
             return None
-        return Rates(config.rates, config.score, self.measure_trial, {"val_split": config.rate_split})
-
-    def measure_trial(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
-        """Do a run at a learning rate that is tried, of which the trained model alone counts."""
-        return measure_run(run, callback, measurer)
+        # Of a trial the trained model alone counts.
+        trial = dataclasses.replace(self, config=dataclasses.replace(config, before=False))
+        return Rates(config.rates, config.score, trial.measure, {"val_split": config.rate_split})
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch."""
