@@ -106,8 +106,8 @@ def measured_once(store: Store, identity: Mapping[str, object], measure: Callabl
 
 
 def evaluated(table: Table, name: str) -> int:
-    """Return the number of samples of a candidate's first seed; 0 before it is measured."""
-    return table.runs[name][0].samples if name in table.runs else 0
+    """Return the number of samples of a candidate; 0 before it is measured."""
+    return _rows(table, name).samples if name in table.runs else 0
 
 
 def by_seed(table: Table, figure: str, name: str) -> dict[int, float]:
@@ -241,7 +241,7 @@ def _value(rows: Measured, figure: str) -> float:
 
 
 def _rows(table: Table, name: str) -> Measured:
-    """Return the rows of a candidate's first seed."""
+    """Return the rows of the seed of a candidate that ended first."""
     return next(iter(table.runs[name].values()))
 
 

@@ -36,10 +36,9 @@ class Run(Job[Any]):
     plans: Path = Path()
 
     @property
-    def final_config(self) -> RunConfig:
+    def final_config(self) -> Any:
         """The config of the run's final model, which is that of its start where nothing is trained."""
-        config: RunConfig = self.config
-        return config.finished(config.output) if self.is_trained else config
+        return self.config.finished(self.config.output) if self.is_trained else self.config
 
 
 @dataclass(frozen=True, kw_only=True)
