@@ -135,7 +135,7 @@ def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mappin
     # The hooks stay: the model is a copy without data, for this count alone.
     for name, block in blocks.items():
 
-        def note(_: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> None:
+        def note(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> None:
             # Hosts may pass the tokens by name, before all else.
             tokens[name] = next(iter((*args, *kwargs.values()))).shape[1]
 
@@ -180,11 +180,11 @@ def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
     """Keep a set of the names of the model's modules whose forward is running."""
     names = {module: name for name, module in model.named_modules()}
 
-    def enter(module: nn.Module, _: Any) -> None:
+    def enter(module: nn.Module, _: object) -> None:
         if module in names:
             running.add(names[module])
 
-    def leave(module: nn.Module, *_: Any) -> None:
+    def leave(module: nn.Module, *_: object) -> None:
         # A module may run that is not the model's, as in the head of an exit.
         if module in names:
             running.discard(names[module])
@@ -238,11 +238,11 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
     """Return torch's formulas and those that it lacks: attention without a backend, and products with vectors."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    def attention(query: Shape, key: Shape, value: Shape, **_: Any) -> int:
+    def attention(query: Shape, key: Shape, value: Shape, **_: object) -> int:
         # Two products: queries with keys, and probabilities with values.
         return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
-    def refuse(*_: Any, **__: Any) -> int:
+    def refuse(*_: object, **__: object) -> int:
         raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
 
     formulas: dict[Any, Callable[..., int]] = {

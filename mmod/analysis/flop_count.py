@@ -39,7 +39,9 @@ def flops(
 
 # In inference mode torch runs a linear layer as one operation, which is no product of matrices to a counter.
 @torch.inference_mode(False)
-def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> FlopReport | PrefillFlops:
+def flops(
+    model: nn.Module, input_size: Size | Prompt, kept: float | Mapping[str, float] | Trace | None = None
+) -> FlopReport | PrefillFlops:
     """Count the FLOPs and activation memory of a model for one image, caption or prompt, without running it.
 
     One FLOP is one multiplication or one addition: a matrix product of (n, k) and (k, m) has `2 n k m`. Norms,

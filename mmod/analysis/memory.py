@@ -64,7 +64,7 @@ class ActivationMemory(TorchDispatchMode):
         self.live -= size
 
 
-def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
+def peak_bytes(function: Callable[[], object], device: torch.device) -> int:
     """Return the peak memory of a function in bytes beyond that at its start, including its result.
 
     Every allocation of torch counts, also inside custom ops; scratch memory of libraries (oneDNN, MKL, cuBLAS) does

@@ -84,7 +84,7 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
 
 
 def interleave(
-    functions: Mapping[Name, Callable[[], Any]],
+    functions: Mapping[Name, Callable[[], object]],
     *,
     seconds: float,
     rounds: int,
@@ -183,7 +183,7 @@ def times_once(
     return by_pass
 
 
-def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
+def _time_on_cpu(function: Callable[[], object], prepare: Callable[[], object] | None) -> float:
     # CPU time of the thread excludes other processes.
     # With several threads it would leave out the work of the others.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -194,7 +194,7 @@ def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | No
     return (clock() - started) * 1e3
 
 
-def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
+def _time_on_gpu(function: Callable[[], object], prepare: Callable[[], object] | None) -> float:
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()

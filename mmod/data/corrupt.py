@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, SupportsInt
 
 from mmod.values import one_of
 
@@ -68,7 +68,8 @@ class CorruptReport:
     # A dict for its order; keys are counted once, however often a sample is read.
     faults: dict[Fault, None] = field(default_factory=dict)
     limit: int | None = None
-    retried: Any = 0
+    # A tensor that worker processes share, where files are remote.
+    retried: SupportsInt = 0
 
     def __post_init__(self) -> None:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))

@@ -74,7 +74,7 @@ class ModelClasses:
     required: bool = True
 
 
-def name_key(name: str) -> tuple[Any, str]:
+def name_key(name: str) -> tuple[list[int | str], str]:
     """Return a sort key for timm's natural order, in which "9" comes before "10"."""
     from timm.utils.misc import natural_key
 

@@ -34,6 +34,10 @@ from mmod.data.synthetic.digits import DIGITS, DigitScene, compose_scenes
 from mmod.io.files import text_bytes
 from mmod.io.progress import warn_once
 
+Transform = Callable[..., Tensor]
+"""From a PIL image to a tensor (C, H, W)."""
+Tokenizer = Callable[[list[str]], Tensor]
+"""From captions to token ids (B, L)."""
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
@@ -230,7 +234,7 @@ def evaluation_fields(config: DataConfig) -> dict[str, Any]:
     }
 
 
-def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Any:
+def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Transform:
     from timm.data import create_transform
 
     fields = evaluation_fields(config)
@@ -248,10 +252,6 @@ def _transform(config: DataConfig, training: bool, normalise: bool = True) -> An
 def _crop_pct(config: DataConfig) -> float:
     # Label maps are not cropped, so their images must not be cropped either.
     return 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct
-
-
-Transform = Callable[..., Tensor]
-Tokenizer = Callable[[list[str]], Tensor]
 
 
 @check_files.register

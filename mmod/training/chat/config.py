@@ -31,18 +31,21 @@ _UNUSABLE = {
 _ASKING = ("eval_strategy", "eval_on_start", "load_best_model_at_end")
 # Arguments of the trainer that do not affect the result.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
-# Ranges of numbers that the trainer and peft do not check.
-_RANGES: dict[str, dict[tuple[Any, str], tuple[str, ...]]] = {
+# Numbers that the trainer and peft do not check: type and range by option.
+_LIMITS: dict[str, dict[str, tuple[type, str]]] = {
     "trainer": {
-        (float, "[0, inf)"): ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
-        (float, "(0, inf)"): ("num_train_epochs", "adam_epsilon", "logging_steps", "save_steps", "eval_steps"),
-        (float, "[0, 1)"): ("adam_beta1", "adam_beta2"),
-        (float, "[0, 1]"): ("warmup_ratio",),
-        (int, "[1, inf)"): ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"),
-        (int, "[0, inf)"): ("dataloader_num_workers",),
-        (int, "[-1, inf)"): ("max_steps",),
+        **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"), (float, "[0, inf)")),
+        **dict.fromkeys(("num_train_epochs", "adam_epsilon"), (float, "(0, inf)")),
+        **dict.fromkeys(("logging_steps", "save_steps", "eval_steps"), (float, "(0, inf)")),
+        **dict.fromkeys(("adam_beta1", "adam_beta2"), (float, "[0, 1)")),
+        "warmup_ratio": (float, "[0, 1]"),
+        "per_device_train_batch_size": (int, "[1, inf)"),
+        "gradient_accumulation_steps": (int, "[1, inf)"),
+        "save_total_limit": (int, "[1, inf)"),
+        "dataloader_num_workers": (int, "[0, inf)"),
+        "max_steps": (int, "[-1, inf)"),
     },
-    "lora": {(int, "[1, inf)"): ("r",), (float, "(0, inf)"): ("lora_alpha",), (float, "[0, 1)"): ("lora_dropout",)},
+    "lora": {"r": (int, "[1, inf)"), "lora_alpha": (float, "(0, inf)"), "lora_dropout": (float, "[0, 1)")},
 }
 
 
@@ -142,11 +145,10 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         self.check()
-        for group, ranges in _RANGES.items():
+        for group, limits in _LIMITS.items():
             options = getattr(self, group) or {}
-            for limit, names in ranges.items():
-                for name in sorted(set(names) & set(options)):
-                    check_value(f"{group}.{name}", options[name], *limit)
+            for name in sorted(limits.keys() & options.keys()):
+                check_value(f"{group}.{name}", options[name], *limits[name])
         taken = sorted(set(_TAKEN) & set(self.trainer))
         if taken:
             raise ValueError(f"trainer must not set {', '.join(taken)}: the run sets them")

@@ -205,13 +205,13 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     counts: dict[str, Tensor] = {}
     bad: list[Tensor] = []
 
-    def check(module: nn.Module, inputs: Any, output: Any) -> None:
+    def check(module: nn.Module, inputs: object, output: object) -> None:
         # The last position predicts; the others may be padding.
         logits = getattr(output, "logits", None)
         if logits is not None:
             bad.append((~logits[:, -1].isfinite()).sum())
 
-    def count(*_: Any) -> None:
+    def count(*_: object) -> None:
         for name, routing in decisions.take().items():
             counted_BN = routing.counted_BN
             kept_of_counted = torch.stack([(routing.keep_BN & counted_BN).sum(), counted_BN.sum()])

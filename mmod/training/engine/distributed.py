@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -150,7 +149,7 @@ class StopRequest(Stop):
         super().__init__()
         self._agreed = 0
         # A separate group, so that no step waits for a GPU.
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def agreed(self) -> bool:
         """Return whether any process got a signal to stop; collective over processes."""

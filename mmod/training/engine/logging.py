@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch import Tensor
 from mmod.io.progress import say
 from mmod.lazy import name_missing_extra
 from mmod.training.engine.distributed import sum_over_processes
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def note(line: str) -> None:
@@ -71,8 +74,8 @@ class TensorBoard:
     """TensorBoard's writer; a no-op without a folder. What an interrupted run wrote after `step` is hidden."""
 
     def __init__(self, folder: Path | None, step: int) -> None:
-        self._writer: Any = None
-        self._open: Callable[[], Any] | None = None
+        self._writer: SummaryWriter | None = None
+        self._open: Callable[[], SummaryWriter] | None = None
         if folder is not None:
             with name_missing_extra():
                 from torch.utils.tensorboard import SummaryWriter

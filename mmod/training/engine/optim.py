@@ -74,7 +74,7 @@ def create_schedule(
     return scheduler, int(epochs)
 
 
-def complete_states(optimizer: Any) -> None:
+def complete_states(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters without a gradient so far an empty state: a sharded state is loaded only if it is complete."""
     for group in optimizer.param_groups:
         weights = [weight for weight in group["params"] if weight.requires_grad]

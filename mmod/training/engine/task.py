@@ -153,7 +153,7 @@ def _first_nonfinite(task: Task, arguments: tuple[object, ...]) -> tuple[str, Te
     # With gradients: auxiliary losses are those of passes that train.
     names: list[str] = []
 
-    def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         # A router's decision marks tokens that always run, or never, with infinity.
         decides = isinstance(module, Router)
         if not names and any(bool((x.isnan() if decides else ~x.isfinite()).any()) for x in _floats(output)):

@@ -38,6 +38,7 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
 from mmod.training.image.folder import save_model
@@ -165,7 +166,7 @@ class ImageKind:
             **start.task_options(self, teacher),
         )
 
-    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
         rows = evaluate_batch(model, batch, self.config.precision)
         check_labels(rows)

@@ -33,6 +33,7 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.task import Batch
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
 from mmod.training.pairs.folder import TwoTowers, save_model
@@ -110,7 +111,7 @@ class PairsKind:
         criterion = create_loss(self.config.loss, process)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
-    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 

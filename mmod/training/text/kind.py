@@ -26,6 +26,7 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
 from mmod.training.text.task import TextTask, logits_of
@@ -73,7 +74,7 @@ class TextKind:
         """Create the task with the config's distillation and auxiliary losses."""
         return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))
 
-    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
