@@ -94,24 +94,10 @@ def flops(
         # How its blocks are called is known already.
         restore_proofs(dense, proofs_of(routed))
     stacks = _stacks(dense, input_size)
-    for stack in stacks.values():
-        if stack.language and any(isinstance(block, RoutedBlock) for block in _blocks(routed, stack).values()):
-            raise ValueError(
-                "which tokens a routed language model may skip follows from the ids, which are not read here: use "
-                "mmod.flops(model, mmod.Prompt(text_tokens, image_tokens))"
-            )
+    _check_language(routed, stacks)
     inputs = _inputs(dense, stacks, input_size)
-
-    def count(counted: nn.Module) -> PassCounts:
-        blocks: dict[str, nn.Module] = {}
-        for stack in stacks.values():
-            blocks |= _blocks(counted, stack)
-        # Hosts may make positions in their forward without saying where.
-        with torch.device("meta"):
-            return count_pass(counted, blocks, inputs)
-
     try:
-        dense_count = count(dense)
+        dense_count = _count(dense, stacks, inputs)
     except NotImplementedError as error:
         # As of torch, for values of meta tensors.
         raise ValueError(
@@ -122,7 +108,7 @@ def flops(
         # As timm's models refuse the size of an image, and as torch refuses sums of positions in your own.
         shapes = ", ".join(f"{name} {shape}" for name, shape in _shapes(inputs).items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
-    routed_count = dense_count if dense is routed else count(routed)
+    routed_count = dense_count if dense is routed else _count(routed, stacks, inputs)
     rows = []
     for stack in stacks.values():
         for name, block, dense_names in _paired(routed, stack):
@@ -142,6 +128,26 @@ def flops(
         dense_training_bytes=dense_count.training_bytes,
         training_bytes=routed_count.training_bytes,
     )
+
+
+def _check_language(model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
+    """Raise a ValueError if blocks of a language model are routed."""
+    for stack in stacks.values():
+        if stack.language and any(isinstance(block, RoutedBlock) for block in _blocks(model, stack).values()):
+            raise ValueError(
+                "which tokens a routed language model may skip follows from the ids, which are not read here: use "
+                "mmod.flops(model, mmod.Prompt(text_tokens, image_tokens))"
+            )
+
+
+def _count(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: Mapping[str, Tensor]) -> PassCounts:
+    """Count one pass of a model on the meta device, with the costs of its blocks by themselves."""
+    blocks: dict[str, nn.Module] = {}
+    for stack in stacks.values():
+        blocks |= _blocks(model, stack)
+    # Hosts may make positions in their forward without saying where.
+    with torch.device("meta"):
+        return count_pass(model, blocks, inputs)
 
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:

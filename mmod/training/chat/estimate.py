@@ -86,43 +86,44 @@ def estimate(config: TrainConfig) -> ChatEstimate:
 
     # Evenly over the data, since files are often sorted.
     indices = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
-    batches = [collator([train[int(index)]]) for index in indices]
-    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    samples = [collator([train[int(index)]]) for index in indices]
+    lengths = [sample["input_ids"].shape[1] for sample in samples]
     tokens = round(mean(lengths))
-    image_tokens = round(mean(float((entry["input_ids"] == processor.image_token_id).sum()) for entry in batches))
-    masks = [entry["protected_mask"] for entry in batches if config.data.protected is not None]
-    # Text that is protected cannot be more than there is.
-    protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
-    patches = round(mean(count_patches(model, entry) for entry in batches))
+    image_tokens = round(mean(_count(sample["input_ids"] == processor.image_token_id) for sample in samples))
+    protected = 0
+    if config.data.protected is not None:
+        protected = round(mean(_count(sample["protected_mask"]) for sample in samples))
+    # Text that is protected cannot be more than there is: each mean is rounded by itself.
+    protected = min(protected, tokens - image_tokens)
+    patches = round(mean(count_patches(model, sample) for sample in samples))
 
-    batch = step_samples(arguments)
     steps, epoch_steps = steps_of(arguments, len(train))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
-
-    stacks = find_stacks(model)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), needed_shares(model, shares))
+
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
-    held = arguments.train_batch_size * sum(
+    stacks = find_stacks(model)
+    held = sum(
         _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)
         for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or _is_trained(stack)
     )
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return ChatEstimate(
         samples=len(train),
         epochs=steps / epoch_steps,
         steps=steps,
-        batch=batch,
+        batch=step_samples(arguments),
         processes=arguments.world_size,
         tokens=tokens,
         image_tokens=image_tokens,
         longest=max(lengths),
-        answers=mean(float((entry["labels"] != IGNORED).sum()) for entry in batches),
+        answers=mean(_count(sample["labels"] != IGNORED) for sample in samples),
         flops={"conversation": language.routed},
         language=language,
         kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
@@ -132,8 +133,12 @@ def estimate(config: TrainConfig) -> ChatEstimate:
         trained=sum(parameter.numel() for parameter in trained),
         weight_bytes=_weight_bytes(model, config.model.args.get("quantization_config")),
         training_bytes=3 * bytes_of(trained),
-        activation_bytes=held,
+        activation_bytes=arguments.train_batch_size * held,
     )
+
+
+def _count(mask: Tensor) -> float:
+    return float(mask.sum())
 
 
 def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:

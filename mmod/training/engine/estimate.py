@@ -16,6 +16,7 @@ from mmod.training.engine.kind import LoopKind, device_of
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.start import create_models
+from mmod.training.engine.task import Task
 
 # Mixup needs a pair of samples.
 _SAMPLES = 2
@@ -99,17 +100,9 @@ def estimate(kind: LoopKind) -> RunEstimate:
     # In training mode and with the teacher: both hold activations that an evaluation does not.
     task = kind.create_task(model, teacher, Process(0, 1, device)).to(device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
-    one_pass = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], device)))
-    batch_tensors = [value for value in one_pass.arguments if isinstance(value, torch.Tensor)]
-    with (
-        decisions_of(model) as decisions,
-        ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as held,
-    ):
-        output = task(*one_pass.arguments)
-        # Activations grow in proportion to the batch, of which two samples were run.
-        activations = held.live * config.data.batch_size // len(inputs[:_SAMPLES])
-    # Frees the graph before the model runs again to count FLOPs.
-    del output
+    inputs, targets = inputs[:_SAMPLES], targets[:_SAMPLES]
+    with decisions_of(model) as decisions:
+        held = _held_bytes(task, inputs, targets, device)
 
     sharded = config.distributed.sharded
     shares = world if sharded else 1
@@ -127,9 +120,22 @@ def estimate(kind: LoopKind) -> RunEstimate:
         weight_bytes=copies * weights // shares + (0 if teacher is None else bytes_of(teacher.parameters())),
         # A gradient and the two moments of Adam.
         training_bytes=3 * bytes_of(trained) // shares,
-        activation_bytes=activations,
+        # In proportion to the batch.
+        activation_bytes=held * config.data.batch_size // len(inputs),
         full_bytes=weights if sharded else 0,
     )
+
+
+def _held_bytes(task: Task, inputs: torch.Tensor, targets: torch.Tensor, device: torch.device) -> int:
+    """Return the memory that a forward pass holds for its backward pass."""
+    one_pass = next(iter(task.passes([(inputs, targets)], device)))
+    batch_tensors = [value for value in one_pass.arguments if isinstance(value, torch.Tensor)]
+    with ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as memory:
+        # Kept until it is counted: its graph holds the activations.
+        output = task(*one_pass.arguments)
+        held = memory.live
+    del output
+    return held
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
