@@ -5,6 +5,7 @@ Axes: B samples, N tokens, G groups, K slots per sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
 
@@ -40,26 +41,7 @@ def assign_groups(
         >>> groups.group_BN.tolist(), groups.sizes, groups.always
         ([[0, 1, 1, 0, 2]], ((2, 1),), (2,))
     """
-    free_BN = free_BN & valid_BN
-    if frames is None and segment_BN is None:
-        group_BN = free_BN.long()
-        count = 1
-    elif frames is None:
-        assert segment_BN is not None
-        group_BN = (segment_BN + 1) * free_BN
-        count = int(segment_BN.max()) + 1
-    elif frames == "span":
-        # A run of image tokens, such as an image; spans of routed blocks are another thing.
-        if first_BN is None:
-            first_BN = free_BN & ~nn.functional.pad(free_BN, (1, 0))[:, :-1]
-        group_BN = first_BN.cumsum(1) * free_BN
-        count = int(group_BN.max()) if group_BN.numel() else 0
-    else:
-        size = int(frames)
-        if segment_BN is not None:
-            _check_frames(free_BN, segment_BN, size)
-        group_BN = ((free_BN.cumsum(1) - 1) // size + 1) * free_BN
-        count = -(-free_BN.shape[1] // size)
+    group_BN, count = _numbered(free_BN & valid_BN, frames, segment_BN, first_BN)
     group_BN = group_BN.masked_fill(~valid_BN, PADDING)
     # Padding is counted in the first column, and what is always kept in the second.
     counts = torch.zeros(group_BN.shape[0], count + 2, dtype=torch.long, device=group_BN.device)
@@ -80,6 +62,27 @@ def assign_groups(
         segments=segments,
         prompt_BN=prompt_BN,
     )
+
+
+def _numbered(
+    free_BN: Tensor, frames: str | int | None, segment_BN: Tensor | None, first_BN: Tensor | None
+) -> tuple[Tensor, int]:
+    """Return the group of each token that may be skipped, from 1, and 0 at all others (B, N); and how many may be."""
+    if frames is None and segment_BN is None:
+        return free_BN.long(), 1
+    if frames is None:
+        assert segment_BN is not None
+        return (segment_BN + 1) * free_BN, int(segment_BN.max()) + 1
+    if frames == "span":
+        # A run of image tokens, such as an image; spans of routed blocks are another thing.
+        if first_BN is None:
+            first_BN = free_BN & ~nn.functional.pad(free_BN, (1, 0))[:, :-1]
+        group_BN = first_BN.cumsum(1) * free_BN
+        return group_BN, int(group_BN.max()) if group_BN.numel() else 0
+    size = int(frames)
+    if segment_BN is not None:
+        _check_frames(free_BN, segment_BN, size)
+    return ((free_BN.cumsum(1) - 1) // size + 1) * free_BN, -(-free_BN.shape[1] // size)
 
 
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
@@ -165,15 +168,28 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, groups.sizes)):
         return slots_of(groups.group_BN > PADDING, counts)
-    count = max(map(len, keeps))
+    # Negated, because a sort puts NaN last, which padding becomes below.
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
-    if count == 1:
-        worst_BN = torch.minimum(worst_BN, groups.limit_BN)
-        best_BK = torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)]
-        if min(counts) == max(counts):
-            return Kept(torch.sort(best_BK, dim=1).values, None, sum(counts))
-        index_BK, valid_BK = ascending_valid(best_BK, torch.tensor(counts, device=best_BK.device), tokens)
-        return Kept(index_BK, valid_BK, sum(counts))
+    if max(map(len, keeps)) > 1:
+        return slots_of(_best_of_groups(worst_BN, keeps, groups), counts)
+    # One group a sample: what is always kept is sorted to the front, and padding behind all others.
+    worst_BN = torch.minimum(worst_BN, groups.limit_BN)
+    best_BK = torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)]
+    if min(counts) == max(counts):
+        return Kept(torch.sort(best_BK, dim=1).values, None, sum(counts))
+    index_BK, valid_BK = ascending_valid(best_BK, torch.tensor(counts, device=best_BK.device), tokens)
+    return Kept(index_BK, valid_BK, sum(counts))
+
+
+def _best_of_groups(worst_BN: Tensor, keeps: Sequence[Sequence[int]], groups: TokenGroups) -> Tensor:
+    """Return which tokens are kept of samples with several groups (B, N).
+
+    Args:
+        worst_BN: Negated scores (B, N).
+        keeps: How many tokens of each group are kept, by sample.
+    """
+    tokens = worst_BN.shape[1]
+    count = max(map(len, keeps))
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
     # A second, stable sort by group keeps every group sorted by score; padding and kept tokens come first.
     in_order_BN = groups.group_BN.gather(1, order_BN)
@@ -183,13 +199,13 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
         [start + kept for start, kept in zip(accumulate([tokens - sum(sizes), *sizes]), row)]
         for sizes, row in zip(groups.sizes, keeps)
     ]
-    end_BG = torch.tensor([[*row, *[0] * (count - len(row))] for row in ends], device=score_BN.device)
+    end_BG = torch.tensor([[*row, *[0] * (count - len(row))] for row in ends], device=worst_BN.device)
     rank_BN = torch.empty_like(order_BN).scatter_(
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )
     # Groups are numbered from 1; what is in none is decided below.
     chosen_BN = rank_BN < end_BG.gather(1, groups.group_BN.clamp(min=1) - 1)
-    return slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
+    return torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT)
 
 
 def kept_of(size: int, capacity: Fraction, strict: bool) -> int:
