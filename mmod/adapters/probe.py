@@ -55,8 +55,9 @@ class BlockInputs:
     Args:
         x_BND: The tokens (2, N, D); those of one sequence of all images are a batch here, as are its arguments.
         arguments: The block's further arguments, by name.
-        seen: What shows before a trial, as a proof of nothing else. Its prefix are the leading tokens that no image
-            changes, such as class and register tokens; its suffix are such tokens at the end, as detection tokens.
+        seen: What is known before a trial, in a `Proof` that says nothing else. Its prefix are the leading tokens that
+            no image changes, such as class and register tokens; its suffix are such tokens at the end, as detection
+            tokens.
     """
 
     x_BND: Tensor

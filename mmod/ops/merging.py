@@ -143,8 +143,8 @@ def size_groups(
         all_join: Promise that no slot is -1 and no group empty, which skips the checks.
 
     Returns:
-        The sizes (B, K), fp32, 0 for an empty slot, and their logarithms (B, 1, 1, K), 0 for an empty slot, in memory
-        as fused attention asks for, which would copy them otherwise.
+        The sizes (B, K), fp32, and their logarithms (B, 1, 1, K); both are 0 for an empty slot. The logarithms are
+        aligned in memory as fused attention needs them, so that it makes no copy.
 
     Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
 

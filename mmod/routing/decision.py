@@ -48,7 +48,7 @@ class TokenMasks(NamedTuple):
         return free_BN if self.valid_BN is None else free_BN & self.valid_BN
 
     def counted(self, score_BN: Tensor) -> Tensor:
-        """Return which tokens a share of kept ones is of (B, N): all that exist."""
+        """Return the tokens of which a share is kept (B, N): all that exist."""
         return torch.ones_like(score_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
@@ -63,7 +63,7 @@ class PackedSamples(NamedTuple):
         token_SL: Index of each sample's tokens among all tokens of the batch (S, L).
         valid_SL: False at empty slots and at padding (S, L).
         slot_BN: Index of every token among the slots of all samples (B, N).
-        share_BN: The sample's number of tokens whose attention counts as importance, relative to its row's (B, N).
+        share_BN: Of the tokens of a row whose attention counts as importance, the share that is the sample's (B, N).
     """
 
     token_SL: Tensor
@@ -89,8 +89,8 @@ class TokenGroups(NamedTuple):
         group_BN: -1 for padding, 0 for tokens that are always kept, and from 1 on the group of tokens that may be
             skipped (B, N); top-k is taken within each group.
         gated_BN: True where the gate weighs a kept token's update (B, N).
-        limit_BN: Upper bound on the ascending sort key (B, N): -inf at tokens that are always kept, inf at those that
-            may be skipped, NaN at padding.
+        limit_BN: Bounds negated scores before they are sorted (B, N): -inf puts tokens that are always kept first,
+            inf leaves those that may be skipped as they are, and NaN puts padding last.
         sizes: Sizes of the groups of every sample.
         always: Number of tokens that are always kept, per sample.
         strict: A capacity that keeps no token of a group is an error.
@@ -143,7 +143,7 @@ class TokenGroups(NamedTuple):
         return self.free_BN
 
     def counted(self, score_BN: Tensor) -> Tensor:
-        """Return which tokens a share of kept ones is of (B, N): those that may be skipped."""
+        """Return the tokens of which a share is kept (B, N): those that may be skipped."""
         return self.free_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
@@ -202,7 +202,7 @@ class Routing(NamedTuple):
 
     @property
     def counted_BN(self) -> Tensor:
-        """True at the tokens that a share of kept ones is of (B, N)."""
+        """True at the tokens of which a share is kept (B, N)."""
         return self.tokens.counted(self.score_BN)
 
     def free(self, prefix: int) -> Tensor:

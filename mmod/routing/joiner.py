@@ -39,7 +39,7 @@ class Joiner(ABC):
         return None
 
     def spread(self, rows_BKD: Tensor, earlier: Routing) -> Tensor | None:
-        """Return the tokens (B, N, D) that are scored again after an earlier decision; None scores its rows alone."""
+        """Return all tokens (B, N, D) if a score needs more than the rows that an earlier decision kept; else None."""
         return None
 
     @abstractmethod

@@ -25,7 +25,7 @@ class Cells(Score):
 
     Args:
         side: Tokens along a side of a cell.
-        width: Tokens in a row of the grid; None takes the model's. A score of no model takes a square one then.
+        width: Tokens in a row of the grid; None takes the model's, and outside a model a square.
 
     Source: mixed resolution decided from tokens, after Ronen et al., arXiv 2304.00287, who decide from pixels.
     """
