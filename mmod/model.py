@@ -165,24 +165,29 @@ def _are_options(names: Iterable[str], options: Sequence[str]) -> bool:
     return all(similar(name, options, cutoff=0.8) or place_of(name, None, {}) for name in names)
 
 
+def _check_how(name: str, value: object) -> None:
+    """Raise a TypeError unless an argument says how to route; values of a config's field are a common mistake."""
+    field = "blocks" if value in LAYOUTS else "router"
+    if isinstance(value, str) and value in (*LAYOUTS, *SCORES) and value not in PRESETS:
+        raise TypeError(
+            f"{name} must be a RoutingConfig, got {brief(value)}, which is a value of {field}: pass "
+            f"mmod.RoutingConfig({field}={value!r})"
+        )
+    if value is not None and not isinstance(value, (RoutingConfig, str)):
+        hint = "; a method goes to mmod.apply_" if isinstance(value, Method) else ""
+        raise TypeError(
+            f"{name} must be a RoutingConfig, got {brief(value)}, or the name of a preset, which mmod.presets() "
+            f"lists{hint}"
+        )
+
+
 def _configs_by_part(
     available: Mapping[str, Part], config: HowToRoute, parts: Mapping[str, HowToRoute]
 ) -> dict[str, RoutingConfig]:
     parts = {own_name(name, available): value for name, value in parts.items()}
     _refuse_parts(available, config, parts)
     for name, value in {"config": config, **parts}.items():
-        field = "blocks" if value in LAYOUTS else "router"
-        if isinstance(value, str) and value in (*LAYOUTS, *SCORES) and value not in PRESETS:
-            raise TypeError(
-                f"{name} must be a RoutingConfig, got {brief(value)}, which is a value of {field}: pass "
-                f"mmod.RoutingConfig({field}={value!r})"
-            )
-        if value is not None and not isinstance(value, (RoutingConfig, str)):
-            hint = "; a method goes to mmod.apply_" if isinstance(value, Method) else ""
-            raise TypeError(
-                f"{name} must be a RoutingConfig, got {brief(value)}, or the name of a preset, which "
-                f"mmod.presets() lists{hint}"
-            )
+        _check_how(name, value)
     by_part = {name: parts.get(name, config) for name in available}
     routed = {
         name: preset(value) if isinstance(value, str) else value for name, value in by_part.items() if value is not None

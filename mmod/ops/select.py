@@ -243,24 +243,26 @@ def select_threshold(
     # The prefix always runs, whatever `max_tokens` says.
     ceiling = None if max_tokens is None else max(max_tokens, prefix)
     count_B = torch.minimum(count_B.clamp(min=max(min_tokens, prefix), max=ceiling), most_B)
-    total = None
-    if ceiling is not None:
-        slots = min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens))
-    elif exporting():
-        raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
-    elif cannot_count():
-        # No count is read, so every token has a slot, filled or empty.
-        slots = tokens
-    else:
-        # The host waits for the device here, and only here.
-        counts = count_B.tolist()
-        slots = slots_for(counts)
-        total = sum(counts)
+    slots, total = _slots_for_threshold(count_B, tokens, ceiling)
     index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     if total == valid_BK.numel():
         # Every slot is filled, so blocks need neither a mask nor packed rows.
         return Kept(index_BK, None, total)
     return Kept(index_BK, valid_BK, total)
+
+
+def _slots_for_threshold(count_B: Tensor, tokens: int, ceiling: int | None) -> tuple[int, int | None]:
+    """Return the number of slots K for counts of kept tokens, and the number of valid ones if it is read."""
+    if ceiling is not None:
+        return min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens)), None
+    if exporting():
+        raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
+    if cannot_count():
+        # No count is read, so every token has a slot, filled or empty.
+        return tokens, None
+    # The host waits for the device here, and only here.
+    counts = count_B.tolist()
+    return slots_for(counts), sum(counts)
 
 
 def cannot_count() -> bool:

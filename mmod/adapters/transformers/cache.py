@@ -195,23 +195,24 @@ def open_routed_layer(cache: Any, layer: int) -> None:
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
-    dense: Any = cache.layers[layer]
-    routed: RoutedLayer | StaticRoutedLayer
+    cache.layers[layer] = _routed_layer(cache.layers[layer])
+
+
+def _routed_layer(dense: Any) -> RoutedLayer | StaticRoutedLayer:
+    """Return a cache layer of kept tokens in place of a dense one."""
     if type(dense) in (DynamicLayer, DynamicSlidingWindowLayer):
         routed = RoutedLayer(getattr(dense, "sliding_window", None))
         # Assisted generation makes an empty cache record tokens that it may remove.
         routed.record_past = getattr(dense, "record_past", False)
         if dense.get_seq_length():
             routed.adopt(dense)
-    elif type(dense) is StaticLayer:
-        routed = StaticRoutedLayer(dense.max_cache_len)
-    elif type(dense) is StaticSlidingWindowLayer:
-        routed = StaticRoutedWindow(dense.max_cache_len)
-    else:
+        return routed
+    if type(dense) not in (StaticLayer, StaticSlidingWindowLayer):
         raise ValueError(
             f"routed layers keep different tokens, which a {type(dense).__name__} does not support: use the default "
             "cache (a DynamicCache) or a StaticCache, offloaded or not, instead of a quantized one"
         )
-    if dense.get_seq_length() and not isinstance(routed, RoutedLayer):
+    if dense.get_seq_length():
         raise ValueError("this static cache was filled by a dense model: start with an empty one")
-    cache.layers[layer] = routed
+    is_window = type(dense) is StaticSlidingWindowLayer
+    return StaticRoutedWindow(dense.max_cache_len) if is_window else StaticRoutedLayer(dense.max_cache_len)
