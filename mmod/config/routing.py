@@ -157,6 +157,7 @@ class RoutingConfig(Checked):
             threshold = self.select.threshold
             check_value("select.threshold of a learned score", threshold, float | tuple[float, ...], "[0, 1]")
         self._check_score()
+        self._check_gate()
         self._check_skipped()
         self._check_language()
         if self.depth is not None:
@@ -196,10 +197,9 @@ class RoutingConfig(Checked):
         return self.router.shared and not self.reads_importance(training=False)
 
     def _check_score(self) -> None:
-        """Raise unless score, gate, selection and losses fit together."""
+        """Raise unless the score can do what gate and losses ask of it."""
         router = self.router
         gate = self.gate
-        select = self.select
         if not router.learns:
             # A draw of 0 or 1 for a whole image needs no gradient.
             draws_images = gate.name == "step" and router.per_image
@@ -218,6 +218,12 @@ class RoutingConfig(Checked):
                 f"training_only needs a score without weights, such as 'random' or 'attention': router {router.name!r} "
                 "adds some, which the dense model cannot keep"
             )
+
+    def _check_gate(self) -> None:
+        """Raise unless gate, selection and the loss of loads fit together."""
+        router = self.router
+        gate = self.gate
+        select = self.select
         if "load" in self.losses and gate.name not in ("linear", "sigmoid", "tanh"):
             raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', not {gate.name!r}")
         if gate.name == "step":
@@ -312,12 +318,7 @@ class RoutingConfig(Checked):
         check_value("depth", depth, int, DEPTH)
         if self.depth not in (None, depth):
             raise ValueError(f"this config is for {self.depth} blocks, the model has {depth}")
-        if isinstance(self.blocks, str):
-            # Without a block in front the first one has no importance to read, so that only "all" names it.
-            layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
-            blocks = tuple(layouts[self.blocks])
-        else:
-            blocks = tuple(int(block) for block in self.blocks)
+        blocks = self._blocks_at(depth)
         check_blocks(blocks, depth)
         columns = []
         for name in ("capacity", "operator", "context"):
@@ -335,6 +336,13 @@ class RoutingConfig(Checked):
         for block, _, operator, context in rows:
             check_context(operator, context, block)
         return rows
+
+    def _blocks_at(self, depth: int) -> tuple[int, ...]:
+        if not isinstance(self.blocks, str):
+            return tuple(int(block) for block in self.blocks)
+        # Without a block in front the first one has no importance to read, so that only "all" names it.
+        layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
+        return tuple(layouts[self.blocks])
 
     def at_depth(self, depth: int) -> RoutingConfig:
         """Return the config for a model of `depth` blocks; it differs only for a preset that depends on the depth."""
