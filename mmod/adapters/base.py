@@ -231,7 +231,7 @@ class CallForm:
     attention_calls: int = 1
 
 
-def has_tensors(value: Any) -> bool:
+def has_tensors(value: object) -> bool:
     """Return whether an argument is a tensor, or a list or mapping with one.
 
     A number, such as the Trainer's count of samples, is none, nor is what mmod itself passes to blocks.

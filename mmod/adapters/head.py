@@ -79,7 +79,7 @@ class _HandsOn(nn.Module):
     It is no copy of the module: layers of transformers may checkpoint whatever they call.
     """
 
-    def __init__(self, module: nn.Module, output: Any) -> None:
+    def __init__(self, module: nn.Module, output: object) -> None:
         super().__init__()
         vars(self)["module"] = module
         vars(self)["output"] = output
@@ -110,7 +110,7 @@ def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
     return clone
 
 
-def logits_of(output: Any) -> Any:
+def logits_of(output: object) -> Any:
     """Return the logits in what a model returned."""
     if isinstance(output, Mapping):
         return output.get("logits")

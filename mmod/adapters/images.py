@@ -116,7 +116,7 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
     )
 
 
-def _sides(value: Any) -> Sides | None:
+def _sides(value: object) -> Sides | None:
     if isinstance(value, int):
         return value, value
     return (int(value[0]), int(value[1])) if isinstance(value, (tuple, list)) and len(value) == 2 else None
@@ -138,7 +138,7 @@ def image_output(model: nn.Module, images: Tensor, part: str = "image") -> Tenso
     return tensor_of(model, read(images), part)
 
 
-def tensor_of(model: nn.Module, output: Any, part: str) -> Tensor:
+def tensor_of(model: nn.Module, output: object, part: str) -> Tensor:
     """Return what a model is evaluated by, of what it returned: logits, or features of one of its parts."""
     value = output
     if isinstance(output, (tuple, list)):

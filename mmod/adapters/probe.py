@@ -331,7 +331,7 @@ def _as_batch(call: _Call) -> tuple[Tensor, dict[str, Any]]:
     return images.split(call.x.flatten(0, -2))[:, :_KEPT], arguments
 
 
-def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module, args: object, output: Tensor) -> None:
     shapes[name] = tuple(output.shape)
 
 

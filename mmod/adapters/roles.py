@@ -84,7 +84,7 @@ class _Role(NamedTuple):
     prefix: int = 0
 
 
-def _possible_roles(value: Any, base: Proof, lengths: Mapping[int, int]) -> list[_Role]:
+def _possible_roles(value: object, base: Proof, lengths: Mapping[int, int]) -> list[_Role]:
     """Return the roles of an argument; `lengths` are the leading tokens without a row, by the number of rows.
 
     What has a value for each token at this size, and runs unchanged on fewer tokens, has no rows: so that is tried
@@ -104,7 +104,7 @@ def _possible_roles(value: Any, base: Proof, lengths: Mapping[int, int]) -> list
     return roles
 
 
-def _missing_rows(value: Any, images: bool, layout: str, lengths: Mapping[int, int]) -> int | None:
+def _missing_rows(value: object, images: bool, layout: str, lengths: Mapping[int, int]) -> int | None:
     """Return the number of leading tokens without a row; None if the argument has no rows."""
     items = value if isinstance(value, (tuple, list)) else (value,)
     if not all(isinstance(item, Tensor) and item.ndim > 1 for item in items):

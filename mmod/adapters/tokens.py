@@ -171,7 +171,7 @@ def proofs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {name: vars(module)[_PROOF].to_dict() for name, module in model.named_modules() if _PROOF in vars(module)}
 
 
-def restore_proofs(model: nn.Module, proofs: Any) -> None:
+def restore_proofs(model: nn.Module, proofs: object) -> None:
     """Store how blocks are called on a model that is built from a saved folder, without a trial.
 
     The blocks of a model without such a list are tried anew, as those of a base model from a classifier's folder.

@@ -148,7 +148,7 @@ def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
     return dataclasses.replace(proof, **vars(branches), divides=_divides(trial, branches, x, arguments))
 
 
-def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, watch: AttentionWatch) -> Any:
+def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, watch: AttentionWatch) -> object:
     """Return what the copy of a block returns for all tokens that its model passes to it."""
     torch.default_generator.manual_seed(0)
     try:
@@ -183,7 +183,7 @@ def _as_host(proof: Proof, x_BND: Tensor, arguments: Arguments) -> tuple[Tensor,
     return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
 
 
-def _check_output(output: Any, x_BND: Tensor, arguments: Arguments) -> None:
+def _check_output(output: object, x_BND: Tensor, arguments: Arguments) -> None:
     streams = [tuple(value.shape) for value in tree_leaves(output) if isinstance(value, Tensor) and value.ndim == 3]
     for name, value in arguments.items():
         if len(streams) > 1 and isinstance(value, Tensor) and tuple(value.shape) in streams:

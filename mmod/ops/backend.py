@@ -37,6 +37,7 @@ class Backend(Enum):
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
+Subject = TypeVar("Subject")
 HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
@@ -400,12 +401,12 @@ def _alternatives(backends: list[Backend]) -> str:
     return f"{', '.join(backend.value for backend in backends)} can run it"
 
 
-def _constant(query: Callable[[Any], Result]) -> Callable[[Any], Result]:
+def _constant(query: Callable[[Subject], Result]) -> Callable[[Subject], Result]:
     """Cache a query about the machine for the process, and make its result a constant of compiled graphs."""
-    results: dict[Any, Result] = {}
+    results: dict[Subject, Result] = {}
 
     @functools.wraps(query)
-    def cached(subject: Any) -> Result:
+    def cached(subject: Subject) -> Result:
         if subject not in results:
             results[subject] = query(subject)
         return results[subject]

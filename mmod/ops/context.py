@@ -53,7 +53,7 @@ def known_projections(module: nn.Module, names: Iterable[ProjectionName]) -> lis
     """
     projections: list[Projection] = []
     for name, query_features, features in names:
-        weight: Any = module
+        weight: object = module
         for part in name.split("."):
             weight = getattr(weight, part, None)
         # Torch's quantized layers have a method there.

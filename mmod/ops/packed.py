@@ -234,7 +234,7 @@ def image_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(torch.arange(rows.shape[0], device=rows.device), cu_seqlens[1:], right=True)
 
 
-def _empty_results(q_THE: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+def _empty_results(q_THE: Tensor, *unused: object) -> tuple[Tensor, Tensor]:
     rows, heads, _ = q_THE.shape
     return q_THE.new_empty(q_THE.shape), q_THE.new_empty(heads, rows, dtype=torch.float32)
 

@@ -96,7 +96,7 @@ def flat_rows(index_BK: Tensor, tokens: int) -> Tensor:
     return (index_BK + torch.arange(0, images * tokens, tokens, device=index_BK.device).unsqueeze(1)).flatten()
 
 
-def _empty_like(x: Tensor, *unused: Any) -> Tensor:
+def _empty_like(x: Tensor, *unused: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -151,7 +151,7 @@ def _norm_backward(ctx: Any, grad_z: Tensor, grad_normed: Tensor, *statistics: T
     return grads[0], None, grad_weight, grad_bias, None, None
 
 
-def _empty_norm(x: Tensor, index: Tensor, *unused: Any) -> tuple[Tensor, ...]:
+def _empty_norm(x: Tensor, index: Tensor, *unused: object) -> tuple[Tensor, ...]:
     z = x.new_empty(*index.shape, x.shape[2])
     statistic = x.new_empty(index.shape, dtype=torch.float32)
     return z, torch.empty_like(z), statistic, torch.empty_like(statistic)

@@ -129,12 +129,12 @@ def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tenso
     return (*backward(grad_out, *ctx.saved_tensors, 0.0, ctx.is_causal, scale=ctx.scale), None, None, None, None)
 
 
-def _empty_results(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, *unused: Any) -> tuple[Tensor, ...]:
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, *_: object) -> tuple[Tensor, ...]:
     lse = q.new_empty(*q.shape[:2], q.shape[2] if keeps_lse else 0)
     return _channels_last(q), q.new_empty(q.shape[0], q.shape[2]), lse
 
 
-def flops_of_scores(q_BHNE: Tensor, *unused: Any, **options: Any) -> int:
+def flops_of_scores(q_BHNE: Tensor, *unused: object, **options: object) -> int:
     """Return the FLOPs of the products of all queries and keys."""
     return 2 * q_BHNE.numel() * q_BHNE.shape[2]
 

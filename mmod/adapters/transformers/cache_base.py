@@ -80,7 +80,7 @@ class RoutedCacheLayer:
 
     def _select_samples(self, select: Callable[[Tensor], Tensor]) -> None:
         for name in self._by_sample:
-            tensor: Any = getattr(self, name)
+            tensor: object = getattr(self, name)
             if isinstance(tensor, Tensor):
                 setattr(self, name, select(tensor))
 

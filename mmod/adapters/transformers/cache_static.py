@@ -199,7 +199,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
 
     def _select_samples(self, select: Callable[[Tensor], Tensor]) -> None:
         for name in self._by_sample:
-            tensor: Any = getattr(self, name)
+            tensor: object = getattr(self, name)
             if isinstance(tensor, Tensor):
                 selected = select(tensor)
                 setattr(self, name, tensor.copy_(selected) if selected.shape == tensor.shape else selected)

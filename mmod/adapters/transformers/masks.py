@@ -5,8 +5,6 @@ Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cac
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -123,7 +121,7 @@ def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int
     return _hide(pairs, (column_BL < 0)[:, None, None, :])
 
 
-def valid_tokens(mask: Any, source: Tensor, past: Tensor | int) -> Tensor:
+def valid_tokens(mask: object, source: Tensor, past: Tensor | int) -> Tensor:
     """Return which tokens are not padding (B, N), from a mask (B, length) or (B, 1 or H, N, length); None for all."""
     samples, tokens = source.shape[:2]
     if mask is None:

@@ -125,7 +125,7 @@ def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) 
     return position_BN < first_BS.gather(1, sample_BN)
 
 
-def pads_only(mask: Any) -> bool:
+def pads_only(mask: object) -> bool:
     """Return whether a mask hides nothing but padding."""
     return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
 
@@ -189,7 +189,7 @@ def _segments_of_positions(arguments: Arguments, mask: Tensor | None, config: An
     return F.pad((position_BN.diff(dim=1) != 1).cumsum(1), (1, 0))
 
 
-def _check_zero_or_one(mask: Any) -> None:
+def _check_zero_or_one(mask: object) -> None:
     """Refuse a mask (B, N) that numbers the samples of a row."""
     if isinstance(mask, Tensor) and mask.dtype != torch.bool and mask.numel() and int(mask.max()) > 1:
         raise ValueError(

@@ -216,7 +216,7 @@ class TowerReader(ModelHook):
         """Context in which the graph begins at the layer's outputs, which are noted; the layer may be routed."""
         thread = threading.get_ident()
 
-        def begin(module: nn.Module, args: Any, output: Any) -> Any:
+        def begin(module: nn.Module, args: object, output: Any) -> Any:
             if threading.get_ident() != thread:
                 return output
             first = output[0] if isinstance(output, tuple) else output
@@ -332,7 +332,7 @@ def _last_used(config: Any, layers: int) -> int:
     return max(last - 1, 0)
 
 
-def _layout(value: Any) -> Any:
+def _layout(value: object) -> object:
     """Return what of an argument says how patches become tokens: the shape of pixels, and the values of sizes."""
     if not isinstance(value, Tensor):
         return str(value)
