@@ -17,7 +17,7 @@ from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route
 from mmod.routing.decoder import Predictor
-from mmod.routing.groups import kept_of
+from mmod.routing.groups import kept_in_group
 from mmod.values import check_fields, check_module, check_value
 
 
@@ -246,7 +246,7 @@ class _Counter:
         elif config.language.frames is None:
             free = (sum(free),)
         if self.text_is_free:
-            return sum(kept_of(number, capacity, strict=False) for number in free)
+            return sum(kept_in_group(number, capacity, strict=False) for number in free)
         # Not refused where it keeps none, as a pass does: searches ask for any capacity.
         return sum(number * capacity.numerator // capacity.denominator for number in free)
 

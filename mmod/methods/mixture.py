@@ -19,7 +19,7 @@ from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
 from mmod.routing import Kept, Routing
 from mmod.routing.decoder import ExactLinear
-from mmod.routing.groups import slots_of
+from mmod.routing.groups import kept_by_mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +227,7 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     gate[_experts_of(rows), rows.row_T] = rows.gate_T
     decisions = []
     for number, (keep_BN, gate_BN) in enumerate(zip(keep_EBN, gate.view(experts, batch, tokens))):
-        kept = slots_of(keep_BN)
+        kept = kept_by_mask(keep_BN)
         predicted_BN = None if logit_EBN is None else logit_EBN[number]
         gate_BK = gate_BN.gather(1, kept.index_BK)
         decisions.append(Routing(kept, prob_BNJ[..., number], gate_BK, predicted_BN=predicted_BN))

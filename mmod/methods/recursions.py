@@ -46,7 +46,7 @@ from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Kept, LinearScore, Routing
 from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
-from mmod.routing.groups import slots_of
+from mmod.routing.groups import kept_by_mask
 from mmod.threads import PerThread
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
@@ -348,7 +348,7 @@ class Cycle(Added, Deciding):
                 raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
             keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
-            kept = slots_of(keep_BN)
+            kept = kept_by_mask(keep_BN)
             assert gate_BN is not None
             return Routing(kept, score_BN, gate_BN.gather(1, kept.index_BK), predicted_BN=predicted_BN)
         share = Fraction(config.recursions - recursion, config.recursions)

@@ -1,4 +1,4 @@
-"""Weights that a method adds: they get values where a model made on the meta device, which holds none, gets memory."""
+"""Modules that a method adds, whose weights are drawn once a model that was made on the meta device gets memory."""
 
 from __future__ import annotations
 

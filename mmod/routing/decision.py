@@ -52,7 +52,7 @@ class TokenMasks(NamedTuple):
         return torch.ones_like(score_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return at which kept tokens the gate weighs the update (B, N)."""
+        """Return the tokens whose update the gate weighs if they are kept (B, N)."""
         return self.free(score_BN, prefix)
 
 
@@ -147,7 +147,7 @@ class TokenGroups(NamedTuple):
         return self.free_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
-        """Return at which kept tokens the gate weighs the update (B, N)."""
+        """Return the tokens whose update the gate weighs if they are kept (B, N)."""
         return self.gated_BN
 
 

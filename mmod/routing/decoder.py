@@ -15,7 +15,7 @@ from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import Kept
 from mmod.routing.added import Drawn
 from mmod.routing.decision import KEPT, Routing, TokenGroups, TokenMasks
-from mmod.routing.groups import select_within, slots_of
+from mmod.routing.groups import kept_by_mask, select_within
 from mmod.routing.router import Router
 from mmod.routing.score.linear import LinearScore
 
@@ -162,7 +162,7 @@ class DecoderRouter(Router):
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         there_BN = tokens.group_BN >= KEPT
         gate_BN = torch.where(tokens.free_BN, step_gate(self._normalised(score_BN, tokens), threshold), 1.0)
-        kept = slots_of(there_BN)
+        kept = kept_by_mask(there_BN)
         gate_BK = gate_BN.gather(1, kept.index_BK)
         # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
         kept = Kept(kept.index_BK, kept.valid_BK, kept.total, idle_BK=gate_BK == 0)
@@ -183,4 +183,4 @@ class DecoderRouter(Router):
         keep_BN = (tokens.group_BN == KEPT) | (free_BN & (normalised_BN >= threshold))
         if tokens.alone:
             return Kept(torch.zeros_like(keep_BN, dtype=torch.long), keep_BN)
-        return slots_of(keep_BN)
+        return kept_by_mask(keep_BN)

@@ -163,15 +163,15 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
         >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), groups).index_BK
         tensor([[0, 2, 4]])
     """
-    keeps = [[kept_of(size, capacity, groups.strict) for size in row] for row in groups.sizes]
+    keeps = [[kept_in_group(size, capacity, groups.strict) for size in row] for row in groups.sizes]
     counts = [sum(row) + always for row, always in zip(keeps, groups.always)]
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, groups.sizes)):
-        return slots_of(groups.group_BN > PADDING, counts)
+        return kept_by_mask(groups.group_BN > PADDING, counts)
     # Negated, because a sort puts NaN last, which padding becomes below.
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
     if max(map(len, keeps)) > 1:
-        return slots_of(_best_of_groups(worst_BN, keeps, groups), counts)
+        return kept_by_mask(_best_of_groups(worst_BN, keeps, groups), counts)
     # One group a sample: what is always kept is sorted to the front, and padding behind all others.
     worst_BN = torch.minimum(worst_BN, groups.limit_BN)
     best_BK = torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)]
@@ -208,7 +208,7 @@ def _best_of_groups(worst_BN: Tensor, keeps: Sequence[Sequence[int]], groups: To
     return torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT)
 
 
-def kept_of(size: int, capacity: Fraction, strict: bool) -> int:
+def kept_in_group(size: int, capacity: Fraction, strict: bool) -> int:
     """Return how many tokens of a group of some size a capacity keeps.
 
     Args:
@@ -229,7 +229,7 @@ def kept_of(size: int, capacity: Fraction, strict: bool) -> int:
     return 1
 
 
-def slots_of(keep_BN: Tensor, counts: list[int] | None = None) -> Kept:
+def kept_by_mask(keep_BN: Tensor, counts: list[int] | None = None) -> Kept:
     """Return the slots of kept tokens, in order.
 
     Args:
