@@ -168,7 +168,7 @@ def _change_own(
     """Change the dense model of a user's own class as the saved one was; it stays dense if the weights do not fit."""
     _OWN_SAVING.check_description(config["model"])
     if model is None:
-        _build_own(config["model"])
+        _refuse_to_build(config["model"])
     _check_dense(model, state, config, folder)
     apply_again(model, config)
     try:
@@ -329,10 +329,10 @@ def refuse_own(folder: str | Path) -> None:
     """Raise a ValueError if a folder holds a model of a user's own class, which nothing can build from its name."""
     config = _read_config(Path(folder) / CONFIG)
     if config["library"] == OWN:
-        _build_own(config["model"])
+        _refuse_to_build(config["model"])
 
 
-def _build_own(description: Mapping[str, object]) -> NoReturn:
+def _refuse_to_build(description: Mapping[str, object]) -> NoReturn:
     raise ValueError(
         f"the folder holds weights of the class {description['class']}, which mmod cannot build: build the dense model "
         "in Python; advice on it is mmod.advise(dense, loader), and what was saved mmod.load_pretrained(folder, "
@@ -340,7 +340,7 @@ def _build_own(description: Mapping[str, object]) -> NoReturn:
     )
 
 
-_OWN_SAVING = Saving("torch", ("class",), _describe_own, _check_own, _build_own)
+_OWN_SAVING = Saving("torch", ("class",), _describe_own, _check_own, _refuse_to_build)
 
 
 def _saving(library: str) -> Saving:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.data.corrupt import UnusableError
-from mmod.io.files import MARK, parse_json, read_text
+from mmod.io.files import BYTE_ORDER_MARK, parse_json, read_text
 from mmod.values import brief
 
 UNLABELLED = 255
@@ -202,7 +202,7 @@ def read_caption(value: object) -> str:
     """
     if not isinstance(value, str):
         raise UnusableError("no caption", f"{brief(value)} is not one text")
-    value = value.removeprefix(MARK)
+    value = value.removeprefix(BYTE_ORDER_MARK)
     if not value.strip():
         raise UnusableError("no caption", f"{value[:20]!r} holds no text")
     try:

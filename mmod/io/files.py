@@ -19,7 +19,7 @@ from mmod.plain import without_nan
 if TYPE_CHECKING:
     from webdataset import TarWriter
 
-MARK = "\ufeff"
+BYTE_ORDER_MARK = "\ufeff"
 """The byte order mark, which Windows and Excel write before a text; it is no part of the text."""
 
 SIZES = "sizes.json"
@@ -61,7 +61,7 @@ def text_bytes(data: bytes, name: str) -> bytes:
     encoding = json.detect_encoding(data)
     if not encoding.startswith("utf-8"):
         raise ValueError(f"{name} is no text in UTF-8 but in {encoding[:6].upper()}: save it as UTF-8")
-    return data.removeprefix(MARK.encode())
+    return data.removeprefix(BYTE_ORDER_MARK.encode())
 
 
 def decode_text(data: bytes, name: str) -> str:

@@ -89,7 +89,9 @@ def check_fits(
     missing = set(expected) - set(state)
     unknown = set(state) - set(expected)
     if missing or unknown:
-        raise ValueError(f"{refusal}: it lacks {some(missing)} and has {some(unknown)} that the model does not know")
+        raise ValueError(
+            f"{refusal}: it lacks {some_keys(missing)} and has {some_keys(unknown)} that the model does not know"
+        )
     for name, value in state.items():
         shape = expected[name].shape
         if value.shape != shape:
@@ -99,7 +101,7 @@ def check_fits(
             raise ValueError(f"{refusal}: {what}{name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
 
 
-def some(names: Iterable[str]) -> str:
+def some_keys(names: Iterable[str]) -> str:
     """Return the number of keys of a state dict and the first few of them."""
     keys = sorted(names)
     if not keys:

@@ -144,7 +144,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :].masked_fill(joined_BN[:, router.prefix :], -torch.inf)
         # Over all images at once: easy ones keep fewer, and the mean is that of top-k.
-        threshold = between(free[free > -torch.inf], free.shape[0] * (count - router.prefix))
+        threshold = threshold_between(free[free > -torch.inf], free.shape[0] * (count - router.prefix))
         most = int((free >= threshold).sum(dim=1).max()) + router.prefix
         _decide(step, {"threshold": threshold, "max_tokens": max(1, most) if static else None})
 
@@ -177,7 +177,7 @@ def _decide(step: dict[str, RoutedBlock], select: dict[str, float | None]) -> No
         block.router.config = config
 
 
-def between(level: Tensor, count: int) -> float:
+def threshold_between(level: Tensor, count: int) -> float:
     """Return a threshold that about `count` of the levels (L,) reach, in the widest gap nearby."""
     ranked = level.double().sort(descending=True).values
     slack = int(count * SLACK)

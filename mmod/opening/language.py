@@ -51,7 +51,7 @@ def open_language(source: str, options: Options) -> Opened:
 
 def open_described(fields: Mapping[str, object], args: Mapping[str, object]) -> Opened:
     """Make a model with random weights from fields of a transformers config."""
-    model = _drawn(described(fields), args)
+    model = _drawn(config_of(fields), args)
     return Opened(model, f"a {type(model).__name__} with random weights")
 
 
@@ -86,11 +86,11 @@ def open_tokenizer(folder: str | Path) -> tuple[Any, int]:
     return AutoTokenizer.from_pretrained(folder), int(length)
 
 
-def described(fields: Mapping[str, Any]) -> Any:
+def config_of(fields: Mapping[str, Any]) -> Any:
     """Return the transformers config with these fields, among them `model_type`; misspelled ones are refused.
 
     Example:
-        >>> described({"model_type": "llama", "hiden_size": 32})
+        >>> config_of({"model_type": "llama", "hiden_size": 32})
         Traceback (most recent call last):
         ValueError: model.config.hiden_size is no field of a LlamaConfig: is hidden_size meant?
     """

@@ -255,13 +255,13 @@ def open_start(kind: str, model: Mapping[str, Any], weights: bool = True) -> Ope
 
 
 def _start_of_pairs(model: Mapping[str, Any], weights: bool) -> Opened:
-    from mmod.opening.open_clip import SCHEMES, know_config, weights_follow
+    from mmod.opening.open_clip import SCHEMES, register_config, weights_follow
 
     name = model["name"]
     if is_of_transformers(name):
         return open_model(name, pretrained=weights)
     if model.get("config") is not None:
-        know_config(model["config"], name)
+        register_config(model["config"], name)
     tag = model.get("pretrained")
     published = weights and (tag is not None or name.startswith(SCHEMES))
     # Where no published weights are taken, open_clip reports random ones unless others follow.

@@ -76,8 +76,8 @@ def weights_follow(follow: bool = True) -> Iterator[None]:
         root.removeFilter(is_shown)
 
 
-def know_config(config: str, name: str) -> None:
-    """Tell open_clip of the model that a JSON file in its format describes, which must be named like the model."""
+def register_config(config: str, name: str) -> None:
+    """Register the model that a JSON file in open_clip's format describes; the file must be named like the model."""
     path = find_config(config)
     if path.stem != name:
         raise ValueError(f"{config!r} describes a model of the name {path.stem!r}, not {name!r}")

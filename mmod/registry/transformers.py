@@ -1,4 +1,4 @@
-"""Routed folders in transformers: by its Auto classes, and by `from_pretrained` of every class where a program asks.
+"""Routed folders opened by transformers itself: by its Auto classes, or by every class once a program asks for that.
 
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs a small file of the folder, which asks here
 for the class to open it with. Programs that do not pass that call `open_routed_folders()` first.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import mmod
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.lab.thresholds import SLACK, between, match_topk_
+from mmod.lab.thresholds import SLACK, match_topk_, threshold_between
 from mmod.ops.select import Kept
 from tests.kit.cover import in_turn
 from tools.benchmarks.checks import WrongOutputError, check_dense, check_reference, clear_images
@@ -274,7 +274,7 @@ def test_controls_apply_the_same_decisions(tmp_path: Path) -> None:
 )
 def test_a_threshold_lies_between_levels_and_keeps_the_count(level: list[float], share: float) -> None:
     count = round(share * len(level))
-    threshold = between(torch.tensor(level), count)
+    threshold = threshold_between(torch.tensor(level), count)
     assert abs(sum(value >= threshold for value in level) - count) <= int(count * SLACK)
 
 

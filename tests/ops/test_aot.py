@@ -37,11 +37,11 @@ def attention_cases(pointers: str, others: dict[str, str], *, backward: bool, sw
         backward: The kernel computes gradients.
         swapped: The kernel streams queries past keys.
     """
-    from mmod.ops.triton.attention import tiles
+    from mmod.ops.triton.attention import choose_tiles
 
     cases = []
     for width, dtype, kind, full in [(64, torch.bfloat16, "*bf16", True), (128, torch.float32, "*fp32", False)]:
-        options: dict[str, Any] = tiles(width, dtype, backward=backward).options()
+        options: dict[str, Any] = choose_tiles(width, dtype, backward=backward).options()
         if swapped:
             options["BLOCK_M"], options["BLOCK_N"] = options["BLOCK_N"], options["BLOCK_M"]
         optional = [name for name in others if name.startswith("valid")]

@@ -11,7 +11,7 @@ import yaml
 
 from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.records import record_config
-from mmod.opening.language import described
+from mmod.opening.language import config_of
 from mmod.opening.weights import find_weights
 from mmod.plain import from_plain
 from mmod.training import TrainConfig
@@ -103,7 +103,7 @@ def test_fields_of_a_transformers_config_are_checked_before_it_is_built(fields: 
     # This one is read by the tower, and declared by no config.
     vision = {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}}
     config = {"model_type": "llava", **vision}
-    assert not described(config).vision_config.vision_use_head
+    assert not config_of(config).vision_config.vision_use_head
     with pytest.raises(ValueError, match=message) as error:
-        described({**config, **fields})
+        config_of({**config, **fields})
     assert "\n" not in str(error.value)

@@ -21,7 +21,7 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.tracing import trace
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
-from mmod.lab.thresholds import between
+from mmod.lab.thresholds import threshold_between
 from mmod.methods.route import routed_blocks
 from mmod.model import route_
 from mmod.planning import preset
@@ -171,7 +171,7 @@ class GenerationModels:
             groups = decisions[name].tokens
             assert isinstance(groups, TokenGroups)
             level = torch.sigmoid(decisions[name].score_BN)[groups.free_BN]
-            threshold = between(level, int(len(level) * router.capacity))
+            threshold = threshold_between(level, int(len(level) * router.capacity))
             if routing.select == "topk":
                 router.config = router.config.replace(language={"inference_threshold": threshold})
             else:

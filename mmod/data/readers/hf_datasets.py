@@ -24,7 +24,7 @@ from mmod.data.labels import (
     renumbered_class,
 )
 from mmod.data.readers.images import MAX_BYTES, Target, decode_image
-from mmod.io.files import MARK
+from mmod.io.files import BYTE_ORDER_MARK
 from mmod.lazy import name_missing_extra
 from mmod.values import brief
 
@@ -301,4 +301,4 @@ def documents(source: str, column: str) -> Iterator[bytes]:
         if text is not None and not isinstance(text, str):
             raise ValueError(f"the column {column!r} of {source!r} holds {brief(text)}, which is no text")
         if text:
-            yield text.removeprefix(MARK).encode()
+            yield text.removeprefix(BYTE_ORDER_MARK).encode()

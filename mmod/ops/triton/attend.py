@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from mmod.ops.triton.attention import forward_kernel, key_gradient_kernel, query_gradient_kernel, tiles
+from mmod.ops.triton.attention import choose_tiles, forward_kernel, key_gradient_kernel, query_gradient_kernel
 from mmod.ops.triton.compat import launch, side_by_side
 
 
@@ -34,7 +34,7 @@ def attend_rows(
     q_THE, k_THE, v_THE = map(side_by_side, (q_THE, k_THE, v_THE))
     out, lse = results
     heads, width = q_THE.shape[1:]
-    tile = tiles(width, q_THE.dtype, backward=False)
+    tile = choose_tiles(width, q_THE.dtype, backward=False)
     blocks = triton.cdiv(longest, tile.queries)
     # Without rows there is nothing to launch: an empty grid is skipped.
     programs = blocks * heads * (start.shape[0] - 1) if out.shape[0] else 0
@@ -81,7 +81,7 @@ def attend_rows_backward(
     delta = torch.empty_like(lse)
     heads, width = q_THE.shape[1:]
     shared = k_THE.shape[1]
-    tile = tiles(width, q_THE.dtype, backward=True)
+    tile = choose_tiles(width, q_THE.dtype, backward=True)
     sequences = start.shape[0] - 1
     sources = (start, valid, *_strides(q_THE, k_THE, v_THE), heads, heads // shared)
     options: dict[str, Any] = {"width": width, "CAUSAL": is_causal, **tile.options()}

@@ -352,7 +352,7 @@ class Tiles(NamedTuple):
         }
 
 
-def tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:
+def choose_tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:
     """Choose tiles that fit the shared memory of every GPU since sm_80 (99 KiB on the smallest).
 
     They are the customary ones for attention and not yet tuned by measurement: no GPU was at hand.

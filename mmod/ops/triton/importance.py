@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmod.ops.packed import attend_rows
-from mmod.ops.triton.attention import LOG2_E, load_rows, tiles
+from mmod.ops.triton.attention import LOG2_E, choose_tiles, load_rows
 from mmod.ops.triton.compat import launch, side_by_side
 
 
@@ -107,7 +107,7 @@ def column_sums(
         valid_k_image = valid_k_BN.stride(0)
     images, heads, tokens, width = q_BHNE.shape
     sums_BHN = q_BHNE.new_empty(images, heads, tokens, dtype=torch.float32)
-    tile = tiles(width, q_BHNE.dtype, backward=False)
+    tile = choose_tiles(width, q_BHNE.dtype, backward=False)
     # Keys stay in registers and queries stream by, so the longer side is the keys'.
     options = {**tile.options(), "BLOCK_M": tile.keys, "BLOCK_N": tile.queries}
     blocks = triton.cdiv(tokens, tile.queries)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.io.tensors import some
+from mmod.io.tensors import some_keys
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import change_, freeze_dense_
@@ -61,8 +61,8 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
         expected = set(model.state_dict()) - names
         if expected != set(added):
             raise ValueError(
-                f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(expected - set(added))} and has "
-                f"{some(set(added) - expected)} that the model does not know"
+                f"checkpoint {checkpoint!r} was routed in another way: it lacks {some_keys(expected - set(added))} and "
+                f"has {some_keys(set(added) - expected)} that the model does not know"
             )
         # All weights once more: added ones are checked for names and shapes like the others.
         load_weights(model, {**model.state_dict(), **added}, checkpoint)
