@@ -282,7 +282,7 @@ class _Search:
         return modules
 
     def _replacements(self, modules: Mapping[str, bool]) -> dict[str, _Replacement]:
-        return {name: _zeros(self.outputs[name]) if zero else _other for name, zero in modules.items()}
+        return {name: _zeros(self.outputs[name]) if zero else _poisoned for name, zero in modules.items()}
 
 
 class Attended(NamedTuple):
@@ -333,10 +333,10 @@ def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:
 
 def _zeros(output: _Output) -> _Replacement:
     """Return what a branch runs instead of a silent module."""
-    return lambda *args, **kwargs: return_zeros(output.channels, output.others, _other, args, kwargs)
+    return lambda *args, **kwargs: return_zeros(output.channels, output.others, _poisoned, args, kwargs)
 
 
-def _other(*args: Any, **kwargs: Any) -> Tensor:
+def _poisoned(*args: Any, **kwargs: Any) -> Tensor:
     """Return what no module would: whoever reads it gives another result."""
     return 2 * next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)) + 1
 

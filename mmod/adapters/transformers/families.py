@@ -1,4 +1,4 @@
-"""Decoder layers and the models around them, told by their signatures and modules instead of names of classes.
+"""Decoder layers and the models around them, recognised by signatures and modules instead of names of classes.
 
 Axes: D channels.
 """
@@ -111,7 +111,7 @@ def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
     return next((ends for ends in _ENDS if all(name in layer._modules for name in ends)), None)
 
 
-def around(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def modules_around(model: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """Return the modules around one of a model, with their names, from the innermost on."""
     path = name.split(".") if name else []
     names = [".".join(path[:depth]) for depth in reversed(range(len(path)))]
@@ -125,7 +125,7 @@ def entry_of(model: nn.Module, name: str) -> nn.Module:
         model: The full model.
         name: Name of the language model in it.
     """
-    for _, outer in around(model, name):
+    for _, outer in modules_around(model, name):
         names = parameters_of(outer)
         if "input_ids" in names and any("pixel_values" in name or "image_patches" in name for name in names):
             return outer
@@ -134,7 +134,7 @@ def entry_of(model: nn.Module, name: str) -> nn.Module:
 
 def labelled_modules(model: nn.Module, name: str) -> list[nn.Module]:
     """Return the modules around a language model, or itself, that take labels, from the outermost on."""
-    modules = [model.get_submodule(name), *[outer for _, outer in around(model, name)]]
+    modules = [model.get_submodule(name), *[outer for _, outer in modules_around(model, name)]]
     return [module for module in reversed(modules) if "labels" in parameters_of(module)]
 
 

@@ -148,7 +148,7 @@ class GroupHook(ModelHook):
         self.names = tuple(parameters_of(entry))
         self._check_tokens(entry, plain)
         self._check_parallel()
-        self.tower = self._reader_of(entry)
+        self.image_reader = self._reader_of(entry)
         self._check_frames()
         select = config.select
         if isinstance(select, Threshold) and select != Threshold(select.threshold):
@@ -317,14 +317,14 @@ class GroupHook(ModelHook):
             prompt_BN=self._prompt(kind_BN > 0, structure),
         )
         importance = None
-        if self.tower is not None:
-            importance = functools.cache(functools.partial(self._values, inputs, kind_BN, self.tower))
+        if self.image_reader is not None:
+            importance = functools.cache(functools.partial(self._values, inputs, kind_BN, self.image_reader))
             if inputs.part is not None and _has_pixels(inputs.part.prompt.layout):
                 # The first part of a prompt may have no image tokens, and the notes of the tower end with the pass.
                 importance()
         return groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
 
-    def _values(self, inputs: Inputs, kind_BN: Tensor, tower: TowerReader | RowPixels) -> Tensor:
+    def _values(self, inputs: Inputs, kind_BN: Tensor, reader: TowerReader | RowPixels) -> Tensor:
         """Return what image tokens get from the tower or from pixels (B, N).
 
         `generate` may compute the features of images once, before any pass, and read them in several: without a cache,
@@ -332,14 +332,14 @@ class GroupHook(ModelHook):
         """
         part = inputs.part
         if part is None or _has_pixels(inputs.arguments):
-            return tower.of(inputs.module, kind_BN, inputs.arguments)
+            return reader.values_of(inputs.module, kind_BN, inputs.arguments)
         prompt = part.prompt
         if prompt.value_BN is None:
             all_BN = self.images.kinds(inputs.module, part.given, prompt.image_BN)
             # Cached images are not among those that the arguments describe.
             all_BN = F.pad(all_BN[:, part.begin :], (part.begin, 0))
-            prompt.value_BN = tower.of(inputs.module, all_BN, prompt.layout)
-        return part.cut(prompt.value_BN, kind_BN.shape[1], tower.empty)
+            prompt.value_BN = reader.values_of(inputs.module, all_BN, prompt.layout)
+        return part.cut(prompt.value_BN, kind_BN.shape[1], reader.empty)
 
     @property
     def _decides_together(self) -> bool:

@@ -59,7 +59,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         needed.append((entry, groups))
         if entry is not text:
             needed.append((text, MaskHook(text)))
-        return needed if groups.tower is None else [*needed, *groups.tower.hooks]
+        return needed if groups.image_reader is None else [*needed, *groups.image_reader.hooks]
 
     return BlockStack(
         library="transformers",

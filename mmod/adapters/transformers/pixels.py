@@ -88,8 +88,8 @@ class RowPixels:
 
     @torch.compiler.disable
     @torch.no_grad()
-    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments) -> Tensor:
-        """Return the scores of image tokens (B, N), the largest at all other tokens, see `TowerReader.of`."""
+    def values_of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments) -> Tensor:
+        """Return the scores of image tokens (B, N), the largest at all other tokens, see `TowerReader.values_of`."""
         score_BN = torch.full(kind_BN.shape, FIRST, device=kind_BN.device)
         for name, kind in KINDS.items():
             image_BN = kind_BN == kind

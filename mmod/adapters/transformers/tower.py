@@ -137,7 +137,7 @@ class TowerReader(ModelHook):
         noted.take()
 
     @torch.compiler.disable
-    def of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments) -> Tensor:
+    def values_of(self, entry: nn.Module, kind_BN: Tensor, arguments: Arguments) -> Tensor:
         """Return the values of image tokens (B, N), the empty one at all other tokens.
 
         Args:

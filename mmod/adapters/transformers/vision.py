@@ -17,7 +17,7 @@ from transformers.vision_utils import get_vision_window_index
 from mmod.adapters.base import BlockStack, Part
 from mmod.adapters.probe import PIXELS
 from mmod.adapters.tokens import find_blocks
-from mmod.adapters.transformers.families import around, is_decoder_layer
+from mmod.adapters.transformers.families import is_decoder_layer, modules_around
 from mmod.blocks import GRIDS, RowSource, host_class, parameters_of
 from mmod.config import Grid
 
@@ -27,7 +27,7 @@ _TEXT = "input_ids"
 
 def find_tower(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
     """Return the innermost model around a list of layers that takes images, by its name; None if it reads text too."""
-    for path, module in around(model, name):
+    for path, module in modules_around(model, name):
         arguments = parameters_of(module)
         if _TEXT in arguments:
             return None
