@@ -15,6 +15,8 @@ from mmod.values import one_of
 
 OnCorrupt = Literal["raise", "skip"]
 _MAX_DETAILS = 1000
+# Faults that an error names.
+_TOLD = 5
 
 
 class CorruptDataError(ValueError):
@@ -75,10 +77,13 @@ class CorruptReport:
         one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
     def add(self, faults: Iterable[Fault]) -> None:
-        """Count faults, or raise a CorruptDataError of the first if `on_corrupt` is "raise"."""
-        for fault in faults:
-            if self.on_corrupt == "raise":
-                raise CorruptDataError(f"{fault} (on_corrupt='skip' counts such samples and leaves them out)")
+        """Count faults, or raise a CorruptDataError that names the first few if `on_corrupt` is "raise"."""
+        met = list(faults)
+        if met and self.on_corrupt == "raise":
+            told = "; ".join(map(str, met[:_TOLD]))
+            more = f"; {len(met) - _TOLD} more" if len(met) > _TOLD else ""
+            raise CorruptDataError(f"{told}{more} (on_corrupt='skip' counts such samples and leaves them out)")
+        for fault in met:
             self.faults[fault] = None
             if self.limit is not None and len(self.faults) > self.limit:
                 raise CorruptDataError(f"more than max_corrupt={self.limit} faults, the last: {fault}")

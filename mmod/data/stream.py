@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
 from mmod.data.labels import Classes
 from mmod.data.readers.images import ImageSource, Target
+from mmod.io.progress import progress_bar
 from mmod.random_state import kept_random_state
 
 
@@ -238,6 +240,20 @@ class BatchStream:
         if batch is None:
             raise CorruptDataError(f"no sample can be read; {self.report}")
         return batch
+
+    def faults(self, shown: bool = False) -> list[Fault]:
+        """Read every sample of this process once, and return why some cannot be read; none of streamed data.
+
+        Args:
+            shown: Show a progress bar.
+        """
+        # They would be sent once more.
+        if hasattr(getattr(self.reader, "source", None), "lanes"):
+            return []
+        batches = self._load(self._order(0), (self.seed or 0, 0))
+        bar = progress_bar(batches, total=self.steps_per_epoch, desc="check samples", shown=shown, leave=False)
+        with original_errors():
+            return list(chain.from_iterable(batch.faults for batch in bar))
 
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Return the sample indices of this process's batches."""

@@ -14,7 +14,7 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
 from mmod.training.engine.kind import LoopKind, device_of
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.preflight import check_evaluation, check_schedule
 from mmod.training.engine.start import create_models
 from mmod.training.engine.task import Task
 
@@ -91,8 +91,9 @@ def estimate(kind: LoopKind) -> RunEstimate:
     model, teacher = create_models(kind)
     model.to(device)
     # As the first of the run's processes, by whose number the steps of an epoch go.
-    stream = kind.create_stream(Process(0, world, device), model, config.seed)
+    stream, test = kind.create_streams(Process(0, world, device), model)
     kind.check_samples(model, stream)
+    check_evaluation(test, shown=True)
     batch = config.step_samples(world)
     epoch_steps = config.steps_of_epoch(stream.steps_per_epoch)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]

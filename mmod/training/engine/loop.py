@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
-from mmod.data.loader import check_files
+from mmod.data.loader import BatchStream, check_files
 from mmod.io.files import replacing
 from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
@@ -45,7 +45,7 @@ from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_d
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
-from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.preflight import check_evaluation, check_schedule
 from mmod.training.engine.run_folder import (
     FitResult,
     check_recorded,
@@ -158,6 +158,9 @@ class _Trainer:
         evaluation = average = None
         if self.step and self.progress:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
+        # Streams of a caller may be anything that yields batches.
+        if not self.step and isinstance(self.test_stream, BatchStream):
+            check_evaluation(self.test_stream, self.progress)
         with self._bar() as bar:
             while self.epoch < self.epochs:
                 evaluation, average = self._do_epoch(bar)

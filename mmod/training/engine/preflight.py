@@ -1,4 +1,4 @@
-"""Checks before the first step: settings with which a run would train to its end in vain.
+"""Checks before the first step: settings and data with which a run would train in vain.
 
 Each function raises a ValueError that says what to set. The loop, the trainer of conversations and the estimates of
 their costs call them; kinds have checks of their own in files of this name.
@@ -7,7 +7,10 @@ their costs call them; kinds have checks of their own in files of this name.
 from __future__ import annotations
 
 import math
+from itertools import chain
 
+from mmod.data.stream import BatchStream
+from mmod.io.processes import gathered
 from mmod.training.engine.kind import LoopKind
 
 
@@ -39,3 +42,15 @@ rate is reached. Set schedule.warmup_epochs to 0, or at most 2
         f"{key}={warmup:g} is as long as the run, {length_key}={length:g}: training would end before the learning rate "
         f"is reached. Set {key} to {advice}"
     )
+
+
+def check_evaluation(stream: BatchStream, shown: bool = False) -> None:
+    """Read the evaluation samples of all processes once: those that cannot be read are counted, or raise.
+
+    The first evaluation would find them after hours of training. It takes as long as that needs to read its images.
+
+    Args:
+        shown: Show a progress bar.
+    """
+    # Of all processes, so that all of them end.
+    stream.report.add(chain.from_iterable(gathered(stream.faults(shown))))

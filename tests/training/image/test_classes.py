@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 
 from mmod.data.config import DataConfig
+from mmod.data.corrupt import CorruptDataError
 from mmod.data.labels import read_classes
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import run_classes
@@ -26,6 +28,7 @@ from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import load
 from mmod.training.image.kind import ImageKind
+from mmod.training.kinds import kind_of
 from tests.kit.processes import run_processes
 
 NAMES = ["9", "10", "ant", "bee", "cow", "dog"]
@@ -240,6 +243,20 @@ def evaluate_in_processes(folder: str, patches: bool) -> None:
         raise AssertionError(f"{result.evaluation} {result.skipped}")
 
 
+def refuse_in_processes(folder: str, patches: bool) -> None:
+    """Check that both processes end before the first step, though one alone has samples that cannot be read."""
+    refuse_unreadable(partial(fit, progress=False), Path(folder), patches)
+
+
+def refuse_unreadable(run: Callable[[TrainConfig], object], folder: Path, patches: bool) -> None:
+    """Check that a function of a config names all samples that cannot be read, and trains nothing."""
+    config = unreadable(folder, patches)
+    strict = replace(config, data=replace(config.data, on_corrupt="raise"), output=str(folder / "strict"))
+    with pytest.raises(CorruptDataError, match=r"1\.png.*; .*3\.png.*; .*5\.png.*on_corrupt='skip' counts"):
+        run(strict)
+    assert not (folder / "strict/config.yaml").exists()
+
+
 def unreadable(folder: Path, patches: bool) -> TrainConfig:
     """Return the config of a run whose second process reads no sample of the evaluation."""
     data: dict[str, Any] = {"on_corrupt": "skip", "batch_size": 2}
@@ -264,5 +281,7 @@ def test_a_process_without_a_readable_sample_waits_for_no_one(tmp_path: Path, pa
                 Image.new("L", (16, 16), number % 3).save(tmp_path / "data" / "labels" / split / f"{number}.png")
             if split == "val" and number % 2:
                 (folder / f"{number}.png").write_bytes(b"no picture")
+    refuse_unreadable(lambda config: kind_of(config).estimate(), tmp_path, patches)
     log = tmp_path / "log"
+    assert run_processes(refuse_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()
     assert run_processes(evaluate_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()
