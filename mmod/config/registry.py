@@ -59,12 +59,13 @@ class Registry(Generic[Entry]):
         # Iterating imports the entries of this package, which a name that is known already can do without.
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
-            near = near_names(name, self)
-            hint = f"{near}; " if near else ""
-            raise ValueError(
-                f"{self._noun} must be one of {valid}, got {name!r}; {hint}{self._others}for a name of another "
-                f"package, import the module that calls mmod.{self._register}"
-            )
+            elsewhere = f"for a name of another package, import the module that calls mmod.{self._register}"
+            told = [
+                f"{self._noun} must be one of {valid}, got {name!r}",
+                near_names(name, self) or self._others,
+                elsewhere,
+            ]
+            raise ValueError("; ".join(filter(None, told)))
 
     def __iter__(self) -> Iterator[str]:
         importlib.import_module(self._home)
@@ -113,7 +114,7 @@ PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
     "preset",
     "mmod.planning.presets",
     "register_preset",
-    f"{METHODS_ELSEWHERE}; ",
+    METHODS_ELSEWHERE,
 )
 LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
 

@@ -171,6 +171,12 @@ def test_rows_that_cannot_be_used_are_left_out_only_where_the_user_says_so(folde
     strict = config(write_csv(folder / "t.csv", [*ROWS, *DROPS]), on_corrupt="raise")
     with pytest.raises(CorruptDataError, match=rf"{len(DROPS)} of .* the first is {len(ROWS)}, .*on_corrupt='skip'"):
         convert_pairs(strict, progress=False)
+    # Where all fail, the folder is what is wrong.
+    nowhere = dataclasses.replace(strict, images=str(folder / "t"), output=str(folder / "none"))
+    with pytest.raises(
+        CorruptDataError, match=r"used: image not found \(\d+\), .*is `images` the folder of their paths"
+    ):
+        convert_pairs(nowhere, progress=False)
     assert not [*(folder / "shards").glob("[!.]*.tar"), *(folder / "shards").glob("sizes.json")]
     assert len((folder / "shards/dropped.csv").read_text().splitlines()) > len(DROPS)
     with pytest.MonkeyPatch.context() as patch:
