@@ -101,17 +101,15 @@ def test_auxiliary_loss_refuses_reentrant_checkpointing() -> None:
         mmod.auxiliary_loss(model)
 
 
-@pytest.mark.parametrize("routing", ["attention", "learned"])
-def test_checkpointing_compiles(routing: str) -> None:
+def test_checkpointing_compiles() -> None:
     torch.compiler.reset()
-    plain, x = mmod.route_(make_model(NAME, depth=2), ROUTINGS[routing]).train(), images()
+    plain, x = mmod.route_(make_model(NAME, depth=2), ROUTINGS["learned"]).train(), images()
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
     # A decision is recorded in the forward pass alone, which is what this switch of torch says.
     with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
         out = torch.compile(saving, fullgraph=True, backend="aot_eager")(x)
-        loss = out.square().mean() + (mmod.auxiliary_loss(saving) if routing == "learned" else 0)
-        loss.backward()
+        (out.square().mean() + mmod.auxiliary_loss(saving)).backward()
     expected = gradients(plain, x)
     for name, parameter in saving.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-3)

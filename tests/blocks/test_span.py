@@ -319,25 +319,6 @@ def test_graphs_of_torchvision_see_all_tokens(name: str, router: str) -> None:
         torch.testing.assert_close(features[block], reference)
 
 
-@pytest.mark.parametrize("compile_model", [True, False])
-def test_compiled_models_and_blocks_hand_rows_on(compile_model: bool) -> None:
-    torch.compiler.reset()
-    # What is traced grows with the depth.
-    config = RoutingConfig(router="attention", capacity=0.4, blocks=(1, 2))
-    model, images = mmod.route_(make_model(PLAIN[0], depth=3), config), make_images(PLAIN[0], 2)
-    with torch.no_grad():
-        expected = model(images)
-        compiled = copy.deepcopy(model)
-        if compile_model:
-            compiled = torch.compile(compiled, backend="eager", fullgraph=True)
-        else:
-            for block in compiled.blocks:
-                block.compile(backend="eager")
-        for _ in range(2):
-            torch.testing.assert_close(compiled(images), expected)
-    torch.compiler.reset()
-
-
 def test_threads_that_look_and_threads_that_do_not_see_the_same() -> None:
     name = "vit_tiny_patch16_224"
     model = make_routed(name)
