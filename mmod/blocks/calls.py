@@ -6,7 +6,6 @@ Axes: B images, N tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from mmod.blocks.remaining import Remaining
 from mmod.blocks.rows import Rows
 from mmod.config import Patches
-from mmod.routing import Routing, Rule, TokenGroups, TokenMasks
+from mmod.routing import Routing, TokenMasks
 
 # How many unfinished passes, and patches that wait for one, a thread remembers of a stack outside calls of the model.
 UNFINISHED = 8
@@ -22,14 +21,6 @@ UNFINISHED = 8
 
 ReadBlocks = Callable[[], Collection[int] | None]
 """Returns the numbers of the blocks whose output the running call of a host collects; None for all blocks."""
-
-
-class Decision(NamedTuple):
-    """A decision of one block of a span, and what it was made by."""
-
-    rule: Rule
-    tokens: TokenMasks | TokenGroups
-    routing: Routing
 
 
 class SpanPass:
@@ -72,7 +63,7 @@ class SpanPass:
         self.busy = False
         self.score_BN: Tensor | None = None
         self.trains = False
-        self.decisions: dict[int, Decision] = {}
+        self.decisions: dict[int, Routing] = {}
         self.rows: Rows | None = None
         self.remaining: Remaining | None = None
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.branches import GATED, Branch, BranchState, make_branch, make_halves
 from mmod.blocks.call import DecoderCall
-from mmod.blocks.calls import Decision, SpanPass
+from mmod.blocks.calls import SpanPass
 from mmod.blocks.conversion import convert, is_converted
 from mmod.blocks.converted import EXPORT, ConvertedBlock
 from mmod.blocks.record import Deciding, recomputing
@@ -27,7 +27,7 @@ from mmod.blocks.rows import Execution, FusedNorm, Rows, gather_kept
 from mmod.blocks.span import BlockState, Span
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import LOSSES, Threshold
-from mmod.routing import BorrowedScore, Router, Routing, Rule, TokenGroups, TokenMasks
+from mmod.routing import BorrowedScore, Router, Routing, TokenGroups, TokenMasks
 from mmod.routing.shared import NAME as SHARED_ROUTER
 
 _TRACED = (
@@ -233,11 +233,11 @@ class SpannedBlock(RoutedBlock):
         if span_pass is None:
             return super().gather(x, arguments, None)
         state = self.mod_state
-        rule = self.router.rule
         rows = span_pass.rows
         routing = None
         if rows is not None:
-            if rule.matches(rows.rule):
+            rule = self.router.rule
+            if rule.matches(rows.routing.rule):
                 # The same rule would decide the same on the same scores.
                 routing = rows.routing
             elif not rule.config.joins:
@@ -246,7 +246,7 @@ class SpannedBlock(RoutedBlock):
                 rows = span_pass.rows = None
         if routing is None:
             tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
-            routing = self._decide(x, span_pass, rule, tokens)
+            routing = self._decide(x, span_pass, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
         if rows is None:
@@ -282,7 +282,7 @@ class SpannedBlock(RoutedBlock):
                 f"input comes from no pass through that block: run the whole model, or begin at {span.names[0]}"
             )
 
-    def _decide(self, x_BND: Tensor, span_pass: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups) -> Routing:
+    def _decide(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing:
         """Return the block's decision: one that the span knows, one among the tokens kept before, or the router's.
 
         Args:
@@ -291,16 +291,11 @@ class SpannedBlock(RoutedBlock):
         state = self.mod_state
         span = state.span
         assert span is not None
-        reuses = self.router.shares_decisions and rule.config.router.shared
-        if not rule.config.joins and torch.compiler.is_compiling():
-            # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins
-            # depends on the block that decides.
-            reuses = False
         routing = None
         if span_pass.decisions:
             self._check_recomputed(span_pass)
-            if reuses:
-                routing = self._known(x_BND, span_pass, rule, tokens)
+            if self._reuses():
+                routing = self._known(x_BND, span_pass, tokens)
         if routing is None:
             scored = self.normed(x_BND) if state.execution.scores_norm else x_BND
             routing = self.router(scored, span_pass.score_BN, tokens)
@@ -309,11 +304,21 @@ class SpannedBlock(RoutedBlock):
             return routing
         if span_pass.score_BN is None and span.scored_by_first:
             span_pass.score_BN = routing.score_BN
-            learns = rule.config.router.learns
+            learns = self.router.config.router.learns
             span_pass.trains = learns and any(weight.requires_grad for weight in self.router.parameters())
-        if reuses:
-            span_pass.decisions[state.position] = Decision(rule, tokens, routing)
+        if self._reuses():
+            span_pass.decisions[state.position] = routing
         return routing
+
+    def _reuses(self) -> bool:
+        """Return whether blocks of the span take each other's decisions."""
+        router = self.router
+        config = router.config
+        if not config.joins and torch.compiler.is_compiling():
+            # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins
+            # depends on the block that decides.
+            return False
+        return router.shares_decisions and config.router.shared
 
     def _check_recomputed(self, span_pass: SpanPass) -> None:
         """Raise a RuntimeError if a checkpoint that recomputes the block has lost the gradient of a shared score."""
@@ -324,20 +329,19 @@ class SpannedBlock(RoutedBlock):
                 "use_reentrant=False, or set router.shared=False"
             )
 
-    def _known(
-        self, x_BND: Tensor, span_pass: SpanPass, rule: Rule, tokens: TokenMasks | TokenGroups
-    ) -> Routing | None:
+    def _known(self, x_BND: Tensor, span_pass: SpanPass, tokens: TokenMasks | TokenGroups) -> Routing | None:
         """Return a decision by the same rule on the same tokens, or one among the tokens kept before; else None."""
         device = x_BND.device
+        rule = self.router.rule
         # The nearest first. A checkpoint that recomputes the block finds its own.
         for number in range(self.mod_state.position, -1, -1):
             made = span_pass.decisions.get(number)
-            if made is None or not made.rule.matches(rule):
+            if made is None or not rule.matches(made.rule):
                 continue
             if rule.config.joins:
-                return made.routing.to(device)
-            if made.routing.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
-                return made.routing
+                return made.to(device)
+            if made.kept.index_BK.device == device and all(a is b for a, b in zip(made.tokens, tokens)):
+                return made
         earlier = self._joined_before(span_pass, device) if rule.config.joins else None
         if earlier is None:
             return None
@@ -352,7 +356,7 @@ class SpannedBlock(RoutedBlock):
         # A block in between may have been removed from the model.
         for number in range(self.mod_state.position - 1, -1, -1):
             if number in span_pass.decisions:
-                routing = span_pass.decisions[number].routing
+                routing = span_pass.decisions[number]
                 return None if routing.joined.slot_BN is None else routing.to(device)
         return None
 

@@ -34,7 +34,7 @@ from mmod.ops import (
 from mmod.ops.casting import autocasts
 from mmod.ops.intercept import unseen_attention
 from mmod.ops.rows import batch_rows, put_rows, take_rows
-from mmod.routing import Joined, Routing, Rule
+from mmod.routing import Joined, Routing
 from mmod.threads import PerThread
 
 
@@ -127,13 +127,11 @@ class Rows:
     Attributes:
         z: The rows that the first block runs on.
         routing: The last decision.
-        rule: The rule of the last decision, if blocks pass on the rows.
         selected: The arguments of blocks of a class that get the rows alone.
         packing: Sources of packed rows; None for padded ones.
         filled: What packs the filled ones of padded rows of groups, once a block has run on them alone.
     """
 
-    rule: Rule
     selected: tuple[type, Mapping[str, Any]] | None = None
     packing: Packing | None = None
     filled: attend_within | None = None

@@ -151,6 +151,7 @@ class PartialSlots(NamedTuple):
             routing.tokens,
             routing.importance_BN,
             routing.predicted_BN,
+            routing.rule,
         )
 
 

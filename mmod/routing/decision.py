@@ -167,6 +167,27 @@ class Joined(NamedTuple):
     bias: Tensor | None = None
 
 
+class Rule(NamedTuple):
+    """What a router decides by.
+
+    Args:
+        config: How to score, select and gate; the score is the router's whatever the config says.
+        capacity: Share of tokens kept.
+    """
+
+    config: RoutingConfig
+    capacity: Fraction
+
+    def matches(self, other: Rule | None) -> bool:
+        """Return whether both decide alike on the same scores."""
+        if other is None:
+            return False
+        # Blocks are routed by one config, so that the slow comparison of fields is rare.
+        if self.config is not other.config and self.config != other.config:
+            return False
+        return self.capacity is other.capacity or self.capacity == other.capacity
+
+
 class Routing(NamedTuple):
     """A block's decision for a batch, made by its router.
 
@@ -179,6 +200,7 @@ class Routing(NamedTuple):
         tokens: Which tokens are padding, and which may be skipped.
         importance_BN: Importance of the tokens, where it was computed (B, N).
         predicted_BN: Logits of the network that predicts the kept tokens, if there is one (B, N).
+        rule: What the router decided by; None for what no router decided.
     """
 
     kept: Kept
@@ -189,6 +211,7 @@ class Routing(NamedTuple):
     tokens: TokenMasks | TokenGroups = TokenMasks()
     importance_BN: Tensor | None = None
     predicted_BN: Tensor | None = None
+    rule: Rule | None = None
 
     @property
     def keep_BN(self) -> Tensor:
@@ -218,25 +241,6 @@ class Routing(NamedTuple):
     def detach(self) -> Routing:
         """Return the same decision without its autograd graph."""
         return tree_map_only(Tensor, lambda value: value.detach(), self)
-
-
-class Rule(NamedTuple):
-    """What a router decides by.
-
-    Args:
-        config: How to score, select and gate; the score is the router's whatever the config says.
-        capacity: Share of tokens kept.
-    """
-
-    config: RoutingConfig
-    capacity: Fraction
-
-    def matches(self, other: Rule) -> bool:
-        """Return whether both decide alike on the same scores."""
-        # Blocks are routed by one config, so that the slow comparison of fields is rare.
-        if self.config is not other.config and self.config != other.config:
-            return False
-        return self.capacity is other.capacity or self.capacity == other.capacity
 
 
 def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:

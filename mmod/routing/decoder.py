@@ -106,6 +106,7 @@ class DecoderRouter(Router):
             tokens=groups,
             importance_BN=importance_BN,
             predicted_BN=predicted_BN,
+            rule=self.rule,
         )
 
     def _importance(self, x_BND: Tensor, importance_BN: Tensor | None, groups: TokenGroups) -> Tensor | None:
@@ -166,7 +167,7 @@ class DecoderRouter(Router):
         gate_BK = gate_BN.gather(1, kept.index_BK)
         # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
         kept = Kept(kept.index_BK, kept.valid_BK, kept.total, idle_BK=gate_BK == 0)
-        return Routing(kept, score_BN, gate_BK, tokens=tokens, importance_BN=importance_BN)
+        return Routing(kept, score_BN, gate_BK, tokens=tokens, importance_BN=importance_BN, rule=self.rule)
 
     def _slots(self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups) -> Kept:
         """Return the kept tokens."""

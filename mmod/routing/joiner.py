@@ -216,6 +216,7 @@ def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.d
         routing.tokens,
         routing.importance_BN,
         routing.predicted_BN,
+        routing.rule,
     )
 
 

@@ -156,7 +156,7 @@ class Router(nn.Module):
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
         if self.shares_own_score:
             importance_BN = None
-        routing = Routing(kept, score_BN, gate_BK, skipped_BN, tokens=masks, importance_BN=importance_BN)
+        routing = Routing(kept, score_BN, gate_BK, skipped_BN, tokens=masks, importance_BN=importance_BN, rule=rule)
         return routing if joiner is None else joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
     def _refuse_tokens(self, tokens: object, expected: type) -> NoReturn:
