@@ -254,7 +254,6 @@ class SpannedBlock(RoutedBlock):
             z = rows.z
         else:
             z = rows.follow(x, routing)
-        rows.rule = rule
         return rows, z
 
     def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass) -> Tensor:
