@@ -260,17 +260,21 @@ class SpannedBlock(RoutedBlock):
         """Return all tokens after the block, or the rows alone if the next block takes them."""
         state = self.mod_state
         assert state.span is not None
+        passes_on = False
         # Where something may read tokens between two blocks, it finds all of them.
         if state.passes_rows and span_pass.uninterrupted:
             # Compilers guard on the block's number, so it is read only where there are some to compare.
             is_read = span_pass.read_blocks and state.number in span_pass.read_blocks
-            if not is_read and (rows is span_pass.rows or (rows.shrinks and self.router.shares_decisions)):
-                span_pass.rows = rows
-                # All that `span.leave` does where the next block finds the pass by the order of the blocks.
-                span_pass.busy = False
-                return y
-        span_pass.rows = None
-        return state.span.leave(rows.write_back(y), span_pass, state)
+            shrinks = rows is span_pass.rows or (rows.shrinks and self.router.shares_decisions)
+            passes_on = shrinks and not is_read
+        span_pass.rows = rows if passes_on else None
+        if not passes_on:
+            y = rows.write_back(y)
+        if not span_pass.uninterrupted:
+            return state.span.leave(y, span_pass, state)
+        # All that the span does where the next block finds the pass by the order of the blocks.
+        span_pass.busy = False
+        return y
 
     def _check_alone(self, span: Span) -> None:
         """Raise a ValueError if a block that no pass has reached cannot decide alone."""
