@@ -76,7 +76,7 @@ def change_(model: Model, method: Method, tokens: Tokens | None = None) -> Model
 
 
 def _caution(method: Method, model: Any) -> None:
-    """Warn of what a user hardly means."""
+    """Warn where a method does what its user hardly means."""
     caution = method.caution(model)
     if caution:
         warnings.warn(caution, stacklevel=3)

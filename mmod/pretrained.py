@@ -270,7 +270,7 @@ def apply_again(model: nn.Module, description: Mapping[str, Any]) -> None:
 
     restore_proofs(model, description.get("proofs", {}))
     with warnings.catch_warnings():
-        # Who changed the model was told.
+        # The user was warned when the model was changed.
         warnings.simplefilter("ignore", MethodWarning)
         for values in methods:
             read_method(values).apply_(model)

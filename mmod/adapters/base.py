@@ -97,7 +97,7 @@ class BlockStack:
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
         calls: The calls of the module that holds the blocks, by thread.
-        captions: Finds passes of captions, whose padding only the model knows and a hook tells; None without.
+        captions: Finds passes of captions, whose padding only the model knows; a hook notes it. None for other parts.
         sequence: Length of the token ids that the part reads, or None for images.
         reads_images: Image tokens stand among the text of a language part.
         read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments. None
@@ -183,7 +183,7 @@ class BlockStack:
         """
         if self.grid is not None and not getattr(self.proof, "boundaries", ""):
             name, block = next(iter(blocks.items()))
-            # Models of other libraries are found without what a user says of them.
+            # `mmod.Tokens` is refused for models of the other libraries, so no advice names it there.
             accepts_tokens = self.library in ("", "timm")
             attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix, accepts_tokens))
 

@@ -134,7 +134,7 @@ def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: i
 
 
 def grid_of_squares(count: int, height: int, width: int) -> Grid | None:
-    """Return rows and columns of squares that tile an image; None if so many do not."""
+    """Return rows and columns of squares that tile an image; None if this number does not."""
     rows = math.isqrt(count * height // width)
     columns = count // max(rows, 1)
     return (rows, columns) if rows * columns == count and rows * width == columns * height else None

@@ -337,7 +337,7 @@ def _zeros(output: _Output) -> _Replacement:
 
 
 def _poisoned(*args: Any, **kwargs: Any) -> Tensor:
-    """Return what no module would: whoever reads it gives another result."""
+    """Return values that no module would, so that a block that reads them gives another result."""
     return 2 * next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)) + 1
 
 

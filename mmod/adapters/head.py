@@ -1,6 +1,6 @@
 """What a model runs behind its blocks, as a head that turns the tokens of any block into logits.
 
-The model's own forward runs on a copy of the modules around the blocks, in which those ahead of the head hand on the
+The model's own forward runs on a copy of the modules around the blocks, in which those before the head return the
 tokens: no norm, pooling or classifier is guessed.
 
 Axes: B images, N tokens, D channels, C classes.
@@ -111,7 +111,7 @@ def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
 
 
 def logits_of(output: object) -> Any:
-    """Return the logits in what a model returned."""
+    """Return the logits in a model's output."""
     if isinstance(output, Mapping):
         return output.get("logits")
     return output[0] if isinstance(output, tuple) and output else output

@@ -139,7 +139,7 @@ def image_output(model: nn.Module, images: Tensor, part: str = "image") -> Tenso
 
 
 def tensor_of(model: nn.Module, output: object, part: str) -> Tensor:
-    """Return what a model is evaluated by, of what it returned: logits, or features of one of its parts."""
+    """Return the part of a model's output by which it is evaluated: logits, or features of one of its parts."""
     value = output
     if isinstance(output, (tuple, list)):
         value = output[1 if part == "text" else 0]

@@ -265,7 +265,7 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
         raise ValueError("the first block was not called")
     first = _inputs_of(watch.calls[0], blocks)
     if first.seen.boundaries:
-        # Those that attend within the two images, and in no windows of them, see what a batch would show.
+        # Blocks that attend within the two images see what a batch would show; others see windows of them.
         windows = [call.segments for call in watch.calls if call.segments != call.two_images]
         if windows:
             _check_windows(windows[0], watch.calls[0], model, blocks)

@@ -333,7 +333,7 @@ class _Trial:
         # A host may raise anything on a number of tokens that it was not made for.
         except Exception as error:
             if valid_BK is not None:
-                # On so many tokens it ran before, when none was hidden.
+                # It ran on as many tokens before, when none was hidden.
                 raise _Refused(f"does not run with tokens hidden from attention: {error}", 3) from error
             raise _Refused(
                 f"does not run on {index_BK.shape[1]} of its {self.x_BND.shape[1]} tokens{self._why()}: {error}"
@@ -374,7 +374,7 @@ class _Trial:
         return self.proof
 
     def _find_cross(self) -> tuple[int, ...]:
-        """Return which calls of attention have as many keys whatever the number of tokens: those over a text."""
+        """Return which calls of attention have the same keys for any number of tokens: those over a text."""
         if len(self.watch.seen) < 2:
             return ()
         few = AttentionWatch()

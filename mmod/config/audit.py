@@ -21,8 +21,8 @@ class AuditConfig(Checked, group="audit"):
             entropy"; null for all. For a run, null leaves out "shuffled" where samples differ in length, and "reference
             entropy" where no head predicts tokens.
         draws: Random choices per image, over which results are averaged.
-        margin: A gain over random tokens that is not significant, and whose interval ends below so many points of
-            accuracy, is no better than random.
+        margin: Points of accuracy. A gain over random tokens that is not significant, and whose interval ends below
+            this margin, is no better than random.
         resamples: Number of bootstrap resamples and of sign draws.
         leave_one_out: Batches on which every token is left out of every decision once, one forward pass per token, to
             compare its effect with its score.

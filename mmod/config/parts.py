@@ -160,7 +160,7 @@ class LanguageRouting(Checked, group="language"):
 
     @property
     def frames(self) -> str | int | None:
-        """Among which image tokens the top-k is chosen: of a "span", so many, or None for those of a sample."""
+        """Image tokens among which the top-k is chosen: those of a "span", a number of them, or None for a sample's."""
         return None if self.tokens in ("image", "all") else self.tokens
 
 

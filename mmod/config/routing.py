@@ -470,7 +470,7 @@ class RoutingConfig(Checked):
 def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
     """Return the value of all blocks, or the values if blocks differ.
 
-    Blocks that share one value may hand on the tokens that they keep.
+    Blocks that share one value may pass on the tokens that they keep.
     """
     return values[0] if len(set(values)) == 1 else values
 

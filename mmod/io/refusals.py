@@ -40,8 +40,8 @@ class OneLineParser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice is not None:
             near = near_names(choice[1], re.findall(r"[^\s',]+", choice[2]))
-        told = "; ".join(filter(None, [message, near, f"`{self.prog} --help` lists the options"]))
-        self.exit(2, f"error: {told}\n")
+        line = "; ".join(filter(None, [message, near, f"`{self.prog} --help` lists the options"]))
+        self.exit(2, f"error: {line}\n")
 
 
 class LostProcessError(RuntimeError):
@@ -97,13 +97,13 @@ def one_line_exit(error: BaseException) -> SystemExit:
 @contextmanager
 def one_line_warnings() -> Iterator[None]:
     """Context in which a warning is one line without the place in the code that raised it, and is shown once."""
-    told: set[str] = set()
+    shown: set[str] = set()
 
     def line_of(message: Warning | str, *_: object, **__: object) -> str:
         text = f"warning: {message}\n"
-        if text in told:
+        if text in shown:
             return ""
-        told.add(text)
+        shown.add(text)
         return text
 
     formatted = warnings.formatwarning

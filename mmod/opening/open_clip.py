@@ -46,7 +46,7 @@ def open_clip_model(name: str, options: Options) -> Opened:
             pretrained=tag if published and tag else None,
             require_pretrained=published,
             force_image_size=options.image_size,
-            # open_clip moves the model to a device that it is told, which must be the one in use (meta).
+            # open_clip moves the model to this device, which must be the one in use, as meta.
             device=torch.get_default_device(),
             **arguments,
         )

@@ -1,4 +1,4 @@
-"""Weights: where they are in what a user names, how files of any training script are read, and how they fit a model."""
+"""Weights: which file a path means, how files of any training script are read, and how they fit a model."""
 
 from __future__ import annotations
 

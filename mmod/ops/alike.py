@@ -203,7 +203,7 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     """Only rows that are not kept are compared with the kept ones."""
     images, tokens, _ = unit_BNE.shape
     slots = row_BK.shape[1]
-    # Slots by row; rows that nobody holds keep -1 until the end.
+    # Slots by row; rows without a slot keep -1 until the end.
     slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
     # All images keep equally many rows, so the remaining ones fill a rectangle.
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)

@@ -134,7 +134,7 @@ class _Cells(NamedTuple):
         below = down * height - self.grid[0]
         beside = across * width - self.grid[1]
         if below or beside:
-            # Patches beyond the lower and right edges are nobody's left or upper neighbour.
+            # Patches added below and at the right are no left or upper neighbour of one in the grid.
             pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, beside, 0, below))
         cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).unflatten(0, (-1, frames))
         # Videos, rows and columns of cells; then frames, rows and columns of patches.

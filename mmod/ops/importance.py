@@ -167,7 +167,7 @@ def importance_of_map(attention: Tensor, valid_BN: Tensor | None = None, views: 
     attention = attention.detach()
     attention = attention.to(_accumulator(attention))
     if valid_BN is not None:
-        # Rows of padding look at others too, but nobody counts what they say.
+        # Queries of padding attend too, and do not count.
         attention = torch.where(valid_BN[:, None, :, None], attention, 0.0)
     return _mean(_column_sums(attention, views), attention.shape[1], attention.shape[2], valid_BN)
 

@@ -266,7 +266,7 @@ def _slots_for_threshold(count_B: Tensor, tokens: int, ceiling: int | None) -> t
 
 
 def cannot_count() -> bool:
-    """Return whether no value can be read: under vmap and in a compiled graph, which is told that all tokens run."""
+    """Return whether no value can be read: under vmap, and in a compiled graph, which warns that all tokens run."""
     if batching():
         return True
     if not torch.compiler.is_compiling() or exporting():

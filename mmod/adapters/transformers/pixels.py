@@ -83,7 +83,7 @@ class RowPixels:
         self.option = f"router={score.name!r}"
         self.score = score
         self.source = source
-        # An option that does not fit these pictures is told of now and not in the first pass.
+        # Refuses an option that does not fit these pictures now, and not in the first pass.
         score.see(torch.zeros(1, 1, 1, source.channels, 1), None)
 
     @torch.compiler.disable

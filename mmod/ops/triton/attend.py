@@ -26,7 +26,7 @@ def attend_rows(
     is_causal: bool,
     scale: float,
 ) -> None:
-    """Attend within sequences; keys where `valid` is False are attended to by nobody.
+    """Attend within sequences; no query attends to keys where `valid` is False.
 
     Computes the output, zero where a query sees no key (T, H, E), and the binary logarithm of each row's sum of
     exponentials, fp32 (H, T).

@@ -86,7 +86,7 @@ class Duplicate(Score):
 
 
 class DuplicateScore(Grouping):
-    """Score patches by `find_duplicates`, as a pass was told before its first block.
+    """Score patches by `find_duplicates`, whose result a pass has before its first block.
 
     Leading tokens, which are no patches, have the largest score.
     """

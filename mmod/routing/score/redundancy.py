@@ -17,7 +17,7 @@ class Redundancy(Score):
     """How unlike a token is to those before it in an evenly spread order, which consecutive routed blocks share.
 
     Args:
-        channels: Compare tokens by so many sums of their channels, which costs less; see `mmod.ops.signed_sums`. None
+        channels: Compare tokens by this many sums of their channels, which costs less; see `mmod.ops.signed_sums`. None
             compares all channels.
     """
 
