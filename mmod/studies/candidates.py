@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +172,9 @@ def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> 
     costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
     depths = set()
     for candidate in candidates:
-        routed_kind = kind_of(_sketched(candidate, dense))
-        routed_model = routed_kind.sketch()
-        # The cost of thresholds depends on the data.
-        if not by_data(routed_model):
-            routed_report: Any = routed_kind.report(routed_model)
-            depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed_report.routed)))
+        routed = _flops_of(candidate, dense)
+        if routed is not None:
+            depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed)))
     return [
         _from_scratch(
             Candidate(f"shallow-{fewer}", series="shallow", budget=1.0), epochs, {"model": {"args": {"depth": fewer}}}
@@ -185,11 +183,20 @@ def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> 
     ]
 
 
-def _sketched(candidate: Candidate, dense: RunConfig) -> RunConfig:
-    """Return a config with a candidate's architecture, which is counted before any weights are there."""
+def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
+    """Return the FLOPs of an image before any weights are there; None where they depend on the data or on a search."""
+    if candidate.search is not None:
+        return None
     # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not: the dense model's
     # folder stands for the weights to come.
-    return config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
+    kind: Any = kind_of(config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output)))
+    try:
+        counted = kind.sketch().eval()
+        image = torch.empty(1, *kind.image_shape, device="meta")
+        return None if by_data(counted) else pass_flops(counted, {"image": image})
+    # Hosts refuse sizes of images by assertions.
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
 
 
 def _names_budgets(config: TimmStudyConfig) -> bool:
@@ -211,17 +218,4 @@ def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Can
     height, width = patch_grid(model, (dense.data.image_size,) * 2)
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]
-
-    def flops_of(candidate: Candidate) -> float | None:
-        if candidate.search is not None:
-            return None
-        kind: Any = kind_of(_sketched(candidate, dense))
-        try:
-            counted = kind.sketch().eval()
-            image = torch.empty(1, *kind.image_shape, device="meta")
-            return None if by_data(counted) else pass_flops(counted, {"image": image})
-        # Hosts refuse sizes of images by assertions.
-        except (ValueError, AssertionError) as error:
-            raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
-
-    return at_budgets(candidates, flops_of, sides, height * width, strict=True)
+    return at_budgets(candidates, partial(_flops_of, dense=dense), sides, height * width, strict=True)

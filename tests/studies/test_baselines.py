@@ -177,6 +177,14 @@ _FEATURES = {"distill": {"features": 1.0}}
         ({"routers": {"a": {**_FIT, "changes": {"distill": {"teacher": "dense"}}}}}, ["a-0.7"]),
         ({"routers": {"a": {**_FIT, "changes": _FEATURES}}}, ["a-0.7"]),
         ({"routers": {"a": {"router": "norm"}}, "finetune": {"distill": {"teacher": "dense"}}}, ["a-0.5"]),
+        # Evaluated it is the dense model, and no other is as cheap.
+        (
+            {
+                "routers": {"a": {"router": "random", "blocks": "all", "capacity": 0.1, "training_only": True}},
+                "isoflop": "scratch",
+            },
+            ["a"],
+        ),
         # A series has a name at each of its budgets, whether or not they share a capacity.
         (
             {
