@@ -175,6 +175,7 @@ class StudyConfig(Checked):
         name = self._name_at(series, budget)
         changes = fields.get("changes", {})
         refuse_set_by_study(f"{name}: changes", changes)
+        check_value(f"{name}: tune", fields.get("tune", True), bool)
         # Baselines have a control only where the study names one.
         control = self.controls.get(series, _CONTROL if series in self.routers else None)
         return Candidate(

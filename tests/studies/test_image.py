@@ -379,6 +379,11 @@ UNTUNED = {"tune": False, "tune_dense": False}
         ({"changes": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
+        (
+            {"routers": {"x": {"router": "norm", "tune": "no"}}},
+            TypeError,
+            "x-0.5: tune must be true or false",
+        ),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'finetune.epoch'"),
         ({"finetune": {"trained": "routers"}}, ValueError, "dense model too: trained='routers' needs .* `changes` of"),
         ({"finetune": {"distill": {"features": 1.0}}}, ValueError, "dense model too: distill.* `changes` of each"),
