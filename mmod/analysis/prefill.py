@@ -184,28 +184,10 @@ class _Counter:
         return PrefillFlops(rows, BlockFlops(REST, 0, 0, head, head), self.tokens, sum(self.images), cached)
 
     def _row(self, name: str, block: nn.Module) -> BlockFlops:
-        others = {name: module for name, module in block.named_modules() if isinstance(module, Mixin)}
-        others = {name: module for name, module in others.items() if not isinstance(module.mod_method, Route)}
-        if "" in others:
-            raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+        inner_methods = _methods_besides_routing(block)
         _check_countable(name, block)
         attention: Any = block.get_submodule("self_attn")
         width = int(attention.config.num_attention_heads) * int(attention.head_dim)
-        tokens = self.tokens
-        kept = tokens
-        router = 0
-        importance = 0
-        operator = "block"
-        context = "kept"
-        if isinstance(block, RoutedBlock):
-            # Tokens that may not be skipped are all kept.
-            kept += self._kept(name, block) - sum(self.free)
-            router = self._router_flops(block)
-            operator = str(block.router.config.operator)
-            context = str(block.router.config.context)
-        elif isinstance(block, ImportanceBlock) and not block.mod_state.span.for_loss:
-            viewers = {CHANGE: 0, "last_token": 1}.get(block.mod_state.importance, tokens)
-            importance = 2 * viewers * tokens * width
         sizes = _sizes_of_host(block)
         in_attention = sum(size for name, size in sizes.items() if name.startswith("self_attn"))
         keys_and_values = 2 * self.stack.dim * _key_width(attention)
@@ -217,10 +199,22 @@ class _Counter:
             # Each pair takes part in two products: that of query and key, and that of probability and value.
             return self.cost.weights * (projections + in_mlp) + 2 * self.cost.pairs * queries * keys * width
 
-        queries = tokens if operator == "mlp" else kept
-        keys = tokens if context == "all" else queries
-        rows = tokens if operator == "attention" else kept
-        for module in others.values():
+        tokens = self.tokens
+        kept = queries = keys = rows = tokens
+        router = 0
+        importance = 0
+        if isinstance(block, RoutedBlock):
+            # Tokens that may not be skipped are all kept.
+            kept += self._kept(name, block) - sum(self.free)
+            router = self._router_flops(block)
+            config = block.router.config
+            queries = tokens if config.operator == "mlp" else kept
+            keys = tokens if config.context == "all" else queries
+            rows = tokens if config.operator == "attention" else kept
+        elif isinstance(block, ImportanceBlock) and not block.mod_state.span.for_loss:
+            viewers = {CHANGE: 0, "last_token": 1}.get(block.mod_state.importance, tokens)
+            importance = 2 * viewers * tokens * width
+        for module in inner_methods:
             router += rows * sum(map(self._deciding, module.choosing_modules()))
             rows = module.rows_of(rows)
         dense = layer(tokens, tokens, tokens)
@@ -277,6 +271,19 @@ class _Counter:
             per_weight = self.cost.stopped if id(weight) in stopped else self.cost.weights
             flops += per_weight * weight.numel()
         return flops
+
+
+def _methods_besides_routing(block: nn.Module) -> list[Mixin]:
+    """Return the modules of a block that another method than routing changed.
+
+    Raises:
+        ValueError: The block itself is one of them, as a layer that is run several times.
+    """
+    changed = [module for module in block.modules() if isinstance(module, Mixin)]
+    others = [module for module in changed if not isinstance(module.mod_method, Route)]
+    if any(module is block for module in others):
+        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+    return others
 
 
 def _modules_of_host(block: nn.Module) -> dict[str, nn.Module]:

@@ -119,22 +119,28 @@ def image_stream(
 
     if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
-    mean, std = normalisation(config)
-    mode = "L" if config.channels == 1 else "RGB"
-    reader: ImageReader | MemoryReader
+    # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
     if in_memory is None:
         in_memory = _is_embedded(config) and config.augment is None
+    mode = "L" if config.channels == 1 else "RGB"
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
+    reader: ImageReader | MemoryReader
     reader = ImageReader(source, mode, _transform(config, training, normalise=not in_memory), replace=training)
-    # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
     if in_memory:
-        folder = Path(config.root or "").resolve()
-        kind = (config.source, split, limit, config.image_size, config.channels, config.interpolation)
-        decoded = _decoded(folder, config.label_patch, *kind) if _is_embedded(config) else Decoded()
-        reader = MemoryReader(reader, mean, std, decoded)
+        mean, std = normalisation(config)
+        reader = MemoryReader(reader, mean, std, _shared_images(config, split, limit))
 
     name = f"the split {split!r} of {config.source!r}"
     return BatchStream(reader, report, config, rank, world, seed, name, classes)
+
+
+def _shared_images(config: DataConfig, split: str, limit: int | None) -> Decoded:
+    """Return where a stream keeps decoded images, which streams of the same images of an embedded set share."""
+    if not _is_embedded(config):
+        return Decoded()
+    folder = Path(config.root or "").resolve()
+    as_decoded = (config.image_size, config.channels, config.interpolation)
+    return _decoded(folder, config.label_patch, config.source, split, limit, *as_decoded)
 
 
 @functools.lru_cache(maxsize=4)
