@@ -25,9 +25,9 @@ _DECAY = 2e-3
 # Ratio of the number of steps that the learning rates rise in.
 _WARMUP = 0.05
 _SAVED_EVERY = 40
-_JUDGED_EVERY = 200
+_EVALUATED_EVERY = 200
 # Conversations of each file.
-_JUDGED = 40
+_EVALUATED = 40
 _STATE = "training.pt"
 
 
@@ -247,6 +247,7 @@ def right_answers(model: Any, chats: Chats, features: Tensor, side: int, limit: 
 
 def batches(chats: Sequence[Chat], stage: Stage, generator: torch.Generator) -> Iterator[list[Chat]]:
     """Yield the batches of a stage, each of conversations with as many questions."""
+    assert len(chats) >= stage.batch, "fewer conversations than one batch"
     steps = stage.samples // stage.batch
     made = 0
     while made < steps:
@@ -308,9 +309,9 @@ class Training:
             if _rank() == 0 and (done % _SAVED_EVERY == 0 or done == steps):
                 print(f"stage {number} step {done}/{steps} loss {mean(losses[-_SAVED_EVERY:]):.3f}", flush=True)
                 self._write(number + done // steps, done % steps, optimizer)
-            if _rank() == 0 and (done % _JUDGED_EVERY == 0 or done == steps):
+            if _rank() == 0 and (done % _EVALUATED_EVERY == 0 or done == steps):
                 for name, (asked, seen) in self.evaluated.items():
-                    print(name, right_answers(self.model, asked, seen, stage.pooled, _JUDGED), flush=True)
+                    print(name, right_answers(self.model, asked, seen, stage.pooled, _EVALUATED), flush=True)
 
     def _step(self, chosen: Sequence[Chat], stage: Stage, optimizer: torch.optim.Optimizer) -> float:
         world = dist.get_world_size() if dist.is_initialized() else 1

@@ -75,6 +75,18 @@ class FitResult(Generic[Result]):
         return "\n".join(lines)
 
 
+def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[str, Any]) -> None:
+    """Raise a ValueError if the run of a folder's record is not that of the config."""
+    equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
+    free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
+    there = portable(existing)
+    here = portable(record)
+    # Only the length differs: the user wants to train on, and is told how.
+    if differences(there, here, free_keys) and not differences(there, here, free_keys | config.length_keys):
+        _refuse_length(config, flatten(existing), flatten(record))
+    check_same(Path(config.output), there, here, kind="a run", free_keys=free_keys)
+
+
 def run_once(
     config: RunConfig,
     rank: int,
@@ -93,14 +105,7 @@ def run_once(
     def finished() -> Done | None:
         existing = read_record(folder, RUN_CONFIG)
         if existing is not None:
-            equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
-            free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
-            there = portable(existing)
-            here = portable(record)
-            # Only the length differs: the user wants to train on, and is told how.
-            if differences(there, here, free_keys) and not differences(there, here, free_keys | config.length_keys):
-                _refuse_length(config, flatten(existing), flatten(record))
-            check_same(folder, there, here, kind="a run", free_keys=free_keys)
+            _check_continues(config, existing, record)
         return read(folder)
 
     def write_config() -> None:
