@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 from mmod.io.tables import markdown_table
 from mmod.values import check_value
@@ -62,8 +63,17 @@ def check_blocks(blocks: Sequence[int], depth: int) -> None:
         raise ValueError(f"blocks must be ascending numbers from 0 to {depth - 1}, each once, got {list(blocks)}")
 
 
-Row = tuple[int, float, str, str]
-"""Index, capacity, operator and context of a routed block."""
+class PlannedBlock(NamedTuple):
+    """How a plan routes a block.
+
+    Args:
+        block: Its index in the model.
+    """
+
+    block: int
+    capacity: float
+    operator: str
+    context: str
 
 
 def check_context(operator: object, context: object, block: int | None = None) -> None:
@@ -73,26 +83,26 @@ def check_context(operator: object, context: object, block: int | None = None) -
         raise ValueError(f"operator='mlp' needs context='kept', got 'all'{where}: attention runs on all tokens anyway")
 
 
-def table_of(rows: Sequence[Row]) -> str:
+def table_of(rows: Sequence[PlannedBlock]) -> str:
     """Return a table with a row for each run of consecutive blocks that are routed alike.
 
     Example:
-        >>> print(table_of([(1, 0.5, "block", "kept"), (2, 0.5, "block", "kept"), (4, 0.25, "mlp", "kept")]))
+        >>> first = PlannedBlock(1, 0.5, "block", "kept")
+        >>> print(table_of([first, first._replace(block=2), PlannedBlock(4, 0.25, "mlp", "kept")]))
         | blocks | capacity | operator | context |
         | -----: | -------: | :------- | :------ |
         |    1-2 |      0.5 | block    | kept    |
         |      4 |     0.25 | mlp      | kept    |
     """
-    runs: list[list[Row]] = []
+    runs: list[list[PlannedBlock]] = []
     for row in rows:
-        block, *settings = row
-        # The row that would continue the last run: the block before, with equal settings.
-        if runs and runs[-1][-1] == (block - 1, *settings):
+        # It continues the last run if the block before has equal settings.
+        if runs and runs[-1][-1] == row._replace(block=row.block - 1):
             runs[-1].append(row)
         else:
             runs.append([row])
     shown = []
-    for (first, capacity, operator, context), *more in runs:
-        blocks = f"{first}-{more[-1][0]}" if more else str(first)
-        shown.append((blocks, f"{capacity:g}", operator, context))
+    for first, *more in runs:
+        blocks = f"{first.block}-{more[-1].block}" if more else str(first.block)
+        shown.append((blocks, f"{first.capacity:g}", first.operator, first.context))
     return markdown_table(_HEADER, shown)

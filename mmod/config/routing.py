@@ -25,7 +25,7 @@ from mmod.config.plan import (
     CONTEXTS,
     DEPTH,
     OPERATORS,
-    Row,
+    PlannedBlock,
     check_blocks,
     check_context,
     table_of,
@@ -291,8 +291,8 @@ class RoutingConfig(Checked):
             )
 
     @property
-    def rows(self) -> tuple[Row, ...]:
-        """Index, capacity, operator and context of each routed block.
+    def rows(self) -> tuple[PlannedBlock, ...]:
+        """Index, capacity, operator and context of each routed block, as named values.
 
         Raises:
             ValueError: The depth is not known, see `resolved`.
@@ -303,7 +303,7 @@ class RoutingConfig(Checked):
     def mean_capacity(self) -> float:
         """Share of all block-token pairs that are computed; raises as `rows` does."""
         depth = self._known_depth()
-        return (depth - len(self.rows) + sum(capacity for _, capacity, _, _ in self.rows)) / depth
+        return (depth - len(self.rows) + sum(row.capacity for row in self.rows)) / depth
 
     def _known_depth(self) -> int:
         if self.depth is None:
@@ -313,7 +313,7 @@ class RoutingConfig(Checked):
             )
         return self.depth
 
-    def _rows_at(self, depth: int) -> tuple[Row, ...]:
+    def _rows_at(self, depth: int) -> tuple[PlannedBlock, ...]:
         """Return the rows for a model of `depth` blocks."""
         check_value("depth", depth, int, DEPTH)
         if self.depth not in (None, depth):
@@ -332,9 +332,9 @@ class RoutingConfig(Checked):
                 f"select.threshold must be one number, or one for each of the {len(blocks)} routed blocks, got "
                 f"{threshold}"
             )
-        rows = tuple(zip(blocks, *columns))
-        for block, _, operator, context in rows:
-            check_context(operator, context, block)
+        rows = tuple(map(PlannedBlock, blocks, *columns))
+        for row in rows:
+            check_context(row.operator, row.context, row.block)
         return rows
 
     def _blocks_at(self, depth: int) -> tuple[int, ...]:

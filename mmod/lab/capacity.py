@@ -299,7 +299,7 @@ class LearnedPlan:
         return self.fixed + sum(self.shares)
 
     def __str__(self) -> str:
-        kept = [capacity for _, capacity, *_ in self.plan.rows]
+        kept = [row.capacity for row in self.plan.rows]
         rows = zip(self.names, self.learned, kept, self.shares)
         table = markdown_table(
             ["block", "learned", "capacity", "share of the cost"],

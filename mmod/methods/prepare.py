@@ -24,7 +24,7 @@ from mmod.blocks import (
     patches_of_pass,
 )
 from mmod.config import CHANGE, Merged, RoutingConfig, Threshold, presets, spelled
-from mmod.config.plan import Row
+from mmod.config.plan import PlannedBlock
 from mmod.routing import DecoderRouter, Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -34,10 +34,10 @@ Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
 def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     """Return the conversions of a stack's blocks; on an error the model is unchanged."""
     rows = config.resolved(len(stack.blocks)).rows
-    blocks = [block for block, *_ in rows]
+    blocks = [row.block for row in rows]
     _check_part(stack, config, blocks)
     configs = _configs_by_block(config, rows)
-    capacities = {block: capacity for block, capacity, *_ in rows}
+    capacities = {row.block: row.capacity for row in rows}
     conversions: list[Conversion] = []
     for run in _runs(blocks):
         routers = {}
@@ -101,7 +101,7 @@ def _make_span(
     if in_front and first == 0:
         raise ValueError(
             f"block {first} needs the importance of a dense block before it, but none precedes it: keep block 0 "
-            f"dense (routed are {[block for block, *_ in config.resolved(len(stack.blocks)).rows]})"
+            f"dense (routed are {[row.block for row in config.resolved(len(stack.blocks)).rows]})"
         )
     start = first - 1 if in_front else first
     names = stack.names[start : run[-1] + 1]
@@ -176,18 +176,19 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
         raise ValueError(f"router.importance={importance!r} is for language models: {first} is no layer of one")
 
 
-def _configs_by_block(config: RoutingConfig, rows: Sequence[Row]) -> dict[int, RoutingConfig]:
+def _configs_by_block(config: RoutingConfig, rows: Sequence[PlannedBlock]) -> dict[int, RoutingConfig]:
     """Return the config of every routed block; blocks with equal configs share one object."""
-    options: list[dict[str, Any]] = [{"operator": operator, "context": context} for _, _, operator, context in rows]
+    options: list[dict[str, Any]] = [{"operator": row.operator, "context": row.context} for row in rows]
     if isinstance(config.select, Threshold) and isinstance(config.select.threshold, tuple):
         for fields, threshold in zip(options, config.select.threshold):
             fields["select"] = dataclasses.replace(config.select, threshold=threshold)
     shared = [config]
     configs = {}
-    for (index, *_), fields in zip(rows, options):
-        configs[index] = next((other for other in shared if _has(other, fields)), None) or config.replace(**fields)
-        if configs[index] not in shared:
-            shared.append(configs[index])
+    for row, fields in zip(rows, options):
+        chosen = next((other for other in shared if _has(other, fields)), None) or config.replace(**fields)
+        if chosen not in shared:
+            shared.append(chosen)
+        configs[row.block] = chosen
     return configs
 
 

@@ -311,7 +311,7 @@ def _check_plan(model: nn.Module, part: str, config: RoutingConfig) -> None:
     blocks = find_parts(model)[part]().blocks
     routed = [index for index, block in enumerate(blocks) if isinstance(block, RoutedBlock)]
     try:
-        planned: list[int] | None = [block for block, *_ in config.resolved(len(blocks)).rows]
+        planned: list[int] | None = [row.block for row in config.resolved(len(blocks)).rows]
     except ValueError:
         # It names blocks that are gone.
         planned = None

@@ -330,7 +330,7 @@ def plan_of(choices: Choices, router: Score) -> RoutingConfig:
 
 def choices_of(plan: RoutingConfig) -> Choices:
     """Return the options of a plan."""
-    option_of = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
+    option_of = {row.block: Option(row.capacity, row.operator, row.context) for row in plan.rows}
     assert plan.depth is not None
     return tuple(map(option_of.get, range(plan.depth)))
 
