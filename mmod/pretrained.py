@@ -205,7 +205,8 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
     actual = f"this {type(model).__name__}"
     lists = dict(model.named_modules())
     for name in config["proofs"]:
-        numbers = {key.removeprefix(f"{name}.").partition(".")[0] for key in state if key.startswith(f"{name}.")}
+        inner = [key.removeprefix(f"{name}.") for key in state if key.startswith(f"{name}.")]
+        numbers = {key.partition(".")[0] for key in inner}
         present = len(list(lists[name].children())) if name in lists else 0
         # It may have more: a method may have put one module in the place of several blocks.
         if present < len(numbers):

@@ -119,7 +119,9 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
 def _sides(value: object) -> Sides | None:
     if isinstance(value, int):
         return value, value
-    return (int(value[0]), int(value[1])) if isinstance(value, (tuple, list)) and len(value) == 2 else None
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return int(value[0]), int(value[1])
+    return None
 
 
 def image_output(model: nn.Module, images: Tensor, part: str = "image") -> Tensor:

@@ -88,7 +88,9 @@ def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
     other images get the identity: sine 0 and cosine 1.
     """
     rope = rope[(None,) * (4 - rope.ndim)]
-    identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
+    channels = rope.shape[-1]
+    # Zeros for the sines, ones for the cosines.
+    identity = (torch.arange(channels, device=rope.device) >= channels // 2).to(rope.dtype)
     complete = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
     position_T = row_T if rope.shape[0] > 1 else row_T % tokens
     return complete.transpose(0, 1).flatten(1, 2).index_select(1, position_T[prefix:]).unsqueeze(0)

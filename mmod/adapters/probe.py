@@ -270,10 +270,11 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
         if windows:
             _check_windows(windows[0], watch.calls[0], model, blocks)
         return first.with_seen(windows=bool(windows), read=tuple(sorted(watch.read)))
-    projection = next(
-        (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == first.patches), ""
-    )
-    return first.with_seen(projection=projection)
+    for name, shape in projections.items():
+        # The feature map with a place for each patch shows the grid.
+        if len(shape) == 4 and shape[2] * shape[3] == first.patches:
+            return first.with_seen(projection=name)
+    return first.with_seen(projection="")
 
 
 def _inputs_of(call: _Call, blocks: str) -> BlockInputs:

@@ -295,8 +295,8 @@ def place_of(option: str, value: object, fields: Mapping[str, object]) -> str:
 
 
 def _place_in_score(name: str, options: Mapping[str, object]) -> str:
-    arguments = "".join(f", {option}={brief(value)}" for option, value in options.items() if option != "name")
-    return f"the score {name!r}, pass router=mmod.score({name!r}{arguments})"
+    arguments = [f"{option}={brief(value)}" for option, value in options.items() if option != "name"]
+    return f"the score {name!r}, pass router=mmod.score({', '.join([repr(name), *arguments])})"
 
 
 def _options_of(cls: type[Any]) -> list[str]:

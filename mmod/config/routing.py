@@ -402,7 +402,8 @@ class RoutingConfig(Checked):
 
     def __repr__(self) -> str:
         """Return the call that makes the config, without fields that have their defaults."""
-        return f"RoutingConfig({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
+        arguments = [f"{name}={spelled(value)!r}" for name, value in self._differing().items()]
+        return f"RoutingConfig({', '.join(arguments)})"
 
     def __str__(self) -> str:
         """Return the call that makes the config; where the depth is known, a sentence and a table of the blocks."""

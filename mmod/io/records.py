@@ -82,7 +82,8 @@ def differences(existing: Mapping[str, object], record: Mapping[str, object], fr
         # A key that a newer version writes with an empty value is no difference.
         both_empty = old in (None, [], {}) and new in (None, [], {})
         if old != new and not both_empty:
-            changes.append(f"{key}: {_shown(key, before)} there, {_shown(key, now)} now{_near(key, before, now)}")
+            both = f"{_shown(key, before)} there, {_shown(key, now)} now"
+            changes.append(f"{key}: {both}{_near(key, before, now)}")
     return "; ".join(changes)
 
 

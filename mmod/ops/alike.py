@@ -50,7 +50,8 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     if dim % channels:
         signed_BND = F.pad(signed_BND, (0, -dim % channels))
     # Channels with the same remainder are added, for which the reshape is a view.
-    return signed_BND.reshape(*x_BND.shape[:-1], signed_BND.shape[-1] // channels, channels).sum(dim=-2)
+    rows = signed_BND.shape[-1] // channels
+    return signed_BND.reshape(*x_BND.shape[:-1], rows, channels).sum(dim=-2)
 
 
 def spread_evenly(tokens: int, device: torch.device) -> Tensor:
@@ -204,7 +205,8 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     images, tokens, _ = unit_BNE.shape
     slots = row_BK.shape[1]
     # Slots by row; rows without a slot keep -1 until the end.
-    slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
+    slot_BK = torch.arange(slots).expand(images, -1)
+    slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, slot_BK)
     # All images keep equally many rows, so the remaining ones fill a rectangle.
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
     other_BRE = take_rows(unit_BNE, row_BK, row_T=other_T)

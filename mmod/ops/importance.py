@@ -334,7 +334,9 @@ def _facts(
     valid_BN: Tensor | None,
     per_viewer: bool,
 ) -> dict[str, int]:
-    of_keys = mask is not None and mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1:3] == (1, 1)
+    of_keys = False
+    if mask is not None and mask.dtype == torch.bool:
+        of_keys = mask.ndim == 4 and mask.shape[1:3] == (1, 1)
     return {
         "head_dim": q_BHNE.shape[-1],
         "dropout": int(dropout > 0),

@@ -75,8 +75,11 @@ def _project(
     if query is key and key is value:
         # One product for all three, as torch's function computes it.
         return tuple(call(F.linear, query, weight, bias).chunk(3, dim=-1))
+    # One product for each: their weights lie behind each other in one tensor.
+    inputs = (query, key, value)
+    weights = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    return tuple(call(F.linear, x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases))
+    return tuple(call(F.linear, *parts) for parts in zip(inputs, weights, biases))
 
 
 def _additive(mask: Tensor | None, images: int, heads: int, dtype: torch.dtype) -> Tensor | None:

@@ -56,8 +56,11 @@ def count_views(
     visible_pairs = torch.ones(1, 1, tokens, dtype=torch.bool, device=device)
     if mask is not None:
         # A mask of keys alone (B, 1, 1, N).
-        visible_pairs = is_visible(mask)[(None,) * (4 - mask.ndim)][..., 0, :].expand(-1, -1, tokens)
-    return Views(visible_pairs.cumsum(-1), counted.flip(-1).cumsum(-1).flip(-1).clamp(min=1))
+        visible_keys = is_visible(mask)[(None,) * (4 - mask.ndim)]
+        visible_pairs = visible_keys[..., 0, :].expand(-1, -1, tokens)
+    # Counted from the last query backwards.
+    viewers = counted.flip(-1).cumsum(-1).flip(-1)
+    return Views(visible_pairs.cumsum(-1), viewers.clamp(min=1))
 
 
 def is_visible(mask: Tensor) -> Tensor:

@@ -199,7 +199,8 @@ def _best_of_groups(worst_BN: Tensor, keeps: Sequence[Sequence[int]], groups: To
         [start + kept for start, kept in zip(accumulate([tokens - sum(sizes), *sizes]), row)]
         for sizes, row in zip(groups.sizes, keeps)
     ]
-    end_BG = torch.tensor([[*row, *[0] * (count - len(row))] for row in ends], device=worst_BN.device)
+    padded = [[*row, *[0] * (count - len(row))] for row in ends]
+    end_BG = torch.tensor(padded, device=worst_BN.device)
     rank_BN = torch.empty_like(order_BN).scatter_(
         1, order_BN, torch.arange(tokens, device=order_BN.device).expand_as(order_BN)
     )

@@ -150,7 +150,9 @@ def _segments_of_mask(mask: Tensor, valid_BN: Tensor, past: Tensor | int) -> Ten
     begins_BN = (label_BN == torch.arange(tokens, device=mask.device)) & valid_BN
     if bool((begins_BN.sum(dim=1) <= 1).all()):
         return None
-    return (begins_BN.cumsum(dim=1) - 1).gather(1, label_BN).clamp(min=0).expand(samples, -1).to(device)
+    # Samples are numbered by their first tokens; padding in front of all counts to the first one.
+    number_BN = (begins_BN.cumsum(dim=1) - 1).clamp(min=0)
+    return number_BN.gather(1, label_BN).expand(samples, -1).to(device)
 
 
 def _components(pairs_BNN: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ def unit_kernel(  # type: ignore[no-untyped-def]
         value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
         # The signs of `mmod.ops.alike._signs`, computed in place.
         if SIGNED:
-            value = value * (1.0 - 2.0 * ((((channel + 1) * 2654435761) >> 19) & 1).to(tl.float32))[None, :]
+            bit = (((channel + 1) * 2654435761) >> 19) & 1
+            value = value * (1.0 - 2.0 * bit.to(tl.float32))[None, :]
         total += value
     total = total / tl.maximum(tl.sqrt(tl.sum(total * total, 1)), 1e-12)[:, None]
     mask = (row < rows)[:, None] & (sum_index < sums)[None, :]

@@ -102,9 +102,9 @@ def select_kernel(  # type: ignore[no-untyped-def]
         kept = _first(key, wanted)
         dropped = chosen & ~kept
         # Valid slots ascend first, then the empty ones, as `ascending_valid` orders them.
-        slot = (
-            tl.where(kept, tl.cumsum(kept.to(tl.int32), axis=0), wanted + tl.cumsum(dropped.to(tl.int32), axis=0)) - 1
-        )
+        place_kept = tl.cumsum(kept.to(tl.int32), axis=0)
+        place_dropped = wanted + tl.cumsum(dropped.to(tl.int32), axis=0)
+        slot = tl.where(kept, place_kept, place_dropped) - 1
         tl.store(filled + image * slots + slot, kept.to(tl.uint8), mask=chosen)
     else:
         slot = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
