@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from mmod.adapters import adapted_model, find_parts, own_name
+from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
@@ -184,7 +184,6 @@ def _check_how(name: str, value: object) -> None:
 def _configs_by_part(
     available: Mapping[str, Part], config: HowToRoute, parts: Mapping[str, HowToRoute]
 ) -> dict[str, RoutingConfig]:
-    parts = {own_name(name, available): value for name, value in parts.items()}
     _refuse_parts(available, config, parts)
     for name, value in {"config": config, **parts}.items():
         _check_how(name, value)

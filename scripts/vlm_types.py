@@ -50,7 +50,7 @@ def check(kind: str) -> Outcome:
     images = batch["input_ids"] == IMAGE
     dense = outputs(make_joint(kind), batch)
     equal = {}
-    for part, blocks in (("language", (1, 3)), ("vision", (0,))):
+    for part, blocks in (("language", (1, 3)), ("image", (0,))):
         model = make_joint(kind)
         try:
             mmod.route_(model, **{part: KEEP_ALL.replace(blocks=blocks)})
@@ -65,7 +65,7 @@ def check(kind: str) -> Outcome:
                 model(**batch)
             skipped = [~routing.keep_BN & batch["attention_mask"].bool() for routing in decisions.values()]
             equal[part] &= all(bool(skips.any()) and not bool((skips & ~images).any()) for skips in skipped)
-    return Outcome(equal["language"], equal["vision"])
+    return Outcome(equal["language"], equal["image"])
 
 
 def table(outcomes: dict[str, Outcome]) -> dict[str, Any]:

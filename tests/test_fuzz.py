@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
-from mmod.adapters import find_stacks
+from mmod.adapters import find_library, find_stacks
 from mmod.analysis import Prompt, Trace, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
@@ -284,7 +284,8 @@ def counts_are_those_of_a_pass(case: Case) -> None:
 
 def _flops(case: Case, sample: Sample, decisions: Trace) -> FlopReport:
     chosen = any(config.select != "topk" for config in case.configs.values())
-    arguments: Any = {"pixel_values": sample["image"][None]} if "vision" in case.host.parts else sample["image"].shape
+    of_transformers = find_library(case.model) == "transformers"
+    arguments: Any = {"pixel_values": sample["image"][None]} if of_transformers else sample["image"].shape
     return flops(case.model, arguments, decisions if chosen else None)
 
 

@@ -108,7 +108,7 @@ TestQwen2 = llama_like("Qwen2")
 class TestClipVision(Family, unittest.TestCase):
     """A vision tower."""
 
-    all_model_classes = (made("CLIPVisionModel", {"vision": LINEAR}),)
+    all_model_classes = (made("CLIPVisionModel", {"image": LINEAR}),)
     make_config = staticmethod(lambda: transformers.CLIPVisionConfig(**VISION))
     make_inputs = staticmethod(lambda: {"pixel_values": torch.randn(2, 3, 12, 12)})
 
@@ -116,7 +116,7 @@ class TestClipVision(Family, unittest.TestCase):
 def images_of(kind: str, names: tuple[str, ...], changes: dict[str, Any]) -> type:
     """Return the tests of a vision model."""
     members = {
-        "all_model_classes": tuple(made(name, {"vision": EVERY_TOKEN}) for name in names),
+        "all_model_classes": tuple(made(name, {"image": EVERY_TOKEN}) for name in names),
         "make_config": staticmethod(lambda: getattr(transformers, f"{kind}Config")(**{**VISION, **changes})),
         "make_inputs": staticmethod(lambda: {"pixel_values": torch.randn(2, 3, 12, 12)}),
     }
@@ -133,7 +133,7 @@ TestDinov2 = images_of("Dinov2", ("Dinov2Model", "Dinov2ForImageClassification",
 class TestSiglip2Vision(Family, unittest.TestCase):
     """A tower that takes patches in rows."""
 
-    all_model_classes = (made("Siglip2VisionModel", {"vision": EVERY_TOKEN}),)
+    all_model_classes = (made("Siglip2VisionModel", {"image": EVERY_TOKEN}),)
 
     @staticmethod
     def make_config() -> Any:

@@ -12,7 +12,6 @@ from mmod.adapters.find import (
     find_stack,
     find_stacks,
     load_adapter,
-    own_name,
     used_parameters,
 )
 from mmod.adapters.grids import SeenGrid, grid_of_squares, image_stack, patch_grid, watch_grid

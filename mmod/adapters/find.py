@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -91,18 +90,12 @@ def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStac
         part: The name; None takes the only part.
     """
     stacks = find_stacks(model)
-    part = None if part is None else own_name(part, stacks)
     if part is None and len(stacks) > 1:
         raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(stacks)}: name one")
     part = next(iter(stacks)) if part is None else part
     if part not in stacks:
         raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(stacks)}")
     return part, stacks[part]
-
-
-def own_name(part: str, parts: Collection[str]) -> str:
-    """Return the name of a part among those of a model: "image" is the vision tower of one that has no other part."""
-    return "vision" if part == "image" and set(parts) == {"vision"} else part
 
 
 def find_stacks(model: nn.Module) -> dict[str, BlockStack]:

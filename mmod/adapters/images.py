@@ -146,9 +146,7 @@ def tensor_of(model: nn.Module, output: object, part: str) -> Tensor:
     if isinstance(output, (tuple, list)):
         value = output[1 if part == "text" else 0]
     elif isinstance(output, Mapping):
-        # A tower of vision makes features of images.
-        seen = "image" if part == "vision" else part
-        features = (f"{seen}_embeds", f"{seen}_features", "pooler_output", "last_hidden_state")
+        features = (f"{part}_embeds", f"{part}_features", "pooler_output", "last_hidden_state")
         held = [output[name] for name in ("logits", *features) if isinstance(output.get(name), Tensor)]
         value = next(iter(held), output)
     if not isinstance(value, Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks, own_name
+from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks
 from mmod.adapters.images import image_facts
 from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
 from mmod.analysis.counting import PassCounts, count_pass, pass_flops
@@ -302,7 +302,7 @@ def _to_meta(leaf: object) -> Any:
 def _reads_images_alone(model: nn.Module) -> bool:
     parts = find_parts(model)
     # A model of transformers with a vision tower may read text that no part knows.
-    return own_name("image", parts) in parts and not hasattr(model, "get_image_features")
+    return "image" in parts and "language" not in parts and not hasattr(model, "get_image_features")
 
 
 def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Any]:

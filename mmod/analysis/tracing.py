@@ -30,7 +30,7 @@ class Trace(Mapping[str, Routing]):
     `print(trace)` shows the kept shares, in one line for adjoining blocks that kept the same tokens, and notebooks show
     them as a table. A routed block is one place; other methods decide in several, such as `blocks.1.mlp.expert2` (an
     expert) or `layers.2.recursion1`. A decision on full images has one token per image; in a ResNet its tokens are
-    channels.
+    channels; of `generate` they are those of the prompt, if text may not be skipped.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_parts, own_name
+from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
     GridHook,
     ModelHook,
@@ -76,13 +76,11 @@ class Route(Method):
         super().__post_init__()
 
     def fitted(self, model: nn.Module) -> Route:
-        """Return the routing by the model's own names of parts, and presets at their depth."""
-        available = find_parts(model)
-        named = Route({own_name(name, available): config for name, config in self.parts.items()}, self.capacities)
-        if not any(isinstance(config, Preset) for config in named.parts.values()):
-            return named
-        stacks = named.find(model)
-        parts = {name: config.at_depth(len(stacks[name].blocks)) for name, config in named.parts.items()}
+        """Return the routing with presets at the depth of the model's parts."""
+        if not any(isinstance(config, Preset) for config in self.parts.values()):
+            return self
+        stacks = self.find(model)
+        parts = {name: config.at_depth(len(stacks[name].blocks)) for name, config in self.parts.items()}
         return Route(parts, self.capacities)
 
     def to_dict(self) -> dict[str, Any]:

@@ -113,5 +113,5 @@ class Opened(NamedTuple):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the parts that can be changed: "image", "text", "vision", "language"."""
+        """Names of the parts that can be changed: "image", "text", "language"."""
         return tuple(find_parts(self.model))

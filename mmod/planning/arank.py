@@ -113,7 +113,7 @@ def attention_ranks(
     Args:
         model: A dense model of a supported library, with sdpa or eager attention.
         batches: The model's keyword arguments, or its only argument. `attention_mask` excludes padding.
-        part: The part to measure, for models with several: "language", "vision", "image", "text".
+        part: The part to measure, for models with several: "language", "image", "text".
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
         diagonal: Keep the diagonal, with which every causal map has full rank.
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_part, find_parts, own_name
+from mmod.adapters import BlockStack, find_part, find_parts
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import Measured, Table, evaluated, measured_once
 from mmod.config import RoutingConfig, Score
@@ -344,7 +344,7 @@ def dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
     part, stack = find_part(model, part)
-    if part == "vision" and own_name("image", find_parts(model)) != part:
+    if part == "image" and "language" in find_parts(model):
         raise ValueError("the FLOPs of a vision tower alone are not counted: search a plan for the part 'language'")
     return part, stack
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_library, find_part, find_stacks, own_name
+from mmod.adapters import BlockStack, find_library, find_part, find_stacks
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
 from mmod.analysis.timing import Times, ratios, times_once
@@ -75,7 +75,7 @@ def advise(
             For a language model, what its processor returns, perhaps with `labels` at the answers' tokens (-100
             elsewhere), of which the last answer of each prompt is generated; plans are searched on the first
             fifth of these prompts, in whole batches, and all candidates are evaluated on the others.
-        part: The part to make cheaper; None takes "image" where there are several, or "language".
+        part: The part to make cheaper; None takes "language", or else "image".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
         tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1): the fastest candidate is advised
@@ -272,18 +272,15 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
         raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     stacks = find_stacks(model)
     if part is None:
-        part = next((name for name in ("image", "language") if name in stacks), None)
+        part = next((name for name in ("language", "image") if name in stacks), None)
     part, stack = find_part(model, part)
     if part == "text" or (stack.language and not stack.reads_images):
         raise ValueError(
             f"advice is for models that read images, and {stack.names[0]} reads text: use mmod.search_plan"
         )
-    if part == "vision" and len(stacks) > 1:
+    if part == "image" and "language" in stacks:
         raise ValueError("the time of a vision tower alone is not compared: ask for advice on the part 'language'")
-    if part != own_name("image", stacks):
-        return part, stack, False
-    # As configs of training name it.
-    return "image", stack, len(stacks) == 1
+    return part, stack, len(stacks) == 1 and part == "image"
 
 
 class Entrant(NamedTuple):

@@ -495,7 +495,7 @@ class ChatStudyConfig(StudyConfig):
     kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False
-    part: Literal["language", "vision"] = "language"
+    part: Literal["language", "image"] = "language"
     baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     maps: Annotated[int, "[0, inf)"] = 4
     latency_batch: int = 8

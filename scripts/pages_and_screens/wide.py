@@ -125,7 +125,7 @@ COLUMNS = {
     "KV cache MB": "{:.0f} / {:.0f}",
     "peak GB, few layers": "{:.1f} / {:.1f}",
 }
-ROUTES = {"vision": "pixelprune", "language": "pixelprune-language"}
+ROUTES = {"image": "pixelprune", "language": "pixelprune-language"}
 HOSTS = {
     "Qwen3-VL 8B": Host(16, {"tower": 27, "language": 36}, _qwen3_vl),
     "Qwen2.5-VL 7B": Host(14, {"tower": 32, "language": 28}, _qwen25_vl),

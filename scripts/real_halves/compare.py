@@ -54,7 +54,7 @@ def rows(folder: Path, patches: int, plans: bool = True) -> dict[str, Row]:
         for name, plan in planned(folder, patches, budget).items() if plans else ():
             found[f"{name}, {budget}"] = Row(language=plan)
     gradual = mmod.preset("gradual")
-    found["gradual merging in the tower"] = Row(vision=gradual)
+    found["gradual merging in the tower"] = Row(image=gradual)
     for name in (f"{FASTV}, {BUDGETS[0]}", f"{SPREAD}, {BUDGETS[0]}"):
         found[f"gradual merging in the tower; {name}"] = Row(found[name].language, gradual)
     return found

@@ -59,7 +59,7 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
     language = mmod.preset("pixelprune-language")
     return {
         DENSE: Row(),
-        "duplicates left out of the tower": Row(vision=tower),
+        "duplicates left out of the tower": Row(image=tower),
         "duplicates left out of the language model": Row(language),
         BOTH: Row(language, tower),
         **{name: Row(fitted(share, family, budget)) for name, family in named.items()},

@@ -30,13 +30,13 @@ class Row:
 
     Args:
         language: Routing of the language model.
-        vision: Routing of the tower.
+        image: Routing of the tower.
         patches: Side of the image in patches; None for the evaluated one.
         tokens: Side of the grid of image tokens, means over as many windows of patches; None for one token a patch.
     """
 
     language: RoutingConfig | None = None
-    vision: RoutingConfig | None = None
+    image: RoutingConfig | None = None
     patches: int | None = None
     tokens: int | None = None
 
@@ -50,8 +50,8 @@ class Row:
             processor.patch_size = side * PATCH // self.tokens
         if self.language is not None:
             mmod.route_(model, language=self.language)
-        if self.vision is not None:
-            mmod.route_(model, vision=self.vision)
+        if self.image is not None:
+            mmod.route_(model, image=self.image)
 
 
 class Pooled(nn.Module):

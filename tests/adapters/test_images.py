@@ -73,11 +73,11 @@ def test_image_names_the_only_part_of_a_model(name: str) -> None:
     by_part, whole = make_image_model(name), make_image_model(name)
     mmod.route_(by_part, image=HALF)
     mmod.route_(whole, HALF)
-    assert routing_configs(by_part) == routing_configs(whole) == {"vision": HALF}
+    assert routing_configs(by_part) == routing_configs(whole) == {"image": HALF}
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(image_output(by_part, images), image_output(whole, images))
     read = mmod.methods.read_method({"kind": "routing", "parts": {"image": HALF.to_dict()}})
-    assert routing_configs(mmod.apply_(make_image_model(name), read)) == {"vision": HALF}
+    assert routing_configs(mmod.apply_(make_image_model(name), read)) == {"image": HALF}
 
 
 @pytest.mark.parametrize("name", ["vit", "siglip classifier"])

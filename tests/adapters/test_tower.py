@@ -248,12 +248,12 @@ def test_a_tower_whose_read_layer_is_routed_is_refused() -> None:
     model = make_joint("llava")
     classes = [type(module) for module in model.modules()]
     # The features come from the third of four layers.
-    both = {"language": CONFIG, "vision": mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(2,))}
-    with pytest.raises(ValueError, match="the config of vision changes the last block that features come from"):
+    both = {"language": CONFIG, "image": mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(2,))}
+    with pytest.raises(ValueError, match="the config of image changes the last block that features come from"):
         mmod.route_(model, **both)
     assert [type(module) for module in model.modules()] == classes
     batch = prompt("llava", (1,))
-    mmod.route_(model, language=CONFIG, vision=both["vision"].replace(blocks=(1,)))
+    mmod.route_(model, language=CONFIG, image=both["image"].replace(blocks=(1,)))
     assert torch.isfinite(model(**batch).logits).all()
 
 

@@ -58,7 +58,7 @@ def test_a_tower_that_keeps_all_equals_the_dense_one(name: str) -> None:
     dense = model(**batch).logits
     unequal = features(tower_of(model), name)
     keys, hosts = list(model.state_dict()), classes(model)
-    mmod.route_(model, vision=CONFIGS["importance"].replace(capacity=1.0))
+    mmod.route_(model, image=CONFIGS["importance"].replace(capacity=1.0))
     torch.testing.assert_close(model(**batch).logits, dense, atol=2e-5, rtol=0)
     for actual, expected in zip(features(tower_of(model), name), unequal):
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=0)
@@ -72,7 +72,7 @@ def test_a_tower_that_keeps_all_equals_the_dense_one(name: str) -> None:
 def test_an_image_does_not_depend_on_others(name: str, config: str) -> None:
     model = make_joint(name)
     dense = features(tower_of(model), name)
-    mmod.route_(model, vision=CONFIGS[config])
+    mmod.route_(model, image=CONFIGS[config])
     together = features(tower_of(model), name)
     if config != "sequence":
         assert any(not torch.allclose(actual, plain, atol=1e-3) for actual, plain in zip(together, dense))
@@ -85,7 +85,7 @@ def test_an_image_does_not_depend_on_others(name: str, config: str) -> None:
 def test_gradual_keeps_the_grid_and_is_saved(name: str, tmp_path: Path) -> None:
     model, batch = make_joint(name), prompt(name, (1, 1))
     shape = tower_of(model)(**images(name)).last_hidden_state.shape
-    mmod.route_(model, vision="gradual")
+    mmod.route_(model, image="gradual")
     assert tower_of(model)(**images(name)).last_hidden_state.shape == shape
     logits = model(**batch).logits
     with_cache = model.generate(**batch, **GENERATION)
@@ -100,7 +100,7 @@ def test_gradual_keeps_the_grid_and_is_saved(name: str, tmp_path: Path) -> None:
 def test_a_layer_runs_on_the_kept_rows_of_each_image_and_window(name: str, number: int) -> None:
     model = make_joint(name).double()
     routed = copy.deepcopy(model)
-    mmod.route_(routed, vision=HALF.replace(blocks=(number,)))
+    mmod.route_(routed, image=HALF.replace(blocks=(number,)))
     (place,) = mmod.routed_blocks(routed)
     seen: dict[str, Any] = {}
 
@@ -146,7 +146,7 @@ def test_a_layer_computes_no_empty_rows_for_images_that_keep_fewer(name: str, co
         "threshold": threshold,
         "none": threshold.replace(select={"threshold": 0.999}),
     }
-    model = mmod.route_(make_joint(name), vision=configs[config])
+    model = mmod.route_(make_joint(name), image=configs[config])
     ((place, layer),) = mmod.routed_blocks(model).items()
     computed: list[int] = []
     for module in layer.modules():
@@ -171,7 +171,7 @@ def test_importance_is_read_within_images() -> None:
     model, eager = make_joint("mistral3"), make_joint("mistral3", attention="eager")
     map_HNN = tower_of(eager)(**images("mistral3"), output_attentions=True).attentions[0][0]
     expected = [map_HNN[:, :9, :9], map_HNN[:, 9:17, 9:17], map_HNN[:, 17:, 17:]]
-    mmod.route_(model, vision=CONFIGS["importance"])
+    mmod.route_(model, image=CONFIGS["importance"])
     with mmod.trace(model) as decisions:
         tower_of(model)(**images("mistral3"))
     (routing,) = decisions.values()
@@ -188,7 +188,7 @@ def test_rows_are_passed_on_where_nothing_reads_between_layers(
     # Qwen3-VL reads the tokens after layer 2.
     changes = {"qwen3-vl": {"deepstack_visual_indexes": [2]}, "qwen2.5-vl": {"fullatt_block_indexes": [1, 3, 5]}}
     model, batch = make_deep(name, **changes.get(name, {})), prompt(name, (1, 2))
-    mmod.route_(model, vision="gradual" if config == "gradual" else CONFIGS[config].replace(blocks=(1, 2, 3, 4)))
+    mmod.route_(model, image="gradual" if config == "gradual" else CONFIGS[config].replace(blocks=(1, 2, 3, 4)))
     written: list[Rows] = []
     write_back = Rows.write_back
 
@@ -226,7 +226,7 @@ def test_windows_of_unknown_images_are_refused() -> None:
     message = "blocks that attend within windows of 4, and the module that runs them takes no grid_thw"
     with pytest.raises(Exception, match=message):
         inputs_of_call(tower, "blocks", {"0": x, "1": torch.tensor([[1, 4, 4], [1, 4, 4]])})
-    block: Any = tower_of(mmod.route_(make_joint("qwen2.5-vl"), vision="gradual")).blocks[2]
+    block: Any = tower_of(mmod.route_(make_joint("qwen2.5-vl"), image="gradual")).blocks[2]
     with pytest.raises(ValueError, match="2 windows of 32 tokens, and the images that they are of are unknown"):
         block(x[:, :16], cu_seqlens=torch.tensor([0, 16, 32]), position_embeddings=(x[:, :8], x[:, :8]))
 
@@ -236,7 +236,7 @@ def test_windows_of_unknown_images_are_refused() -> None:
 def test_gradients_are_those_without_checkpointing(name: str, config: str) -> None:
     gradients = []
     for checkpointed in (False, True):
-        model = mmod.route_(make_deep(name), vision=CONFIGS[config]).train()
+        model = mmod.route_(make_deep(name), image=CONFIGS[config]).train()
         tower = tower_of(model)
         if checkpointed:
             tower.gradient_checkpointing_enable({"use_reentrant": False})
@@ -251,7 +251,7 @@ def test_gradients_are_those_without_checkpointing(name: str, config: str) -> No
 def test_a_compiled_tower_equals_the_eager_one() -> None:
     name = "qwen2.5-vl"
     # What is traced grows with the depth.
-    model = mmod.route_(make_deep(name, layers=3, fullatt_block_indexes=[1]), vision="gradual")
+    model = mmod.route_(make_deep(name, layers=3, fullatt_block_indexes=[1]), image="gradual")
     expected = features(tower_of(model), name)
     compiled = torch.compile(tower_of(model), backend="eager")
     for actual, eager in zip(features(compiled, name), expected):
@@ -280,8 +280,8 @@ def test_towers_are_pruned_and_merged(name: str, method: Any) -> None:
 @torch.no_grad()
 def test_other_attention_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="computes attention without scaled_dot_product_attention"):
-        mmod.route_(make_deep(name, attention="eager"), vision="gradual")
-    model = mmod.route_(make_joint(name), vision="gradual")
+        mmod.route_(make_deep(name, attention="eager"), image="gradual")
+    model = mmod.route_(make_joint(name), image="gradual")
     tower_of(model).set_attn_implementation("eager")
     with pytest.raises(ValueError, match="'eager' cannot tell routed images in one sequence apart"):
         tower_of(model)(**images(name))
@@ -306,7 +306,7 @@ def test_a_sequence_and_a_batch_hold_the_same_rows(lengths: tuple[int, ...]) -> 
 
 def test_every_tower_is_a_part() -> None:
     for name in ALL:
-        assert set(find_parts(make_joint(name))) == {"language", "vision"}
+        assert set(find_parts(make_joint(name))) == {"language", "image"}
 
 
 def test_a_tower_and_the_language_model_are_undone_one_by_one_or_together() -> None:

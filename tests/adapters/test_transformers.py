@@ -166,10 +166,10 @@ def test_vision_tower_runs_on_fewer_patches() -> None:
     for name in ("llava", "llava-onevision"):
         model, batch = make_joint(name), prompt(name, (1, 2))
         dense = model(**batch).logits
-        mmod.route_(model, vision=EVERY_TOKEN)
+        mmod.route_(model, image=EVERY_TOKEN)
         torch.testing.assert_close(model(**batch).logits, dense, atol=1e-5, rtol=1e-4)
         mmod.unroute_(model)
-        mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5), language=LINEAR)
+        mmod.route_(model, image=mmod.RoutingConfig(capacity=0.5), language=LINEAR)
         with mmod.trace(model) as decisions:
             assert not torch.equal(model(**batch).logits, dense)
         assert {name for name in decisions if "vision" in name}

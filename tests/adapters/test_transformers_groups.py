@@ -212,9 +212,9 @@ def test_wrong_use_is_refused() -> None:
         mmod.route_(model, language=LINEAR)
     model = make_joint("llava")
     with pytest.raises(ValueError, match=r"no layer of a language model: remove the options language\.scored"):
-        mmod.route_(model, vision=LINEAR.replace(language={"scored": "norm"}))
+        mmod.route_(model, image=LINEAR.replace(language={"scored": "norm"}))
     with pytest.raises(ValueError, match=r"router\.tied is for layers of a language model"):
-        mmod.route_(model, vision=LINEAR.replace(router={"tied": True}))
+        mmod.route_(model, image=LINEAR.replace(router={"tied": True}))
     with pytest.raises(ValueError, match=r"router\.shared is for images and captions, and .* generates text"):
         mmod.route_(make_joint("llava"), language=LINEAR.replace(router={"shared": True}))
     with pytest.raises(ValueError, match="a language model's threshold takes neither"):
@@ -223,8 +223,8 @@ def test_wrong_use_is_refused() -> None:
         mmod.route_(make_language("llama"), mmod.preset("mindskip", depth=4))
     with pytest.raises(ValueError, match="compact"):
         mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
-    with pytest.raises(ValueError, match="has no part vision"):
-        mmod.route_(make_language("llama"), vision=LINEAR)
+    with pytest.raises(ValueError, match="has no part image"):
+        mmod.route_(make_language("llama"), image=LINEAR)
     assert not mmod.is_routed(model)
     mmod.route_(model, language=LINEAR.replace(capacity=0.1))
     with pytest.raises(ValueError, match="keeps none of 9 image tokens"):

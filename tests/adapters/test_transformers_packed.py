@@ -98,7 +98,7 @@ def test_images_of_a_tower_run_packed(name: str, attention: str, monkeypatch: py
     config = mmod.RoutingConfig(
         router=mmod.score("linear", init_std=0.3), select="threshold", gate="sigmoid", blocks=(1, 2)
     )
-    model = mmod.route_(make_joint(name, attention=attention), vision=config).double()
+    model = mmod.route_(make_joint(name, attention=attention), image=config).double()
     batch = prompt(name, (3,))
     batch["pixel_values"] = batch["pixel_values"].double()
     counted, results = Counted(monkeypatch, NamedArguments), []

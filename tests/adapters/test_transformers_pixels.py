@@ -246,7 +246,7 @@ def test_tower_and_language_model_make_the_same_decision(name: str) -> None:
     model = make_joint(name)
     alone = kept_images(route(model), batch)
     mmod.undo_(model)
-    mmod.route_(model, language=CONFIG, vision="pixelprune")
+    mmod.route_(model, language=CONFIG, image="pixelprune")
     with mmod.trace(model) as trace:
         model(**batch)
     image_BN = batch["input_ids"] == IMAGE
@@ -354,10 +354,10 @@ def test_a_tower_that_gets_rows_decides_by_the_grids_of_its_pictures(name: str, 
     model, tower = deep_tower(name, side)
     dense = tower(**rows_of(pictures, side)).last_hidden_state
     for skipped in ("merge", "follow", "pass"):
-        mmod.route_(model, vision=mmod.preset("pixelprune", skipped=skipped, router={"tolerance": -1.0}))
+        mmod.route_(model, image=mmod.preset("pixelprune", skipped=skipped, router={"tolerance": -1.0}))
         torch.testing.assert_close(tower(**rows_of(pictures, side)).last_hidden_state, dense, atol=2e-5, rtol=2e-5)
         mmod.undo_(model)
-        mmod.route_(model, vision=mmod.preset("pixelprune", skipped=skipped))
+        mmod.route_(model, image=mmod.preset("pixelprune", skipped=skipped))
         with mmod.trace(model) as trace:
             together = tower(**rows_of(pictures, side)).last_hidden_state
         assert together.shape == dense.shape
@@ -391,7 +391,7 @@ def test_a_tower_with_windows_equals_a_slow_one_on_the_kept_rows() -> None:
     for handle in handles:
         handle.remove()
     dense = copy.deepcopy(tower.blocks)
-    mmod.route_(model, vision="pixelprune")
+    mmod.route_(model, image="pixelprune")
     with mmod.trace(model) as trace:
         actual = tower(**arguments).last_hidden_state
     first, *others = trace.values()
@@ -431,7 +431,7 @@ def slow_block(
 def test_frames_are_pictures_of_their_own_in_a_tower(name: str) -> None:
     frames = rows_of([picture(6, 4, seed=number) for number in range(2)], 1)
     model, tower = deep_tower(name)
-    mmod.route_(model, vision="pixelprune")
+    mmod.route_(model, image="pixelprune")
     apart = tower(**frames).last_hidden_state
     together = tower(hidden_states=frames["hidden_states"], grid_thw=torch.tensor([[2, 6, 4]])).last_hidden_state
     assert torch.equal(together, apart)
@@ -443,7 +443,7 @@ def test_a_model_of_rows_is_routed_as_a_whole(name: str, tmp_path: Path) -> None
     batch = drawn(name, (1, 2))
     real = batch["attention_mask"].bool()
     model = make_joint(name)
-    mmod.route_(model, language=CONFIG, vision="pixelprune")
+    mmod.route_(model, language=CONFIG, image="pixelprune")
     together = model(**batch).logits
     torch.testing.assert_close(
         model(**sample_of(batch, 0, (1, 2))).logits[0], together[0][real[0]], atol=1e-5, rtol=1e-4
@@ -468,7 +468,7 @@ def test_a_tower_whose_rows_are_in_another_order_is_refused(name: str) -> None:
     if name == "qwen2.5-vl":
         tower_of(model).__class__ = OwnOrder
     with pytest.raises(ValueError, match=r"in an order that the tower does not tell, by a spatial_merge_size"):
-        mmod.route_(model, vision="pixelprune")
+        mmod.route_(model, image="pixelprune")
     assert not mmod.is_routed(model)
 
 

@@ -29,7 +29,7 @@ LINEAR_TEXT = LINEAR.replace(language={"tokens": "all"})
 def test_saved_models_load_by_one_call(shard: str, tmp_path: Path) -> None:
     model = make_joint("llava")
     mmod.route_(model, language=LINEAR.replace(router={"tied": True}, capacity=(0.5, 0.25)))
-    mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
+    mmod.route_(model, image=mmod.RoutingConfig(capacity=0.5))
     mmod.set_capacity_(model, [0.4, *list(mmod.capacities(model).values())[1:]])
     model.save_pretrained(tmp_path, max_shard_size=shard)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "20KB")
@@ -175,7 +175,7 @@ def test_a_shared_config_says_nothing_of_routing(tmp_path: Path) -> None:
 
 def test_models_inside_a_routed_model_describe_themselves(tmp_path: Path) -> None:
     model, batch = make_joint("llava"), prompt("llava", (1, 2))
-    mmod.route_(model, language=LINEAR, vision=mmod.RoutingConfig(capacity=0.5))
+    mmod.route_(model, language=LINEAR, image=mmod.RoutingConfig(capacity=0.5))
     model.model.save_pretrained(tmp_path / "body")
     again = mmod.load_pretrained(tmp_path / "body")
     assert isinstance(again, transformers.LlavaModel)

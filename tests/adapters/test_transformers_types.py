@@ -49,7 +49,7 @@ def test_docs_name_the_types_whose_tower_is_routed_and_layers_of_all_are_like_th
         model = make_joint(kind)
         ways[kind] = ways_of(model)
         with contextlib.suppress(ValueError):
-            mmod.route_(model, vision=vlm_types.KEEP_ALL.replace(blocks=(0,)))
+            mmod.route_(model, image=vlm_types.KEEP_ALL.replace(blocks=(0,)))
             towers.append(kind)
     named = [kind for kind in ways if kind in PUBLISHED["vision tower"]]
     assert sorted(towers) == sorted(named), "run python -m scripts.vlm_types"

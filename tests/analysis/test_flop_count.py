@@ -293,17 +293,17 @@ def make_dual(config: type[Any], model: type[Any]) -> torch.nn.Module:
 PARTS: dict[str, tuple[Callable[[], torch.nn.Module], str, Callable[[Any], Any], Any]] = {
     "CLIP of transformers": (
         lambda: make_dual(transformers.CLIPConfig, transformers.CLIPModel),
-        "vision",
+        "image",
         lambda model: model.vision_model,
         64,
     ),
     "SigLIP of transformers": (
         lambda: make_dual(transformers.SiglipConfig, transformers.SiglipModel),
-        "vision",
+        "image",
         lambda model: model.vision_model,
         64,
     ),
-    "LLaVA": (lambda: make_joint("llava"), "vision", towers.tower_of, 12),
+    "LLaVA": (lambda: make_joint("llava"), "image", towers.tower_of, 12),
     "CLIP of open_clip": (lambda: clip_zoo.make_clip("ViT-B-32"), "image", lambda model: model.visual, 64),
     "timm's tower in open_clip": (lambda: clip_zoo.make_clip("EVA02-B-16"), "image", lambda model: model.visual, 56),
     "text tower of open_clip": (

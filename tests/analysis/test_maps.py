@@ -65,7 +65,7 @@ def test_blocks_of_one_decision_share_a_map_and_a_line() -> None:
 
 def test_parts_with_other_tokens_are_drawn_one_by_one() -> None:
     model = make_joint("llava").eval()
-    mmod.route_(model, vision="pixelprune", language="pixelprune-language")
+    mmod.route_(model, image="pixelprune", language="pixelprune-language")
     inputs = prompt("llava", (1, 1))
     with mmod.trace(model) as decisions, torch.no_grad():
         model(**inputs)

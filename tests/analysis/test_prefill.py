@@ -185,5 +185,5 @@ def test_thresholds_need_the_kept_share() -> None:
 
 
 def test_a_prompt_counts_no_vision_tower_and_says_so() -> None:
-    model = mmod.route_(make_joint("llava"), vision="pixelprune")
+    model = mmod.route_(make_joint("llava"), image="pixelprune")
     assert "1.000 of the language model's FLOPs (2 per multiply-add; no vision tower" in str(flops(model, Prompt(9, 4)))

@@ -124,7 +124,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (PairsConfig, {"routing.image": {"select": {"threshold": NAN}}}, "a finite number"),
     (PairsConfig, {"loss": "infonce"}, "one of 'clip', 'siglip', 'coca'"),
     (PairsConfig, {"zero_shot": "cifar"}, "'scenes' or 'imagenet:FOLDER'"),
-    (ChatConfig, {"frozen": ["eyes"]}, "'vision', 'projector', 'language'"),
+    (ChatConfig, {"frozen": ["eyes"]}, "'image', 'projector', 'language'"),
     (ChatConfig, {"trainer": {"learning_rate": -1}}, "a number of at least 0"),
     (ChatConfig, {"trainer": {"learning_rate": "fast"}}, "a number of at least 0"),
     (ChatConfig, {"trainer": {"max_grad_norm": NAN}}, "a number of at least 0"),

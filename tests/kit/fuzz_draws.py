@@ -184,7 +184,7 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
 def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, per_image: bool) -> dict[str, Any]:
     """Return fields without most of what excludes each other, or does not suit the part."""
     gate, language, operator = dict(fields["gate"] or {}), dict(fields["language"] or {}), fields["operator"]
-    joins = part in ("image", "vision") and not per_image and random.random() < 0.25
+    joins = part == "image" and not per_image and random.random() < 0.25
     if part == "language":
         fields = {**fields, "select": _maybe(random, 0.3, lambda: {"threshold": random.choice([0.5, 0.0, 1.0, 2.5])})}
     if operator or not learns or gate.get("name", "identity") == "identity":

@@ -50,13 +50,13 @@ class Host:
             return mmod.route_(model, image=change)
         if is_routing and "language" in self.parts:
             # Without images, all tokens are chosen among.
-            asked = {} if "vision" in self.parts else {"tokens": "all"}
+            asked = {} if "image" in self.parts else {"tokens": "all"}
             return mmod.route_(model, language=change.replace(language=asked))
         return mmod.apply_(model, change, tokens=self.tokens)
 
     def reload(self, model: Any, folder: Path) -> Any:
         """Save a changed model, and return the loaded one in the same mode."""
-        if not self.is_own and self.parts.keys() & {"language", "vision"}:
+        if not self.is_own and isinstance(model, transformers.PreTrainedModel):
             model.save_pretrained(folder)
             return mmod.load_pretrained(folder).train(model.training)
         with clip_zoo.small_trunks(self.name):
@@ -108,7 +108,7 @@ def of_tower(kind: str, config: str, **changes: Any) -> Host:
         pixels = torch.stack([sample["image"] for sample in batch]).to(_floating(model))
         return list(model(pixel_values=pixels).last_hidden_state)
 
-    return Host(make, samples, outputs, {"vision": 4})
+    return Host(make, samples, outputs, {"image": 4})
 
 
 def of_clip(name: str) -> Host:
@@ -145,7 +145,7 @@ def of_joint(name: str) -> Host:
         return [vlm_zoo.sample_of(batch, row, images[:number]) for row in range(number)]
 
     pictures = vlm_types.FAMILIES[kind].pictures
-    return Host(lambda: vlm_zoo.make_joint(name), samples, _logits_of(pictures), {"language": 4, "vision": 4})
+    return Host(lambda: vlm_zoo.make_joint(name), samples, _logits_of(pictures), {"language": 4, "image": 4})
 
 
 def _logits_of(pictures: vlm_types.Pictures | None) -> Callable[[nn.Module, Sequence[Sample]], list[Tensor]]:
@@ -195,7 +195,7 @@ def _by_arguments(
 def of_vision(name: str) -> Host:
     """Return a vision model of transformers that mmod knows by a trial."""
     inputs = lambda number: vision_zoo.make_pixels(name, number)  # noqa: E731
-    return _by_arguments(lambda: vision_zoo.make_vision(name), inputs, vision_zoo.output_of, "vision")
+    return _by_arguments(lambda: vision_zoo.make_vision(name), inputs, vision_zoo.output_of, "image")
 
 
 def of_own(name: str) -> Host:

@@ -194,7 +194,7 @@ def test_clip_of_transformers_is_evaluated_by_its_image_features() -> None:
     batch = {"pixel_values": torch.randn(2, 3, folders.SIDE, folders.SIDE), "input_ids": torch.tensor([[5, 6], [7, 8]])}
     with torch.no_grad():
         expected = model(**batch).image_embeds
-    torch.testing.assert_close(outputs(model, batch, "vision"), expected)
+    torch.testing.assert_close(outputs(model, batch, "image"), expected)
     search = mmod.search_plan(model, [batch], 0.95, options=FEW)
     assert search.plan.depth == 4
 

@@ -48,7 +48,7 @@ def make_host(name: str) -> tuple[Any, str, int]:
         embed: Any = model.patch_embed
         return model, "image", int(embed.img_size[0])
     model = make_vision(name)
-    return model, "vision", int(model.config.image_size[0] if name == "yolos" else model.config.image_size)
+    return model, "image", int(model.config.image_size[0] if name == "yolos" else model.config.image_size)
 
 
 def output(model: Any, images: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_the_tolerance_is_in_grey_levels_of_the_picture() -> None:
     for levels, kept in ((5, 2), (6, 2), (7, 3)):
         picture = torch.full((1, 3, 64, 64), 0.4)
         picture[:, :, 8:16, 8:16] += levels / 255
-        model = route(make_vision("vit"), "vision", router={"tolerance": 6, "std": tuple(std.flatten().tolist())})
+        model = route(make_vision("vit"), "image", router={"tolerance": 6, "std": tuple(std.flatten().tolist())})
         assert int(decide(model, (picture - 0.5) / std).keep_BN[0, 1:17].sum()) == kept
     # timm's models say it themselves.
     dense: Any = make_model("test_vit")
@@ -268,8 +268,8 @@ def with_stem() -> nn.Module:
         (with_stem, "image", {}, r"kernel_size=\(18, 18\), stride=\(16, 16\).*patches share pixels or skip some"),
         (lambda: make_model("vit_tiny_r_s16_p8_224"), "image", {}, "reads 64 channels of features"),
         (lambda: make_model("naflexvit_base_patch16_gap"), "image", {}, "made by a NaFlexEmbeds and by no convolution"),
-        (lambda: make_vision("siglip2"), "vision", {}, "needs the rows and columns of an image's patches"),
-        (lambda: make_vision("vit"), "vision", {"tolerance": 6.0}, r"router\.tolerance=6\.0 is in grey levels.*std"),
+        (lambda: make_vision("siglip2"), "image", {}, "needs the rows and columns of an image's patches"),
+        (lambda: make_vision("vit"), "image", {"tolerance": 6.0}, r"router\.tolerance=6\.0 is in grey levels.*std"),
         (lambda: make_model("test_vit"), "image", {"std": (0.5, 0.5)}, "one for each of 3 channels, got"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters import watch_grid
+from mmod.adapters import find_library, watch_grid
 from mmod.routing import Routing
 from tests.kit.clip_zoo import make_clip
 from tests.kit.vision_zoo import make_vision
@@ -70,8 +70,8 @@ def naflex() -> nn.Module:
     ("make", "part", "patch", "call"),
     [
         (clip_tower, "image", 16, lambda model, x: model.encode_image(x)),
-        (partial(make_vision, "clip"), "vision", 8, lambda model, x: model(x, interpolate_pos_encoding=True)),
-        (partial(make_vision, "siglip"), "vision", 8, lambda model, x: model(x, interpolate_pos_encoding=True)),
+        (partial(make_vision, "clip"), "image", 8, lambda model, x: model(x, interpolate_pos_encoding=True)),
+        (partial(make_vision, "siglip"), "image", 8, lambda model, x: model(x, interpolate_pos_encoding=True)),
         (naflex, "image", 16, lambda model, x: model(x)),
     ],
 )
@@ -79,7 +79,7 @@ def test_every_host_shows_its_grid(
     make: Callable[[], nn.Module], part: str, patch: int, call: Callable[[Any, Tensor], object]
 ) -> None:
     model = make()
-    skipped = "pass" if part == "vision" else "merge"
+    skipped = "pass" if find_library(model) == "transformers" else "merge"
     mmod.route_(model, **{part: CELLS.replace(skipped=skipped)})
     with mmod.trace(model) as decisions, torch.no_grad():
         call(model, torch.randn(2, 3, 4 * patch, 16 * patch))

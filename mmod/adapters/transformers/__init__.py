@@ -28,7 +28,7 @@ SAVING = None
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
-    """Return the parts of a transformers model, or of one that peft wraps: "language", "vision", or both."""
+    """Return the parts of a transformers model, or of one that peft wraps: "language", "image", or both."""
     parts: dict[str, Part] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) and is_decoder_layer(module[0]):
@@ -36,7 +36,7 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
             break
     vision = vision_part(model)
     if vision is not None:
-        parts["vision"] = vision
+        parts["image"] = vision
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
     return parts

@@ -13,7 +13,7 @@ from mmod.opening.runs import model_folder
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.values import Checked, check_value
 
-TOWERS = ("vision", "projector", "language")
+TOWERS = ("image", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
 """Arguments of `from_pretrained` that a model with random weights takes too."""
 WORDS = "words"
@@ -115,11 +115,11 @@ class TrainConfig(RunConfig):
     Args:
         model: The model and its starting weights.
         data: The conversations.
-        routing: The routing by part (`language`, `vision`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
+        routing: The routing by part (`language`, `image`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
             fields to change; presets take the depth from the model. None trains the model as it is.
         lora: Fields of `peft.LoraConfig`: adapters are trained with the routers, and merged into the saved model. None
             trains the weights themselves.
-        frozen: Parts whose weights are not trained: "vision", "projector", "language". Routers always learn.
+        frozen: Parts whose weights are not trained: "image", "projector", "language". Routers always learn.
         optim: Name of one of timm's optimisers, such as "muon", which takes the learning rate and weight decay of
             `trainer`. None for the trainer's optimiser.
         trainer: Arguments of `transformers.TrainingArguments`: learning rate, batch size, epochs, `fsdp`,
@@ -133,7 +133,7 @@ class TrainConfig(RunConfig):
     kind: Literal["chat"] = "chat"
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
-    routing: dict[str, dict[str, Any]] | None = field(default=None, metadata={"names": ("language", "vision")})
+    routing: dict[str, dict[str, Any]] | None = field(default=None, metadata={"names": ("language", "image")})
     lora: dict[str, Any] | None = None
     frozen: Annotated[list[str], TOWERS] = field(default_factory=list)
     optim: str | None = None

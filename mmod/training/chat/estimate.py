@@ -107,7 +107,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     stacks = find_stacks(model)
     held = sum(
-        _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)
+        _held_bytes(stack, patches if name == "image" else tokens, kept, config.trainer)
         for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or _is_trained(stack)

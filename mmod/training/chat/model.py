@@ -23,7 +23,7 @@ from mmod.values import refuse_unknown
 _HALF = (torch.bfloat16, torch.float16)
 # Names of the parts of LLaVA-like models in transformers.
 _PREFIXES = {
-    "vision": ("vision_tower", "vision_model", "visual"),
+    "image": ("vision_tower", "vision_model", "visual"),
     "projector": (
         *("multi_modal_projector", "image_newline", "connector"),
         *("visual.merger", "visual.deepstack_merger_list"),
@@ -179,7 +179,7 @@ def _with_vocabulary(fields: Mapping[str, Any], processor: Any) -> dict[str, Any
 
 
 def freeze_parts(model: nn.Module, parts: list[str]) -> None:
-    """Freeze parts of a vision-language model in place: "vision", "projector" or "language"."""
+    """Freeze parts of a vision-language model in place: "image", "projector" or "language"."""
     owners = {name: _owner(name) for name, _ in model.named_parameters()}
     for part in parts:
         if part not in owners.values():

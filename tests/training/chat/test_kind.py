@@ -119,7 +119,7 @@ def test_a_checkpoint_with_other_names_than_the_model_is_refused(folder: Path, l
 
 def test_what_is_routed_in_training_alone_is_left_dense(folder: Path) -> None:
     random_tokens = {"router": "random", "training_only": True}
-    routing = {"language": random_tokens, "vision": {**random_tokens, "blocks": [1]}}
+    routing = {"language": random_tokens, "image": {**random_tokens, "blocks": [1]}}
     result = fit(vlm_config(folder, "random", routing=routing), progress=False)
     assert result.evaluation is not None
     assert result.evaluation.kept == {}

@@ -91,9 +91,9 @@ def test_images_of_any_size_are_not_resized() -> None:
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        (["vision"], {"projector", "language"}),
-        (["vision", "projector"], {"language"}),
-        (["language"], {"vision", "projector", "router"}),
+        (["image"], {"projector", "language"}),
+        (["image", "projector"], {"language"}),
+        (["language"], {"image", "projector", "router"}),
     ],
 )
 def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set[str]) -> None:
@@ -102,7 +102,7 @@ def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set
     def kind(name: str) -> str:
         if "router" in name:
             return "router"
-        return "vision" if "vision_tower" in name else "projector" if "projector" in name else "language"
+        return "image" if "vision_tower" in name else "projector" if "projector" in name else "language"
 
     trained = {kind(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == expected | {"router"}
@@ -113,10 +113,10 @@ def test_parts_of_every_family_freeze(name: str) -> None:
     model: Any = make_joint(name)
     text = getattr(model.model, "language_model", None) or model.model.text_model
     language = {id(parameter) for module in (text, model.lm_head) for parameter in module.parameters()}
-    freeze_parts(model, ["vision", "projector"])
+    freeze_parts(model, ["image", "projector"])
     assert {id(parameter) for parameter in model.parameters() if parameter.requires_grad} == language
     model.requires_grad_(True)
-    freeze_parts(model, ["vision", "language"])
+    freeze_parts(model, ["image", "language"])
     assert any(parameter.requires_grad for parameter in model.parameters())
 
 
