@@ -21,7 +21,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.adapters import find_stacks
 from mmod.adapters.tokens import declared, proofs_of
-from mmod.methods import Exit, Experts, Merge, Method, Prune, methods_of
+from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions, methods_of
 from tests.kit import clip_zoo, zoo
 from tests.kit.conditioned_zoo import CONDITIONED
 from tests.kit.hosts import Host, of_clip, of_conditioned, of_joint, of_language, of_own, of_timm, of_vision
@@ -68,6 +68,18 @@ CHANGES |= {
     "Exit": (Exit(0.2, (0, 2)), Exit(1.0, (0, 2))),
     "Experts": (Experts(experts=2, blocks=(1, 3)), Experts(experts=2, capacity=2.0)),
 }
+# Experts are copies at first, and the softmax of one depth is 1.
+ALIKE = Experts(experts=2, choice="tokens", capacity=None, normalize=True)
+ONCE = Recursions(recursions=1, choice="tokens", adds="change")
+CHANGES |= {
+    "Experts of tokens": (Experts(experts=2, choice="tokens", capacity=None, idle=1, blocks=(1, 3)), ALIKE),
+    "Experts by score": (Experts(experts=3, choice="score", capacity=0.75, idle=1), ALIKE),
+    "Experts by predictor": (Experts(experts=3, choice="predictor", capacity=1.5, idle=1), ALIKE),
+    "Recursions": (Recursions(recursions=2), ONCE),
+    "Recursions of tokens": (Recursions(recursions=2, choice="tokens", keys="first"), ONCE),
+    "Recursions by three": (Recursions(recursions=3, adds="change"), ONCE),
+    "Recursions by predictor": (Recursions(recursions=2, choice="predictor"), ONCE),
+}
 LIBRARIES: dict[str, dict[str, Host]] = {
     "timm": {name: of_timm(name) for name in zoo.ZOO},
     "open_clip": {name: of_clip(name) for name in clip_zoo.ZOO},
@@ -78,20 +90,27 @@ LIBRARIES: dict[str, dict[str, Host]] = {
     # Of Qwen 3.5, tests/adapters route the layers that have attention; a picture of Molmo 2 is no sample of its batch.
     "joint": {name: of_joint(name) for name in (*JOINT, *APART) if name not in ("qwen3_5", "molmo2")},
 }
-# What decoders have no place for, in which no token joins another.
+# What decoders have no place for, in which no token joins another, and no text is known as a whole.
 IN_TOWERS = ("merge", "follow", "gradual", "whole images", "Prune", "Prune by mean", "Merge", "Exit", "Experts")
+IN_TOWERS += ("Recursions", "Recursions by three")
+IN_DECODERS = ("Experts by score", "Experts by predictor", "Recursions by predictor")
+EXPERTS = tuple(name for name in CHANGES if name.startswith("Experts"))
+# Blocks of a cycle take the place of others.
+RECURSIONS = tuple(name for name in CHANGES if name.startswith("Recursions"))
 # What models of a library have no place for: most have no classes, and a part of two is named first.
 UNFIT: dict[str, tuple[str, ...]] = {
     "language": IN_TOWERS,
-    "joint": IN_TOWERS,
+    "joint": (*IN_TOWERS, *EXPERTS, *RECURSIONS),
     "kimi_k25": ("context",),
-    "open_clip": ("Exit", "Experts"),
-    "transformers": ("Exit", "context"),
-    "own": ("Exit", "context"),
-    "conditioned": ("Exit", "context"),
+    # Models of four or six blocks, and of five.
+    "timm": (*IN_DECODERS, "Recursions by three"),
+    "open_clip": ("Exit", *EXPERTS, *RECURSIONS),
+    "transformers": ("Exit", "context", *IN_DECODERS, "Recursions", "Recursions of tokens"),
+    "own": ("Exit", "context", *IN_DECODERS, "Recursions", "Recursions of tokens"),
+    "conditioned": ("Exit", "context", *IN_DECODERS, "Recursions", "Recursions of tokens"),
     # Branches that are parallel, or whose residual sums stand in the block's own forward or inside the MLP.
     "vit_small_patch16_18x2_224": ("mlp", "attention alone", "gradual", "Prune", "Prune by mean", "Merge"),
-    "vit_base_patch16_xp_224": ("mlp", "attention alone", "gradual", "Prune", "Prune by mean", "Merge", "Experts"),
+    "vit_base_patch16_xp_224": ("mlp", "attention alone", "gradual", "Prune", "Prune by mean", "Merge", *EXPERTS),
     "vit_base_patch16_rpn_224": ("mlp", "attention alone"),
     "custom-blocks": ("attention alone",),
     "wan": ("attention alone",),
@@ -103,23 +122,27 @@ UNFIT: dict[str, tuple[str, ...]] = {
     "parallel branches": ("gradual", "Prune", "Prune by mean", "Merge"),
     "rotary video": ("gradual", "mlp", "attention alone", "Prune", "Prune by mean", "Merge"),
     # Some of its tokens may be padding.
-    "naflexvit_base_patch16_gap": ("Experts",),
-    "naflexvit_base_patch16_par_gap": ("Experts",),
-    "videomae": ("mlp", "Experts"),
-    "yolos": ("mlp", "Experts"),
+    "naflexvit_base_patch16_gap": (*EXPERTS, *RECURSIONS),
+    "naflexvit_base_patch16_par_gap": (*EXPERTS, *RECURSIONS),
+    # Layers or rotary positions that differ from block to block.
+    **dict.fromkeys(("gemma2", "gemma3"), RECURSIONS),
+    "vit_small_patch16_rope_mixed_224": RECURSIONS,
+    "videomae": ("mlp", *EXPERTS),
+    "yolos": ("mlp", *EXPERTS),
 }
 # Eager attention in fp32, and products of experts that take no float64.
 SINGLE = ("gemma2", "gemma4", "gemma4_unified", "kimi_k25", "qwen3_vl_moe")
 
 # Parts of the names of weights that are no router's.
-ADDED = {"Exit": (".exit.",), "Experts": (".mlp.",)}
+ADDED = {"Exit": (".exit.",), **dict.fromkeys(EXPERTS, (".others.", ".router.", ".predictors."))}
 
 
 def cases(most: int, unfit: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
     """Return each host with so many of the changes that fit it, which take turns; many models of a kind with one."""
     chosen = []
     for library, hosts in LIBRARIES.items():
-        times = 1 if library in ("timm", "language", "joint") else most
+        # Decoders are few, and text is decided on in most ways.
+        times = {"timm": 1, "joint": 1, "language": most + 1}.get(library, most)
         for place, name in enumerate(hosts):
             without = (*unfit, *UNFIT.get(library, ()), *UNFIT.get(name, ()))
             fitting = [change for change in CHANGES if change not in without]
@@ -185,18 +208,21 @@ def test_a_change_keeps_its_promises(
     mmod.undo_(model)
     before.check(model)
     host.apply(model, method)
-    loading = model.load_state_dict(before.state, strict=False)
-    assert not loading.unexpected_keys
-    assert all(part in key for key in loading.missing_keys for part in ADDED.get(change, (".router.",)))
-    assert change != "attention" or not loading.missing_keys
+    if change not in RECURSIONS:
+        loading = model.load_state_dict(before.state, strict=False)
+        assert not loading.unexpected_keys
+        parts = ADDED.get(change, (".router.",))
+        assert all(any(part in key for part in parts) for key in loading.missing_keys)
+        assert change != "attention" or not loading.missing_keys
     together = run(host, model, samples)
     # Images may leave behind the last exit alone, and all of them may run.
     assert change in ("Exit", "whole images") or not torch.allclose(together, dense, rtol=0, atol=1e-3)
     close(torch.cat([run(host, model, [sample]) for sample in samples]), together)
-    # A head that pools what is left reads the rows of the last block.
-    with watched(blocks[:-1]) as seen:
-        close(run(host, model, samples), together)
-    assert len(seen) == 1
+    # A head that pools what is left reads the rows of the last block, and in a cycle tokens run alone.
+    if change not in RECURSIONS:
+        with watched(blocks[:-1]) as seen:
+            close(run(host, model, samples), together)
+        assert len(seen) == 1
     close(torch.cat([output.detach().flatten() for output in host.outputs(model, samples)]), together)
     assert torch.equal(run(host, copy.deepcopy(model), samples), together)
     if library in ("timm", "own"):
@@ -211,11 +237,16 @@ def test_a_change_keeps_its_promises(
     mmod.undo_(model)
     before.check(model)
     assert torch.equal(run(host, model, samples), dense)
+    undone = run(host, mmod.undo_(loaded), samples)
+    assert undone.isfinite().all()
+    # Blocks that a cycle replaced are not saved.
+    if change not in RECURSIONS:
+        close(undone, dense)
     # Class tokens and registers are not taken for prompts.
     assert not any("learned prompts" in str(warning.message) for warning in recwarn)
 
 
-@pytest.mark.parametrize(("library", "name", "change"), cases(1, unfit=("whole images", "Experts")))
+@pytest.mark.parametrize(("library", "name", "change"), cases(1, unfit=("whole images", *EXPERTS, *RECURSIONS)))
 def test_every_weight_that_learns_in_the_dense_model_learns(library: str, name: str, change: str) -> None:
     host = LIBRARIES[library][name]
     model: Any = host.make().train()
@@ -247,7 +278,7 @@ def recompute_(model: Any) -> None:
 # layers of language models.
 RECOMPUTED = [
     (library, name, change)
-    for library, name, change in cases(1, unfit=("Exit", "Prune", "Prune by mean", "Merge"))
+    for library, name, change in cases(1, unfit=("Exit", "Prune", "Prune by mean", "Merge", *EXPERTS[1:], *RECURSIONS))
     if library not in ("own", "joint") and name not in ("custom-blocks", "own dit", "own video", "rotary video")
 ]
 

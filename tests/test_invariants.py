@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 
 import pytest
 import torch
@@ -45,20 +43,6 @@ ROUTERS = {
 def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
     b = b.detach()
     torch.testing.assert_close(a.detach(), b, rtol=tolerance, atol=tolerance * float(b.abs().max().clamp(min=1)))
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_full_capacity_is_the_dense_model(name: str) -> None:
-    model, images = make_model(name), make_images(name, 2)
-    keys = list(model.state_dict())
-    with torch.no_grad():
-        dense = model(images)
-        for config in DENSE_FUNCTIONS:
-            mmod.route_(model, config)
-            close(model(images), dense, 1e-6)
-            mmod.unroute_(model)
-        assert torch.equal(model(images), dense)
-    assert list(model.state_dict()) == keys
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_xp_224"])
@@ -114,20 +98,6 @@ def test_skipped_rows_are_bitwise_copies_and_prefix_runs(name: str) -> None:
         assert torch.equal(after[skipped], before[skipped])
         assert not torch.equal(after, before)
         assert routing.keep_BN[:, :prefix].all()
-
-
-@pytest.mark.parametrize("router", ["attention", "linear", "p-mod", "threshold", "random"])
-def test_copies_and_pickles_route_alike(router: str) -> None:
-    model, images = mmod.route_(make_model("test_vit"), ROUTERS[router]), make_images("test_vit", 2)
-    model.train()
-    model(images).sum().backward()
-    model.eval()
-    with torch.no_grad():
-        expected = model(images)
-        assert torch.equal(copy.deepcopy(model)(images), expected)
-        restored = pickle.loads(pickle.dumps(model))
-        assert torch.equal(restored(images), expected)
-    assert type(restored.blocks[1]) is type(model.blocks[1])
 
 
 @given(batch=st.integers(1, 4), rows=st.integers(1, 5), columns=st.integers(1, 5), capacity=st.floats(0.01, 1.0))

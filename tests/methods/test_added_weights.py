@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.methods import Channels, Experts, Method, Recursions, methods_of, read_method, undo_
+from mmod.methods import Channels, Experts, Method, Recursions, methods_of
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.start import create_models
 from mmod.training.text.evaluate import evaluate
@@ -111,39 +110,6 @@ def test_gradients_reach_all_that_was_added_under_autocast_too(host: str, method
         ]
         assert decides
         assert all(bool(gradients[name].abs().sum() > 0) for name in decides)
-
-
-# One of the ways of each method: what is saved and undone does not depend on them.
-SAVED = {(host, method.kind, staged): method for host, method, staged in CASES}
-
-
-@pytest.mark.parametrize(("host", "method", "staged"), [(h, SAVED[h, k, s], s) for h, k, s in SAVED])
-@torch.no_grad()
-def test_what_is_saved_is_loaded_and_undone_the_dense_model_is_back(
-    host: str, method: Method, staged: bool, tmp_path: Path
-) -> None:
-    dense, model = make(host), changed(host, method, staged)
-    expected = run(model, host)
-    assert torch.equal(run(copy.deepcopy(model), host), expected)
-    model.save_pretrained(tmp_path) if host == "llama" else mmod.save_pretrained(model, tmp_path)
-    loaded: Any = mmod.load_pretrained(tmp_path)
-    assert methods_of(loaded)[0] == method == read_method(method.to_dict())
-    assert mmod.is_routed(loaded) == staged
-    torch.testing.assert_close(run(loaded, host), expected, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match=r"already changed by|cannot route"):
-        mmod.apply_(model, method)
-    for other in (model, loaded):
-        if staged:
-            mmod.unroute_(other)
-        undo_(other)
-        assert list(other.state_dict()) == list(dense.state_dict())
-        assert not any(module._forward_pre_hooks for module in other.modules())
-        if host == "llama":
-            assert not hasattr(other.config, "mmod")
-            assert "Cycle" not in other._no_split_modules
-        # What had been left out of a loaded model is new.
-        assert bool(run(other, host).isfinite().all())
-    assert torch.equal(run(model, host), run(dense, host))
 
 
 @pytest.mark.parametrize(("kind", "choice"), [("experts", "predictor"), ("recursions", "score")])

@@ -355,6 +355,8 @@ REFUSED: list[tuple[str | Maker, dict[str, Any], str]] = [
     ("test_vit", {"kind": "experts", "capacity": None}, "experts fill all"),
     ("test_vit", {"kind": "experts", "choice": "score"}, "all tokens of an image are known at once"),
     ("naflexvit_base_patch16_gap", {"kind": "experts"}, "may be padding"),
+    (partial(make_vision, "videomae"), {"kind": "experts"}, "has no module that computes its MLP alone"),
+    (partial(make_vision, "yolos"), {"kind": "experts"}, "has no module that computes its MLP alone"),
     (partial(make_joint, "llava"), {"kind": "experts"}, "several parts"),
     ("test_vit", {"kind": "recursions", "recursions": 3}, "6 blocks without .* are 4, which recursions=3 must"),
     ("test_vit", {"kind": "recursions", "first": 4, "last": 2}, "are 0"),

@@ -16,7 +16,6 @@ from mmod.blocks import host_class
 from mmod.methods import Experts, methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.training.text.kind import TextKind
-from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
 from tests.kit.vlm_zoo import make_language, random_words
 from tests.kit.zoo import perturb_
@@ -28,7 +27,6 @@ WAYS: list[dict[str, Any]] = [
     {"choice": "predictor", "capacity": 1.5, "normalize": True},
 ]
 one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
-HOSTS = ("llama", "qwen3", "phi3", "mistral-window", "gemma")
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 STAGED = mmod.RoutingConfig(
     router="linear",
@@ -101,22 +99,6 @@ def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict
     assert torch.equal(model.generate(ids, **GREEDY), sequence)
     assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), sequence)
     assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), sequence)
-
-
-@pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, WAYS, times=2))
-@torch.no_grad()
-def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]) -> None:
-    for staged in (False, True):
-        model, ids = make(name, staged, **way), random_words(3, 14)
-        mask = torch.ones_like(ids)
-        mask[1, :3], mask[2, :6] = 0, 0
-        place = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=place).logits
-        for text, pads in ((0, 0), (1, 3), (2, 6)):
-            single = model(input_ids=ids[text : text + 1, pads:]).logits
-            torch.testing.assert_close(logits[text : text + 1, pads:], single, rtol=1e-6, atol=1e-6)
-        # What follows a token does not matter to it.
-        torch.testing.assert_close(model(input_ids=ids[:1, :9]).logits, logits[:1, :9], rtol=1e-6, atol=1e-6)
 
 
 def test_decisions_alone_are_learned_from_what_was_chosen() -> None:

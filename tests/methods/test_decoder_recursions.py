@@ -14,7 +14,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.methods import Recursions, methods_of, undo_
+from mmod.methods import Recursions, methods_of
 from mmod.methods.base import deciding_together
 from mmod.methods.recursions import Cycle
 from mmod.training.text.kind import TextKind
@@ -213,18 +213,6 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
         # The predictor leaves the text alone; the score does not.
         alone = {name for name in learned if ".predictors." in name}
         assert learned == alone if choice == "predictor" else "model.embed_tokens.weight" in learned
-
-
-@torch.no_grad()
-def test_undoing_gives_the_dense_model_back() -> None:
-    model, ids = make_language("llama", num_hidden_layers=6), random_words(2, 9)
-    expected = model(input_ids=ids).logits
-    mmod.apply_(model, Recursions(recursions=1, choice="tokens", adds="change"))
-    # The softmax of one depth is 1.
-    torch.testing.assert_close(model(input_ids=ids).logits, expected)
-    undo_(model)
-    undo_(mmod.apply_(model, Recursions(recursions=2, choice="predictor")))
-    assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 @pytest.mark.parametrize("keys", ["kept", "first"])

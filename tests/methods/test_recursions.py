@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from typing import Any
 
@@ -13,21 +12,10 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Recursions, methods_of, undo_
+from mmod.methods import Recursions, methods_of
 from tests.kit.counting import flop_counter
-from tests.kit.cover import in_turn
 from tests.kit.zoo import make_images, make_model
 
-# Class token or none, registers, rotary positions, a bias of pairs, norms behind.
-MODELS = [
-    "test_vit",
-    "vit_medium_patch16_gap_240",
-    "vit_small_patch14_reg4_dinov2",
-    "eva02_tiny_patch14_224",
-    "vit_small_patch16_dinov3",
-    "beit_base_patch16_224",
-    "vit_base_patch16_rpn_224",
-]
 WAYS = [
     {"choice": choice, "keys": keys, "adds": adds}
     for choice, keys, adds in itertools.product(("topk", "tokens"), ("kept", "first"), ("output", "change"))
@@ -136,35 +124,6 @@ def test_a_cycle_by_hand() -> None:
         twice = once + 0.1 * torch.tensor(once).sigmoid().item() * (once + 1)
         expected.append(twice if value > 1 else once)
     torch.testing.assert_close(actual, torch.tensor(expected))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_one_recursion_at_full_weight_is_the_dense_model_and_undoing_gives_it_back(name: str) -> None:
-    images, model = make_images(name, 2).double(), make_model(name).double()
-    keys = list(model.state_dict())
-    with torch.no_grad():
-        expected = model(images)
-        for choice in ("topk", "tokens"):
-            mmod.apply_(model, Recursions(recursions=1, choice=choice, adds="change"))
-            # The softmax of one depth is 1, and a tenth of a sigmoid is not.
-            if choice == "tokens":
-                torch.testing.assert_close(model(images), expected)
-            undo_(model)
-            assert list(model.state_dict()) == keys
-            assert torch.equal(model(images), expected)
-        undo_(mmod.apply_(model, Recursions(recursions=2)))
-        assert list(model.state_dict()) == keys
-        assert torch.equal(model(images), expected)
-
-
-@pytest.mark.parametrize(("way", "name"), in_turn(WAYS, MODELS, times=3))
-def test_an_image_does_not_depend_on_the_others(name: str, way: dict[str, Any]) -> None:
-    images, model = make_images(name, 3).double(), lively(make_model(name).double())
-    lively(mmod.apply_(model, Recursions(recursions=2, **way)))
-    with torch.no_grad():
-        actual, single = model(images), torch.cat([model(image[None]) for image in images])
-        torch.testing.assert_close(actual, single)
-        assert torch.equal(copy.deepcopy(model)(images), actual)
 
 
 def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
