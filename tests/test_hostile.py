@@ -1,4 +1,4 @@
-"""Every hostile input ends as documented; a sample in processes that may not hang, write elsewhere or start anything.
+"""Every hostile input ends as documented; one of each kind in a process that may not hang, write or start anything.
 
 `python -m scripts.reliability hostile` runs all in such processes.
 """
@@ -12,8 +12,6 @@ import pytest
 
 from tests.hostile import Case, evaluate, run
 from tests.hostile.cases import GROUPS
-
-SAMPLE = 3
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -37,8 +35,8 @@ def test_hostile_inputs_end_as_documented(group: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("group", GROUPS)
 def test_hostile_inputs_hang_write_and_start_nothing(group: str) -> None:
     cases = list(GROUPS[group]())
-    outcomes = [run(cases[place * len(cases) // SAMPLE]) for place in range(SAMPLE)]
-    assert {outcome.case.name: outcome.fault for outcome in outcomes if outcome.fault} == {}
+    outcome = run(cases[len(cases) // 2])
+    assert not outcome.fault, outcome.case.name
 
 
 def test_what_a_case_may_not_do_is_a_fault() -> None:
