@@ -36,13 +36,19 @@ def with_options(
 ) -> dict[str, Any]:
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML.
 
-    A group is read before the keys in it, wherever they stand on the line. Keys of a config that a path stands for are
-    changed there: the path becomes their `base`, where the metadata of the field say that it has one.
+    A group is read before the keys in it, and a `base` before the keys beside it, wherever they stand on the line. Keys
+    of a config that a path stands for are changed there: the path becomes their `base`, where the metadata of the field
+    say that it has one.
     """
     result = dict(fields)
-    for key, text in sorted(options, key=lambda option: option[0].count(".")):
+    for key, text in sorted(options, key=_order):
         result = _with_option(result, key.split("."), text, config_class)
     return result
+
+
+def _order(option: tuple[str, str]) -> tuple[int, bool]:
+    *groups, last = option[0].split(".")
+    return len(groups), last != BASE_KEY
 
 
 def _with_option(
@@ -54,8 +60,12 @@ def _with_option(
     old = fields.get(name)
     if inner:
         inner_fields: Mapping[str, object] = old if isinstance(old, Mapping) else {}
-        if isinstance(old, str) and _names_config(config_class, name):
-            inner_fields = {BASE_KEY: old}
+        if _names_config(config_class, name):
+            if inner == [BASE_KEY]:
+                # Another config takes the place of the old one, whose keys are not its own.
+                inner_fields = {}
+            elif isinstance(old, str):
+                inner_fields = {BASE_KEY: old}
         return {**fields, name: _with_option(inner_fields, inner, text, group)}
     value = parse_option(text)
     if fits(text, hint) and not fits(value, hint):

@@ -109,20 +109,29 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
 def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False) -> dict[str, Any]:
     """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
+    A mapping that names the config that it changes, its `base`, replaces another one as that config's name would.
+
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
         {'a': 1, 'b': {'c': 2, 'd': 4}, 'e': None}
+        >>> merged({"dense": {"model": {"name": "a"}}}, {"dense": {"base": "run", "seed": 1}})
+        {'dense': {'base': 'run', 'seed': 1}}
     """
     result = dict(fields)
     for name, value in changes.items():
         old = result.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _names_base(value):
             result[name] = merged(old, value, null_removes)
         elif null_removes and value is None and old is not None:
             del result[name]
         else:
             result[name] = value
     return result
+
+
+def _names_base(fields: Mapping[str, object]) -> bool:
+    """Return whether a mapping is a config with a base; a series of a study may be called so too, and is no text."""
+    return isinstance(fields.get(BASE_KEY), str)
 
 
 def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

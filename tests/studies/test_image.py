@@ -615,6 +615,23 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(monkeypatch: pyt
     assert comparison_of(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig)).runs()
 
 
+def test_a_base_of_the_dense_model_in_a_file_is_that_of_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    file.write_text("base: my-model\ndense: {base: run, seed: 3, data: {root: images}}\n")
+    changes = ["--dense.seed", "3", "--dense.data.root", "images"]
+    lines = [[str(file)], ["my-model", "--dense", "run", *changes], ["my-model", *changes, "--dense.base", "run"]]
+    configs = [read_config(words, ImageStudyConfig) for words in lines]
+    assert configs[0].dense == {"base": "run", "seed": 3, "data": {"root": "images"}}
+    assert configs[1] == configs[0]
+    assert configs[2] == configs[0]
+    # Without a base, keys are those of my-model's own dense model.
+    file.write_text("base: my-model\ndense: {data: {root: images}}\nbaselines: {base: {0.5: {kind: merge, r: 8}}}\n")
+    kept = read_config([str(file)], ImageStudyConfig)
+    assert kept == read_config(
+        ["my-model", "--dense.data.root", "images", "--baselines.base", "{0.5: {kind: merge, r: 8}}"], ImageStudyConfig
+    )
+
+
 @pytest.mark.parametrize("file", ["", "config.yaml"])
 def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
