@@ -37,8 +37,8 @@ ROUNDS = 5
 _QUESTION = {"work": "question of advice"}
 # Why a study may say otherwise.
 _STUDY = (
-    "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, fine-tuned with `--tune true "
-    "--tune_dense true`; its smaller images are made from the files, and not from the prepared images."
+    "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, and `--tune true` fine-tunes "
+    "them first; its smaller images are made from the files, and not from the prepared images."
 )
 
 

@@ -31,7 +31,7 @@ from mmod.values import check_value, one_of, refuse_unknown
 def comparison_of(config: StudyConfig) -> Comparison:
     """Return what a study compares: the dense model, its series, and models without a router."""
     dense, tuned = read_runs(config)
-    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune_dense), *config.routed()]
+    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
     # As long as a fine-tuned model has been trained in all.
     epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
     candidates += baselines_of(config, epochs)
@@ -88,7 +88,7 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
                 f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
                 "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
             )
-    if not config.train_dense and not config.tune_dense and not config.starts_trained(dense):
+    if not config.train_dense and config.tune is not True and not config.starts_trained(dense):
         raise ValueError(
             "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
             "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"

@@ -51,8 +51,8 @@ class StudyConfig(Checked):
         budgets: The budgets of series and baselines that are run; null for all.
         capacities: Capacities of the routed blocks; null runs a series as it is, like one that sets `capacity`.
         train_dense: Train the dense model first; False loads it as the config's `model` says.
-        tune: Fine-tune; False evaluates routed models without training.
-        tune_dense: Fine-tune the dense model like the routed ones, for equal training.
+        tune: Fine-tune all models, the dense one like the others; "others" leaves the dense one as it is, and False
+            evaluates routed models without training.
         before: Also evaluate models before they are fine-tuned.
         seeds: Number of seeds; all runs are repeated with every seed, unless nothing is trained.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.
@@ -75,8 +75,7 @@ class StudyConfig(Checked):
     budgets: list[float] | None = None
     capacities: list[float | None] = field(default_factory=lambda: [0.5])
     train_dense: bool = True
-    tune: bool = True
-    tune_dense: bool = True
+    tune: bool | Literal["others"] = True
     before: bool = True
     seeds: Annotated[int, "[1, inf)"] = 1
     processes: Annotated[int, "[1, inf)"] = 1
@@ -106,8 +105,6 @@ class StudyConfig(Checked):
             check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, Any])
             check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, Any]])
         self._check_budgets()
-        if self.tune_dense and not self.tune:
-            raise ValueError("tune=False leaves nothing to fine-tune: set tune_dense to False too")
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
@@ -185,7 +182,7 @@ class StudyConfig(Checked):
             control=None if control is None else self._name_at(control, budget),
             image_size=fields.get("image_size"),
             changes=changes,
-            is_trained=self.tune and fields.get("tune", True),
+            is_trained=bool(self.tune) and fields.get("tune", True),
         )
 
     def is_run(self, budget: float) -> bool:
@@ -382,8 +379,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
     score: Literal["linear", "knn", "mean_iou"] = "linear"
     feature: Literal["head", "class", "mean", "patches"] = "head"
     train_dense: bool = False
-    tune: bool = False
-    tune_dense: bool = False
+    tune: bool | Literal["others"] = False
     before: bool = False
     isoflop: Literal["scratch", "none"] = "none"
     latency_batch: int = 8

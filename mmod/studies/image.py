@@ -179,10 +179,8 @@ class ImageStudy(StudyKind):
         texts = [one.text for one in found]
         texts += [*filter(None, [note]), *facts["images"]]
         limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
-        if config.tune and not config.tune_dense:
-            limits.append(
-                "The dense model was not fine-tuned as the others were: `--tune_dense true` trains all alike."
-            )
+        if config.tune == "others":
+            limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
             limits.append(_of_chance(table.runs[DENSE][0], score, to_dense if is_by_sample else []))
         if not config.train_dense:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from mmod.analysis.style import save_picture
 from mmod.analysis.table import DENSE, Table
 from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
+from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of
@@ -16,6 +18,7 @@ from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import Run
+from mmod.training.engine.run_folder import seconds_per_epoch
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -31,7 +34,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     names = [candidate.name for candidate in comparison.candidates]
     runner = Runner(config.processes, progress)
     facts = study.describe()
-    runner.say(". ".join([f"{len(names)} models", *comparison.left_out]))
+    runner.say(". ".join([f"{len(names)} models{training_ahead(runs)}", *comparison.left_out]))
     # A folder that cannot be written is no news for the end of a run.
     measurer = Measurer(study.measure, Store(make_folder(config.output) / STORE), keeps_all=True)
     table = Table(weigh=study.weigh)
@@ -74,6 +77,23 @@ def _check_following(config: StudyConfig) -> None:
     named = {key: value for key, value in (config.then or {}).items() if key not in ("output", "bases")}
     if config.output not in str(named):
         comparison_of(following).checked_runs()
+
+
+def training_ahead(runs: Sequence[Run]) -> str:
+    """Say of how many models are trained for how long, which may take hours; empty where none is."""
+    trained = [run for run in runs if run.is_trained]
+    if not trained:
+        return ""
+    text = f", {len(trained)} {'run is' if len(trained) == 1 else 'runs are'} trained"
+    epochs = sum(run.config.epochs or 0 for run in trained)
+    if not epochs:
+        return text
+    text += f", {epochs:g} {'epoch' if epochs == 1 else 'epochs'} in all"
+    # Runs that start from a finished one have its data, and about its model.
+    seconds = seconds_per_epoch(trained[0].config.model.checkpoint or "")
+    return (
+        text if seconds is None else f"{text}: about {Bar.format_interval(seconds * epochs)} by the dense model's run"
+    )
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:

@@ -94,7 +94,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
             "merge": {0.5: {**BASELINES["merge"][0.5], "tune": False}},
         },
         controls={"tuned": "still", "still": None, "small": "recursions"},
-        tune_dense=False,
+        tune="others",
     )
     comparison = comparison_of(config)
     candidates = comparison.candidates
@@ -117,7 +117,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
 
 def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
     baselines = {name: BASELINES[name] for name in ("narrow", "recursions")}
-    scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "baselines": baselines}
+    scratch: dict[str, Any] = {"routers": {}, "tune": False, "baselines": baselines}
     jobs = comparison_of(dataclasses.replace(study, **scratch)).runs()
     assert [job.name for job in jobs] == ["dense", *ANEW]
     assert all(job.is_trained and job.candidate.from_scratch for job in jobs)

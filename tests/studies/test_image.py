@@ -118,9 +118,7 @@ def test_a_study_compares_and_can_be_continued(
     points_apart = pickle.loads((folder.parent / "apart.pickle").read_bytes())
     assert points_apart["a-mod-0.5"].figures[0] == points["a-mod-0.5"].figures[0]
     assert not (Path(apart.output) / "seed0" / "base").exists()
-    plain = dataclasses.replace(
-        apart, output=f"{study.output}-plain", tune=False, tune_dense=False, processes=1, maps=0
-    )
+    plain = dataclasses.replace(apart, output=f"{study.output}-plain", tune=False, processes=1, maps=0)
     untrained = {point.name: point for point in run_study(plain, progress=False).points}
     assert list(untrained) == ["dense", "a-mod-0.5"]
     assert untrained["dense"].row()["top1"] == pytest.approx(points_apart["dense"].row()["before"])
@@ -192,7 +190,7 @@ def test_an_evaluation_of_another_routing_is_not_taken(
     study: ImageStudyConfig, compared: StudyResult, tmp_path: Path
 ) -> None:
     plain = dataclasses.replace(study, output=str(tmp_path / "out"), bases=str(compared.folder), seeds=1, maps=0)
-    plain = dataclasses.replace(plain, isoflop="none", tune=False, tune_dense=False)
+    plain = dataclasses.replace(plain, isoflop="none", tune=False)
     kept = []
     for min_tokens in (2, 12):
         routing = {"router": "norm", "select": {"name": "threshold", "threshold": 0.99, "min_tokens": min_tokens}}
@@ -224,7 +222,6 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
         seeds=3,
         train_dense=False,
         tune=False,
-        tune_dense=False,
         isoflop="none",
         baselines=PRUNE,
         then={"output": "tuned", "tune": True, "seeds": 2},
@@ -241,7 +238,7 @@ def image_study(config: ImageStudyConfig) -> ImageStudy:
 
 
 def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
-    config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False, tune_dense=False)
+    config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False)
     right_N = np.arange(80) < 56
     # More right than dense by two of 80, on images that differ from those that dense has right.
     lucky_N = (right_N & (np.arange(80) >= 6)) | (np.arange(80) >= 72)
@@ -265,8 +262,8 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in told.text
-    unequal = image_study(dataclasses.replace(config, tune=True)).tell(table, runs, [], {"images": []})
-    assert "The dense model was not fine-tuned as the others were: `--tune_dense true`" in unequal.text
+    unequal = image_study(dataclasses.replace(config, tune="others")).tell(table, runs, [], {"images": []})
+    assert "The dense model was not fine-tuned as the others were: `--tune true`" in unequal.text
     # Alone it is slower, and there what may be lucky is all that is faster.
     assert "keep the dense model for single images for now. " in told.text
     # The sentence says it all, so that no list repeats it.
@@ -350,7 +347,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     assert "--seeds" not in fixed.tell(table, runs, [], facts).text
 
 
-UNTUNED = {"tune": False, "tune_dense": False}
+UNTUNED = {"tune": False}
 
 
 @pytest.mark.parametrize(
@@ -358,7 +355,7 @@ UNTUNED = {"tune": False, "tune_dense": False}
     [
         ({"routers": {}}, ValueError, "at least one entry in routers or baselines, and in capacities"),
         ({"processes": 0}, ValueError, "processes must be an integer of at least 1, got 0"),
-        ({"tune": False}, ValueError, "tune=False leaves nothing to fine-tune"),
+        ({"tune": "all"}, ValueError, "tune must be true or false or 'others', got 'all'"),
         (
             {"controls": {"a-mod": "rand"}},
             ValueError,
@@ -448,7 +445,7 @@ def test_a_study_that_follows_is_read_as_a_file(study: ImageStudyConfig) -> None
 
 @pytest.mark.parametrize("tune", [True, False])
 def test_what_is_set_for_fine_tuning_counts_in_tuned_models_alone(study: ImageStudyConfig, tune: bool) -> None:
-    changes = {"finetune": {"precision": "bf16"}, "isoflop": "none", "tune": tune, "tune_dense": tune}
+    changes = {"finetune": {"precision": "bf16"}, "isoflop": "none", "tune": tune}
     first, *others = comparison_of(dataclasses.replace(study, seeds=1, **changes)).runs()
     assert first.config.precision == "fp32"
     assert {run.config.precision for run in others} == {"bf16" if tune else "fp32"}
@@ -484,7 +481,7 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     fit_roughly(monkeypatch)
     config = PLANNED[STUDIES[path].get("kind", "image")](**STUDIES[path])
     planned = comparison_of(config).runs()
-    assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
+    assert planned[0].name == ("base" if config.tune is True and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
     controls = {series for series in map(config.controls.get, config.series) if series}
     controls |= {*config.routers, *(fields.get("router") for fields in config.routers.values())}
@@ -611,8 +608,11 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(monkeypatch: pyt
     fit_roughly(monkeypatch)
     words = ["my-model", "--tune", "true"]
     with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
-        comparison_of(read_config(words, ImageStudyConfig)).runs()
-    assert comparison_of(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig)).runs()
+        comparison_of(read_config([*words, "--dense.data.train_split", "val"], ImageStudyConfig)).runs()
+    # One key fine-tunes all models alike and shortly, the dense one too.
+    runs = comparison_of(read_config(words, ImageStudyConfig)).runs()
+    assert all(run.is_trained for run in runs)
+    assert {run.config.epochs for run in runs} == {1}
 
 
 def test_a_base_of_the_dense_model_in_a_file_is_that_of_the_command(tmp_path: Path) -> None:
@@ -638,7 +638,7 @@ def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None
     run.mkdir()
     trained = TrainConfig.from_dict({**DENSE, "output": str(run)})
     (run / "config.yaml").write_text(yaml.safe_dump({**trained.to_dict(), "world_size": 1}))
-    fields = {"train_dense": False, "tune": False, "tune_dense": False, "capacities": [0.5]}
+    fields = {"train_dense": False, "tune": False, "capacities": [0.5]}
     routers: dict[str, Any] = {"random": {"router": "random"}}
     study = ImageStudyConfig(output=str(tmp_path / "out"), dense=str(run / file), routers=routers, **fields)
     dense, _ = read_runs(study)

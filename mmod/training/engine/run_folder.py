@@ -16,7 +16,15 @@ import numpy as np
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.files import DamagedFileError, locked, make_folder, parse_json, write_atomically, write_json
+from mmod.io.files import (
+    DamagedFileError,
+    locked,
+    make_folder,
+    parse_json,
+    read_json_object,
+    write_atomically,
+    write_json,
+)
 from mmod.io.records import FolderTakenError, check_same, differences, flatten, read_record
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG
@@ -186,6 +194,16 @@ def portable(record: Mapping[str, Any]) -> dict[str, object]:
     if not checkpoint or not output or os.path.isabs(checkpoint) != os.path.isabs(output):
         return dict(record)
     return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
+
+
+def seconds_per_epoch(folder: str | Path) -> float | None:
+    """Return the seconds that an epoch of a finished run took; None for what is no folder of one."""
+    path = Path(folder) / _RESULT
+    if not path.is_file():
+        return None
+    result = read_json_object(path)
+    seconds = result.get("usage", {}).get("wall_seconds")
+    return seconds / result["epochs"] if seconds and result.get("epochs") else None
 
 
 def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
