@@ -139,6 +139,16 @@ def check_free(path: str | Path, overwrite: bool) -> None:
         raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True to replace it")
 
 
+def folder_name(path: str) -> str:
+    """Return the name of one folder for a path or a name on a hub.
+
+    Example:
+        >>> folder_name("./runs/mine/"), folder_name("open_clip:ViT-B-32:openai")
+        ('runs-mine', 'open_clip-ViT-B-32-openai')
+    """
+    return re.sub(r"[/:\\]+", "-", path.removeprefix("./")).strip("-")
+
+
 def make_folder(path: str | Path) -> Path:
     """Make a folder that a user named, where it is missing, and its parents; return its path.
 

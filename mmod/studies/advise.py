@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmod.io.files import folder_name
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
 from mmod.values import check_value
@@ -99,9 +99,7 @@ def _folder_of(options: argparse.Namespace) -> str:
         value = getattr(options, name)
         if value != usual.get_default(name):
             asked.append(f"{name}-{'-'.join(map(str, value)) if isinstance(value, list) else value}")
-    # A path or a name on a hub becomes the name of one folder.
-    names = [re.sub(r"[/:\\]+", "-", part).strip("-") for part in (options.model, *asked)]
-    return f"runs/advise/{names[0]}/{'-'.join(names[1:])}"
+    return f"runs/advise/{folder_name(options.model)}/{'-'.join(map(folder_name, asked))}"
 
 
 def _parser() -> OneLineParser:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
+from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
 from mmod.plain import from_plain
 from mmod.planning.candidate import Candidate
@@ -32,7 +33,8 @@ class StudyConfig(Checked):
     """Settings that all kinds of study share.
 
     Args:
-        output: Folder of runs, table and pictures. A stopped study resumes there.
+        output: Folder of runs, table and pictures. A stopped study resumes there, and another one is refused. Empty is
+            `runs/tradeoff/` with the name of the dense model, and "-tuned" where models are fine-tuned.
         dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
             it is then; or one of these as `base` with the keys that differ. The study sets its `output` and `seed`;
             `routing` and `methods` are those of series.
@@ -66,7 +68,7 @@ class StudyConfig(Checked):
         latency_rounds: Interleaved rounds of the measurement.
     """
 
-    output: str
+    output: str = ""
     dense: str | dict[str, Any] = field(metadata={BASE_KEY: True})
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
@@ -88,6 +90,9 @@ class StudyConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.output:
+            tuned = "-tuned" if self.tune else ""
+            object.__setattr__(self, "output", f"runs/tradeoff/{folder_name(_name_of(self.dense))}{tuned}")
         self.check_settings()
         # What is wrong in a series is told now, and not after the training of the dense model.
         for _ in self.routed():
@@ -245,6 +250,11 @@ class StudyConfig(Checked):
     def trains(self) -> str:
         """The kind of its runs."""
         return self.kind
+
+    @property
+    def evaluation(self) -> Mapping[str, object]:
+        """How its models are compared, besides what they are: one table has one."""
+        return {"kind": self.kind, "score": self.score}
 
     def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
@@ -414,6 +424,12 @@ class FeaturesStudyConfig(TimmStudyConfig):
         """Features are those of image models."""
         return "image"
 
+    @property
+    def evaluation(self) -> Mapping[str, object]:
+        """Features are also told apart by what is taken and what classifies it."""
+        names = ("feature", "neighbours", "strengths", "folds", "classifier")
+        return {**super().evaluation, **{name: getattr(self, name) for name in names}}
+
     def starts_trained(self, dense: RunConfig) -> bool:
         """Whether the features are trained; see `StudyConfig.starts_trained`."""
         # A new classifier on trained weights is not used.
@@ -516,6 +532,17 @@ class ChatStudyConfig(StudyConfig):
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return the routing of the part that is routed."""
         return {self.part: super().routing_at(fields, capacity)}
+
+
+def _name_of(dense: str | Mapping[str, Any]) -> str:
+    """Return what tells the dense model in the name of a folder: its run or config, its weights or its architecture."""
+    if isinstance(dense, str):
+        return dense.removesuffix("/config.yaml").removesuffix(".yaml")
+    if BASE_KEY in dense:
+        return _name_of(str(dense[BASE_KEY]))
+    model = dense.get("model")
+    named = [model.get("checkpoint"), model.get("name")] if isinstance(model, Mapping) else []
+    return next((str(name) for name in named if name), "dense")
 
 
 def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) -> None:

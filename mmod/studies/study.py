@@ -16,6 +16,7 @@ from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind, study_kind
+from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import Run
 from mmod.training.engine.run_folder import seconds_per_epoch
@@ -32,11 +33,14 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     _check_following(config)
     study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
     names = [candidate.name for candidate in comparison.candidates]
+    # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
+    store = Store(make_folder(config.output) / STORE)
+    question = question_of(config, runs)
+    question.check(Path(config.output), store)
     runner = Runner(config.processes, progress)
     facts = study.describe()
     runner.say(". ".join([f"{len(names)} models{training_ahead(runs)}", *comparison.left_out]))
-    # A folder that cannot be written is no news for the end of a run.
-    measurer = Measurer(study.measure, Store(make_folder(config.output) / STORE), keeps_all=True)
+    measurer = Measurer(study.measure, store, keeps_all=True)
     table = Table(weigh=study.weigh)
     rates = study.rates()
     if rates is not None:
@@ -47,7 +51,9 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
-        return write_study(study, comparison.left_out, table, ordered, facts, runner.facts)
+        result = write_study(study, comparison.left_out, table, ordered, facts, runner.facts)
+        question.keep(store, ordered)
+        return result
 
     is_announced = False
     for run in compare(runs, table, measurer, runner):

@@ -254,11 +254,15 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
             for study in ("whole", "stopped")
         )
         assert whole == resumed_lines
-    # Other features are computed anew, and stand beside these.
+    # Other features are computed anew, and stand beside these; their table does not, and is another study's.
     changed = dataclasses.replace(stopped, feature="mean")
+    with pytest.raises(FileExistsError, match="feature: 'head' there, 'mean' now"):
+        run(changed)
+    (tmp_path / "stopped/tradeoff.json").unlink()
     fresh = dataclasses.replace(changed, output=str(tmp_path / "fresh"))
     assert [point.figures for point in run(changed)[0].points] == [point.figures for point in run(fresh)[0].points]
     before = (tmp_path / "stopped" / "features.jsonl").read_bytes()
+    (tmp_path / "stopped/tradeoff.json").unlink()
     assert [point.figures for point in run(stopped)[0].points] == [point.figures for point in resumed.points]
     assert (tmp_path / "stopped" / "features.jsonl").read_bytes() == before
 

@@ -194,7 +194,15 @@ def test_an_evaluation_of_another_routing_is_not_taken(
     kept = []
     for min_tokens in (2, 12):
         routing = {"router": "norm", "select": {"name": "threshold", "threshold": 0.99, "min_tokens": min_tokens}}
-        result = run_study(dataclasses.replace(plain, routers={"norm": routing}), progress=False)
+        changed = dataclasses.replace(plain, routers={"norm": routing})
+        table = tmp_path / "out/tradeoff.json"
+        if kept:
+            written = table.read_bytes()
+            with pytest.raises(FileExistsError, match=r"model 'norm-0.5': routing.select.min_tokens: 2 there, 12 now"):
+                run_study(changed, progress=False)
+            assert table.read_bytes() == written
+            table.unlink()
+        result = run_study(changed, progress=False)
         kept.append(result.points[1].row()["kept"])
     assert kept[0] < kept[1]
 

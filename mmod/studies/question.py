@@ -1,0 +1,96 @@
+"""The question that the table in a study's folder answers: a table may grow, and never takes another one's place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mmod.io.records import FolderTakenError, differences
+from mmod.io.store import Store
+from mmod.studies.compare import identity_of
+from mmod.studies.config import StudyConfig
+from mmod.studies.runs import Run
+
+REPORT = "tradeoff.json"
+"""The file of a study's folder that says that there is a table."""
+_QUESTION = {"work": "question of the study"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a study asks: its models by name, with how many seeds, and how they are evaluated.
+
+    More seeds and more models are the same study, which goes on. Another dense model, other data or another training
+    make another one, and so does a model that has the name of another.
+    """
+
+    evaluation: Mapping[str, object]
+    seeds: int
+    models: Mapping[str, Mapping[str, Any]]
+    # Keys of runs that change no figure, such as the device.
+    free_keys: Collection[str] = ()
+
+    def check(self, folder: Path, store: Store) -> None:
+        """Raise a FolderTakenError if a folder has the table of another study, or more models or seeds."""
+        if not (folder / REPORT).exists():
+            return
+        answered = store.get(_QUESTION)
+        changes = "not known, as the store does not say" if answered is None else self._changes_from(answered)
+        if changes:
+            raise FolderTakenError(
+                f"{str(folder / REPORT)!r} is the table of another study, which this one would replace: name another "
+                f"folder, --output FOLDER, or remove the table. Differing: {changes}"
+            )
+
+    def _changes_from(self, answered: Mapping[str, Any]) -> str:
+        """Return what keeps a study from going on with an answered one; empty where nothing does."""
+        changes = differences(answered["evaluation"], self.evaluation)
+        if changes:
+            return changes
+        for name in [name for name in self.models if name in answered["models"]]:
+            changes = differences(answered["models"][name], self.models[name], self.free_keys)
+            # Of the same change in all models, the first tells.
+            if changes:
+                return f"model {name!r}: {changes}"
+        missing = [name for name in answered["models"] if name not in self.models]
+        if missing:
+            return f"models {', '.join(missing)}: measured there, left out now"
+        return f"seeds: {answered['seeds']} there, {self.seeds} now" if self.seeds < answered["seeds"] else ""
+
+    def keep(self, store: Store, names: Collection[str]) -> None:
+        """Record what the table of some models answers."""
+        models = {name: model for name, model in self.models.items() if name in names}
+        store.put(_QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
+
+
+def question_of(config: StudyConfig, runs: Sequence[Run]) -> Question:
+    """Return what a study asks by its runs."""
+    first = [run for run in runs if run.seed == 0]
+    written = {run.config.output for run in first}
+    free_keys = {*first[0].config.free_keys}
+    if not any(run.is_trained for run in first):
+        # Without training it only takes memory.
+        free_keys.add("data.batch_size")
+    return Question(
+        config.evaluation,
+        1 + max(run.seed for run in runs),
+        {run.name: _model_of(run, written) for run in first},
+        free_keys,
+    )
+
+
+def _model_of(run: Run, written: Collection[str]) -> dict[str, Any]:
+    """Return what a model is made of, the same before and after the runs that it starts from."""
+    identity = identity_of(run.config)
+    model = identity["config"]
+    model["is_trained"] = run.is_trained
+    model["searches"] = [dataclasses.asdict(search) for search in run.searches]
+    weights = [checksum[:8] for checksums in identity["weights"].values() for checksum in checksums]
+    # What an earlier run of the study writes is not there yet, and follows from its config.
+    if weights and run.config.model.checkpoint not in written:
+        # The weights tell the model, wherever they or the study were moved to.
+        model["model"] = {**model["model"], "checkpoint": None}
+        model["weights"] = " ".join(weights)
+    return dict(model)

@@ -1,0 +1,117 @@
+"""A study's folder: its table may grow, and is not replaced by that of another study."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from safetensors.torch import save_file
+
+from mmod.io.records import FolderTakenError
+from mmod.io.store import STORE, Store
+from mmod.io.yaml import merged
+from mmod.studies.candidates import comparison_of
+from mmod.studies.config import ImageStudyConfig
+from mmod.studies.question import question_of
+from tests.kit.image_study import DENSE
+
+
+def study_in(folder: Path, **changes: Any) -> ImageStudyConfig:
+    """Return a study of three models that starts from weights in a folder."""
+    for name in ("dense", "other"):
+        args = DENSE["model"]["args"]  # type: ignore[index]
+        save_file(timm.create_model("vit_tiny_patch16_224", **args).state_dict(), folder / f"{name}.safetensors")
+    fields: dict[str, Any] = {
+        "dense": merged(DENSE, {"model": {"checkpoint": str(folder / "dense.safetensors")}}),  # type: ignore[arg-type]
+        "routers": {"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}},
+        "train_dense": False,
+        "isoflop": "none",
+        "seeds": 2,
+    }
+    return ImageStudyConfig(output=str(folder / "out"), **{**fields, **changes})
+
+
+GROWN = [
+    {},
+    {"seeds": 3},
+    {"capacities": [0.5, 0.25]},
+    {"routers": {"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}, "stride": {"router": "stride"}}},
+    {"maps": 0, "processes": 2, "latency_rounds": 3, "latency_batch": 4, "controls": {"a-mod": None}},
+    {"changes": {"data": {"workers": 1}, "log_every": 7}},
+]
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"seeds": 1}, "seeds: 2 there, 1 now"),
+    ({"capacities": [0.25]}, "models a-mod-0.5, random-0.5: measured there, left out now"),
+    ({"routers": {"a-mod": {"preset": "a-mod"}}}, "models random-0.5: measured there, left out now"),
+    (
+        {"routers": {"a-mod": {"preset": "a-mod"}, "random": {"router": "stride"}}},
+        "'random-0.5': routing.router: 'random'",
+    ),
+    ({"changes": {"model": {"args": {"depth": 3}}}}, "'dense': model.args.depth: 4 there, 3 now"),
+    ({"changes": {"data": {"val_limit": 8}}}, "'dense': data.val_limit: not set there, 8 now|: None there, 8 now"),
+    ({"finetune": {"optim": {"lr": 0.5}}}, "'dense': optim.lr: 0.001 there, 0.5 now"),
+    ({"tune": False, "seeds": 2}, "'dense': is_trained: True there, False now"),
+    ({"tune": "others"}, "'dense': is_trained: True there, False now"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"), [*((grown, None) for grown in GROWN), *OTHERS], ids=lambda value: str(value)[:40]
+)
+def test_a_table_grows_and_takes_no_other_ones_place(
+    changes: dict[str, Any], difference: str | None, tmp_path: Path
+) -> None:
+    study = study_in(tmp_path)
+    folder, store = Path(study.output), Store(Path(study.output) / STORE)
+    folder.mkdir()
+    runs = comparison_of(study).runs()
+    question_of(study, runs).keep(store, ["dense", "a-mod-0.5", "random-0.5"])
+    changed = dataclasses.replace(study, **changes)
+    other = question_of(changed, comparison_of(changed).runs())
+    # Nothing is lost where there is no table yet.
+    other.check(folder, store)
+    (folder / "tradeoff.json").write_text("{}")
+    if difference is None:
+        other.check(folder, store)
+        return
+    with pytest.raises(FolderTakenError, match=f"--output FOLDER, or remove the table. Differing: .*({difference})"):
+        other.check(folder, store)
+
+
+def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
+    study = study_in(tmp_path)
+    folder, store = Path(study.output), Store(Path(study.output) / STORE)
+    folder.mkdir()
+    (folder / "tradeoff.json").write_text("{}")
+    unknown = question_of(study, comparison_of(study).runs())
+    with pytest.raises(FolderTakenError, match="not known, as the store does not say"):
+        unknown.check(folder, store)
+    unknown.keep(store, ["dense"])
+    (tmp_path / "dense.safetensors").rename(tmp_path / "moved.safetensors")
+    for name, is_same in (("moved", True), ("other", False)):
+        dense = merged(study.dense, {"model": {"checkpoint": str(tmp_path / f"{name}.safetensors")}})  # type: ignore[arg-type]
+        renamed = dataclasses.replace(study, dense=dense)
+        question = question_of(renamed, comparison_of(renamed).runs())
+        if is_same:
+            question.check(folder, store)
+        else:
+            with pytest.raises(FolderTakenError, match="'dense': weights: "):
+                question.check(folder, store)
+
+
+@pytest.mark.parametrize(
+    ("dense", "tune", "folder"),
+    [
+        ("runs/shapes", False, "runs-shapes"),
+        ("runs/shapes/config.yaml", True, "runs-shapes-tuned"),
+        ({"base": "runs/other", "data": {"batch_size": 3}}, False, "runs-other"),
+        ({"model": {"name": "vit", "checkpoint": "/weights/a.pt"}}, False, "weights-a.pt"),
+        ({"model": {"name": "org/vit", "pretrained": True}}, False, "org-vit"),
+    ],
+)
+def test_the_usual_folder_tells_models_apart(dense: Any, tune: bool, folder: str) -> None:
+    study = ImageStudyConfig(dense=dense, routers={"a-mod": {"preset": "a-mod"}}, tune=tune)
+    assert study.output == f"runs/tradeoff/{folder}"
