@@ -53,7 +53,7 @@ class Estimate:
 
     @property
     def has_interval(self) -> bool:
-        """Whether there is an interval; one seed or one sample gives none."""
+        """Whether there is an interval; one seed or too few samples give none."""
         return not math.isnan(self.low)
 
     @property
@@ -130,8 +130,10 @@ def share_of(is_so_I: Values) -> Estimate:
         >>> print(100 * share_of(np.ones(64)))
         100.0 [94.3, 100.0]
     """
-    images = len(is_so_I)
-    share = float(is_so_I.mean())
+    return _interval_of_share(float(is_so_I.mean()), len(is_so_I))
+
+
+def _interval_of_share(share: float, images: int) -> Estimate:
     extra = _NORMAL**2 / images
     middle = (share + extra / 2) / (1 + extra)
     half = (extra * share * (1 - share) + extra**2 / 4) ** 0.5 / (1 + extra)
@@ -151,6 +153,37 @@ def change_of(change_I: Values) -> Estimate:
     middle = float(padded.mean())
     half = _NORMAL * float(padded.std()) / len(padded) ** 0.5
     return Estimate(float(change_I.mean()), middle - half, middle + half)
+
+
+def of_samples(mean: Estimate, samples: int, wanted: int) -> Estimate:
+    """Return a mean with the interval that other samples of another number would give, if they are alike.
+
+    Args:
+        mean: One of `samples` samples: a share, a change, or a mean whose interval is from its spread.
+
+    Example:
+        >>> print(100 * of_samples(change_of(np.zeros(80)), 80, 137), 100 * change_of(np.zeros(137)))
+        0.0 [-2.0, 2.0] 0.0 [-2.0, 2.0]
+    """
+    if 0 <= mean.value <= 1:
+        share = _interval_of_share(mean.value, samples)
+        if math.isclose(share.low, mean.low, abs_tol=ROUNDING) and math.isclose(
+            share.high, mean.high, abs_tol=ROUNDING
+        ):
+            return _interval_of_share(mean.value, wanted)
+    middle = mean.value * samples / (samples + 2)
+    # The further end: the other one may be cut off where all or none are right.
+    half = max(mean.high - middle, middle - mean.low)
+    # The two changes that `change_of` adds weigh less with more samples, so that its interval shrinks faster.
+    changed = ((half / _NORMAL) ** 2 * (samples + 2) + middle**2) * (samples + 2) - 2
+    if changed / samples >= mean.value**2 - ROUNDING:
+        middle = mean.value * wanted / (wanted + 2)
+        variance = (changed * wanted / samples + 2) / (wanted + 2) - middle**2
+        half = _NORMAL * (variance / (wanted + 2)) ** 0.5
+        return Estimate(mean.value, middle - half, middle + half)
+    shrinking = (samples / wanted) ** 0.5
+    ends = (mean.value - shrinking * (mean.value - mean.low), mean.value + shrinking * (mean.high - mean.value))
+    return Estimate(mean.value, *ends)
 
 
 class Resampling:

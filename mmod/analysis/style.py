@@ -191,7 +191,8 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
         taken.append(box)
         # Far from its point, a label needs a line to it.
         if not box.padded(_NEAR).contains(x, y):
-            lead = {"arrowstyle": "-", "color": text.get_color(), "linewidth": 0.8, "shrinkA": 0, "shrinkB": 4}
+            # A line of the mark's colour would be read as its interval.
+            lead = {"arrowstyle": "-", "color": FAINT, "linewidth": 0.6, "linestyle": ":", "shrinkA": 0, "shrinkB": 4}
             end = axis.transData.inverted().transform(_nearest(box, x, y))
             axis.annotate("", point, tuple(end), arrowprops=lead, zorder=1)
 

@@ -17,17 +17,15 @@ from mmod.planning.choice import (
     Alternative,
     Recommendation,
     beside_controls,
-    exceeds,
     in_batches_of,
-    keeps,
     noted,
 )
 from mmod.planning.samples import AGREEMENT, ALONE
 
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
-    "No `gradual` saves time here: decisions take longer than what they save. On one idle CPU thread it pays for "
-    "images of 196 tokens: at width 192 alone, at width 64 in batches of 8."
+    "No `gradual` saves time here: decisions take longer than what they save. As a rule of thumb, from one idle CPU "
+    "thread, it pays for images of 196 tokens: at width 192 alone, at width 64 in batches of 8."
 )
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
@@ -80,7 +78,7 @@ class AdviceRow:
         return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Advice:
     """What `advise` measured; `print` shows the table, what to use and the lines that apply it.
 
@@ -156,10 +154,6 @@ class Advice:
         names = {model.name for model in self.recommendations[0].undecided}
         return tuple(row for row in self.rows if row.label in names)
 
-    def is_decided(self, row: AdviceRow) -> bool:
-        """Whether the whole interval of a candidate's loss is within the tolerance, or all of it beyond."""
-        return keeps(row.loss, self.tolerance) or exceeds(row.loss, self.tolerance)
-
     @property
     def sentence(self) -> str:
         """The advice in one sentence, and which candidates so few samples leave undecided."""
@@ -171,6 +165,7 @@ class Advice:
 
     def _recommendation(self, where: str, of: str) -> Recommendation:
         """Return what to use by the times of a pass; an empty name is the one that decides."""
+        controls = {row.control for row in self.rows}
         models = [
             Alternative(
                 row.label,
@@ -179,6 +174,7 @@ class Advice:
                 row.images,
                 self._measured(row),
                 "" if of else noted(row.speedups.get(ALONE), row.control, row.to_control and 100 * row.to_control),
+                row.name in controls,
             )
             for row in self.rows
         ]
@@ -283,6 +279,11 @@ class Advice:
         ]
 
     _repr_markdown_ = __str__  # Notebooks show it.
+
+    def __repr__(self) -> str:
+        return (
+            f"<Advice from {self.images} {self.samples} on {len(self.rows)} recipes: {self.sentence} Print it for all.>"
+        )
 
     def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write `advice.json`, `advice.md` and `advice.png`."""

@@ -6,11 +6,13 @@ one whose worse end is best is named. So the sentence follows from the table by 
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mmod.analysis.statistics import Estimate, unbeaten
+from mmod.analysis.statistics import Estimate, of_samples, unbeaten
+from mmod.analysis.table import FEWEST
 from mmod.analysis.timing import Spread
 
 TOLERANCE = 0.02
@@ -21,10 +23,6 @@ SEEDS = "seeds"
 """What intervals are over where models were trained several times."""
 # Speeds for which a model is named, as multiples of the dense model's.
 _SPEEDS = (1.25, 1.5, 2.0)
-# Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
-_PSEUDO = 4
-# By how much the distance to the tolerance exceeds half of a 95 % interval if 80 % of new samples decide.
-_POWER = (1.96 + 0.84) / 1.96
 # A loss that would need more times as many samples is too close to the tolerance for an estimate.
 _MOST = 50
 
@@ -39,6 +37,7 @@ class Alternative:
         samples: Number of samples, or of seeds, that the loss is from.
         measured: The loss in words.
         note: Further sentences about it, where it is named.
+        is_control: It chooses nothing and shows what others gain by choosing: it is compared, and never advised.
     """
 
     name: str
@@ -47,6 +46,7 @@ class Alternative:
     samples: int
     measured: str
     note: str = ""
+    is_control: bool = False
 
     @property
     def worst(self) -> float:
@@ -105,57 +105,49 @@ class Recommendation:
 
     @property
     def named(self) -> Alternative | None:
-        """The model that the sentence is about: the best, or the fastest undecided one."""
+        """The model that the sentence is about: the best, or the fastest undecided one that is likely to be within."""
         # What loses more than the tolerance by its mean would mostly be decided against.
-        hoped_for = min(
-            self.undecided,
-            key=lambda model: (model.loss.value > self.tolerance, -model.speedup.median),
-            default=None,
-        )
-        return self.best or hoped_for
+        likely = (model for model in self.undecided if model.loss.value <= self.tolerance)
+        return self.best or next(likely, None)
 
     def at_speed(self, speed: float) -> Alternative | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
         # The best mean of many is often luck. What reaches the speed within the noise counts.
-        reaching = [model for model in self.models if NOISE * model.speedup.median >= speed]
+        reaching = [model for model in self._advised if NOISE * model.speedup.median >= speed]
         return min(reaching, key=lambda model: (model.worst, -model.speedup.median), default=None)
 
     @property
     def sentence(self) -> str:
         """The choice first, and what so few samples leave undecided."""
         named = self.named
-        if named is None:
-            return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
-        others = [model for model in self.undecided if model is not named]
-        if self._is_open(named):
-            open_ones = [
-                f"{model.name} ({_times(model)} at {model.measured}, {self._missing([model])})" for model in others
-            ]
-            too = f" Undecided too: {', '.join(open_ones)}." if others else ""
-            hope = f"The fastest that probably stays within {self.limit} is"
-            if named.loss.value > self.tolerance:
-                hope = f"Nothing probably stays within {self.limit}, and the fastest that still may is"
+        others = [self._as_undecided(model) for model in self.undecided if model is not named]
+        if self.best is not None:
+            text = f"Use {self.best.name}: {_times(self.best)} {self.where}, at {self._measured(self.best)}."
+            further = f" Undecided, and faster: {', '.join(others)}." if others else ""
+            return f"{text}{_noted(self.best)}{further}"
+        if named is not None:
+            further = f" Undecided too: {', '.join(others)}." if others else ""
             return (
-                f"Undecided: keep the dense model {self.where} for now. {hope} "
-                f"{named.name}, {_times(named)} at {self._measured(named)}; {self._missing([named])} would tell.{too}"
+                f"Undecided: keep the dense model {self.where} for now. The fastest that probably stays within "
+                f"{self.limit} is {named.name}, {_times(named)} at {self._measured(named)}; {self._decided_by(named)}."
+                f"{further}"
             )
-        missing = ""
         if others:
-            names = _listed(others)
-            missing = (
-                f" Undecided: {self._missing(others)} would tell whether more than {self.limit} is lost by {names}."
+            return (
+                f"Nothing is likely to stay within {self.limit} {self.where}: keep the dense model. Not yet excluded: "
+                f"{', '.join(others)}."
             )
-        return f"Use {named.name}: {_times(named)} {self.where}, at {self._measured(named)}.{_noted(named)}{missing}"
+        return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
 
     def sentence_at(self, speed: float) -> str:
         """Return what to use for a speed-up that is wanted, or that nothing keeps the tolerance, and the nearest."""
         chosen = self.at_speed(speed)
         if chosen is None:
-            fastest = max(self.models, key=lambda model: model.speedup.median, default=None)
+            fastest = max(self._advised, key=lambda model: model.speedup.median, default=None)
             nearest = ""
             if fastest is not None:
                 nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
-            return f"Nothing tried is {speed:g} times as fast {self.where}{nearest}."
+            return f"Nothing tried is {speed:g} times as fast {self.where}{nearest}.{self._beside(fastest)}"
         about = "" if chosen.speedup.median >= speed else "about "
         if keeps(chosen.loss, self.tolerance):
             return (
@@ -168,11 +160,16 @@ class Recommendation:
             f"least lost is {chosen.name}, {_times(chosen)} at {self._measured(chosen)}.{_noted(chosen)}"
         )
         if self._is_open(chosen):
-            text += f" Undecided: {self._missing([chosen])} would tell whether more than {self.limit} is lost."
-        within = self.best
-        if within is None:
-            return text
-        return f"{text} Within {self.limit} is {within.name}: {_times(within)} at {self._measured(within)}."
+            text += f" Undecided: {self._decided_by(chosen)}."
+        return f"{text}{self._beside(chosen)}"
+
+    def _beside(self, told: Alternative | None) -> str:
+        """Return the fastest model within the tolerance as a further sentence, or that is likely to be; see `named`."""
+        named = self.named
+        if named is None or named is told:
+            return ""
+        which = "The fastest within" if self.best is not None else "The fastest that probably stays within"
+        return f" {which} {self.limit} is {named.name}: {_times(named)} at {self._measured(named)}."
 
     @property
     def text(self) -> str:
@@ -209,9 +206,14 @@ class Recommendation:
         return any(model.loss.has_interval for model in self.models)
 
     @property
+    def _advised(self) -> list[Alternative]:
+        """The models that may be advised."""
+        return [model for model in self.models if not model.is_control]
+
+    @property
     def _faster(self) -> list[Alternative]:
         """Models that are clearly faster than the dense one, the fastest first."""
-        faster = [model for model in self.models if model.speedup.low >= NOISE]
+        faster = [model for model in self._advised if model.speedup.low >= NOISE]
         return sorted(faster, key=lambda model: -model.speedup.median)
 
     @property
@@ -235,16 +237,18 @@ class Recommendation:
             return f"{model.measured}, but may lose up to {100 * model.worst:.1f} {self.unit}"
         return model.measured
 
-    def _missing(self, models: Sequence[Alternative]) -> str:
-        """Return how many more samples decide about all of some models."""
+    def _as_undecided(self, model: Alternative) -> str:
+        return f"{model.name} ({_times(model)} at {model.measured}; {self._decided_by(model)})"
+
+    def _decided_by(self, model: Alternative) -> str:
+        """Return how many more samples decide about a model, and which way if it is as measured."""
         # The spread of a few seeds is not known well enough for a number.
         if self.samples == SEEDS:
-            return f"more {SEEDS}"
-        least = "at least " if any(_is_too_close(model.loss, self.tolerance) for model in models) else ""
-        return f"{least}{max(map(self._needed, models)):,} more {self.samples}"
-
-    def _needed(self, model: Alternative) -> int:
-        return missing_samples(model.loss, self.tolerance, model.samples)
+            return f"more {SEEDS} would decide"
+        missing = f"{missing_samples(model.loss, self.tolerance, model.samples):,} more {self.samples} would decide"
+        if not _decides(model.loss, self.tolerance, model.samples, _MOST * model.samples):
+            return f"at least {missing}"
+        return f"about {missing}, probably {'for' if model.loss.value <= self.tolerance else 'against'} it"
 
 
 def noted(alone: Spread | None, control: str | None, to_control: Estimate | None) -> str:
@@ -311,35 +315,31 @@ def exceeds(loss: Estimate, tolerance: float) -> bool:
 
 
 def missing_samples(loss: Estimate, tolerance: float, samples: int) -> int:
-    """Return about how many more samples would decide in four of five cases, if the loss is the estimate.
+    """Return about how many more samples would decide, if these are alike: their interval is within or beyond.
 
-    It is a lower bound for a loss that is too close to the tolerance: 50 times the samples.
+    It is a lower bound for a loss that is too close to the tolerance, or has no interval yet.
 
     Args:
         samples: Number of samples that the estimate is from.
     """
-    counted = samples + _PSEUDO
-    missing = counted * min(_growth(loss, tolerance), _MOST) - counted
-    digits = max(0, len(str(round(missing))) - 2)
-    return max(1, math.ceil(missing / 10**digits) * 10**digits)
-
-
-def _is_too_close(loss: Estimate, tolerance: float) -> bool:
-    """Return whether a loss is so close to the tolerance that `missing_samples` is a lower bound."""
-    return _growth(loss, tolerance) > _MOST
-
-
-def _growth(loss: Estimate, tolerance: float) -> float:
-    """Return how many times as many samples would decide."""
-    # One sample does not say how far others may be.
     if not loss.has_interval:
-        return math.inf
-    margin = abs(tolerance - loss.value)
-    # The end of the interval that must pass the tolerance. Those of small shares are short below, with few samples.
-    half = loss.high - loss.value if loss.value <= tolerance else (loss.high - loss.low) / 2
-    shrinking = half / margin if margin else math.inf
-    # An interval shrinks with the square root of the samples; one end of it without any loss, with the samples.
-    return _POWER**2 * (shrinking if loss.value == 0 else shrinking**2)
+        return max(1, FEWEST - samples)
+    # Intervals of more samples are narrower, so that the least number is found by halves.
+    most = _MOST * samples
+    numbers = range(samples + 1, most)
+    least = bisect.bisect_left(numbers, True, key=lambda wanted: _decides(loss, tolerance, samples, wanted))
+    missing = least + 1
+    digits = max(0, len(str(missing)) - 2)
+    return math.ceil(missing / 10**digits) * 10**digits
+
+
+def _decides(loss: Estimate, tolerance: float, samples: int, wanted: int) -> bool:
+    """Return whether so many samples decide about a loss that is measured on some."""
+    # Too few samples do not say how far others may be.
+    if not loss.has_interval:
+        return False
+    grown = of_samples(loss, samples, wanted)
+    return keeps(grown, tolerance) or exceeds(grown, tolerance)
 
 
 def _times(model: Alternative) -> str:
@@ -348,7 +348,3 @@ def _times(model: Alternative) -> str:
 
 def _noted(model: Alternative) -> str:
     return f" {model.note}" if model.note else ""
-
-
-def _listed(models: Sequence[Alternative]) -> str:
-    return ", ".join(f"{model.name} ({_times(model)})" for model in models)

@@ -5,7 +5,7 @@ For `mmod.advise`; studies evaluate all candidates on all samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -68,7 +68,11 @@ def milliseconds(table: Table, of: str) -> dict[str, float]:
 def front_in(table: Table, figure: str) -> list[str]:
     """Return the candidates on the Pareto front of a figure and the time of a pass."""
     ms = milliseconds(table, BATCH)
-    # As tables show them: no row that looks beaten is on the front.
-    costs = {name: -round(ms[DENSE] / own, 2) for name, own in ms.items()}
-    scores = {name: round(mean_of(table, figure, name), 3) for name in ms}
-    return pareto_front(costs, scores, tolerance=1.0)
+    speedups = {name: ms[DENSE] / own for name, own in ms.items()}
+    return shown_front(speedups, {name: mean_of(table, figure, name) for name in ms})
+
+
+def shown_front(speedups: Mapping[str, float], scores: Mapping[str, float]) -> list[str]:
+    """Return the names on the Pareto front of figures as tables show them: no row that looks beaten is on it."""
+    costs = {name: -round(speedup, 2) for name, speedup in speedups.items()}
+    return pareto_front(costs, {name: round(score, 3) for name, score in scores.items()}, tolerance=1.0)

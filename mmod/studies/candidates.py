@@ -46,7 +46,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
-    return Comparison(
+    comparison = Comparison(
         candidates=candidates,
         dense=dense,
         # Untuned models are evaluated on the data and in the precision of the dense one.
@@ -57,6 +57,12 @@ def comparison_of(config: StudyConfig) -> Comparison:
         left_out=[f"Left out: {name}: {reason}" for name, reason in left_out.items()],
         keys=("changes", "finetune"),
     )
+    if config.seeds > 1 and not comparison.trains:
+        raise ValueError(
+            f"seeds={config.seeds} repeats training, and this study trains nothing: leave seeds out, as intervals are "
+            "over samples, or set tune to true"
+        )
+    return comparison
 
 
 def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:

@@ -56,7 +56,7 @@ class StudyConfig(Checked):
         tune: Fine-tune all models, the dense one like the others; "others" leaves the dense one as it is, and False
             evaluates routed models without training.
         before: Also evaluate models before they are fine-tuned.
-        seeds: Number of seeds; all runs are repeated with every seed, unless nothing is trained.
+        seeds: Number of seeds; all runs are repeated with every seed. A study that trains nothing has one.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.
         then: Fields that differ in a second study, which follows in a subfolder: merged over this one's, as a file over
             its `base`.

@@ -33,10 +33,11 @@ from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of, noted
+from mmod.planning.choice import NOISE, SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of, noted
+from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, verdict
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
@@ -47,6 +48,8 @@ from mmod.training.image.kind import ImageKind, sample_images, timed_images
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Time saved below this share of the saved FLOPs is explained.
+_SAVED = 0.6
 # Images whose redundancy is measured.
 _MEASURED = 256
 _MEASURES = {"top1": "accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
@@ -164,7 +167,8 @@ class ImageStudy(StudyKind):
         axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
         shown = {name: COLUMNS[name] for name in ("name", "gflops")}
         shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
-        summary = {**shown, **{name: COLUMNS[name] for name in (score, "to_dense")}}
+        before = [BEFORE] if any(BEFORE in row for row in rows) else []
+        summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
         columns = _with_batch_sizes(suffixes, self.columns)
         told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, text="", summary=summary)
         note = self.note(table)
@@ -175,8 +179,16 @@ class ImageStudy(StudyKind):
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
+        front = shown_front({row["name"]: row["speedup"] for row in rows}, {row["name"]: row[score] for row in rows})
+        rows = [{**row, "front": "*" if row["name"] in front else ""} for row in rows]
+        summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
+        told = told._replace(rows=rows, summary=summary)
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
         texts = [one.text for one in found]
+        batches = in_batches_of(config.latency_batch)
+        if front:
+            texts.append(f"Models with * are on the Pareto front: {batches}, none is faster and loses less.")
+        texts += _costly(rows)
         texts += [*filter(None, [note]), *facts["images"]]
         limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
         if config.tune == "others":
@@ -229,6 +241,7 @@ def recommendations(
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
+    controls = {candidate.control for candidate in candidates.values()}
     found = []
     for size in sizes:
         models = []
@@ -243,7 +256,8 @@ def recommendations(
                 note = noted(alone, candidate.control, gap(table, score, name, candidate.control))
             measured = f"{difference:+.1f} points of {measure}"
             number = evaluated(table, name) if is_by_sample else len(table.runs[name])
-            models.append(Alternative(candidate.label, speedups[size][name], loss, number, measured, note))
+            speedup = speedups[size][name]
+            models.append(Alternative(candidate.label, speedup, loss, number, measured, note, name in controls))
         found.append(Recommendation(models, TOLERANCE, "points", samples, in_batches_of(size)))
     return found
 
@@ -300,6 +314,23 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
         return images
     report = redundancy(whole_patches(sample_images(config, _MEASURED), patch[0]), patch[0])
     return f"{images}; {report}."
+
+
+def _costly(rows: Lines) -> list[str]:
+    """Say why the fastest model that saves far more FLOPs than time does, if its times tell: a sentence or none."""
+    dense = next((row for row in rows if row["name"] == DENSE), None)
+    for row in sorted(rows, key=lambda row: -row["speedup"]):
+        alone = row.get("speedup_b1")
+        if dense is None or alone is None:
+            continue
+        share = row["gflops"] / dense["gflops"]
+        # Time that does not grow with the batch is no arithmetic.
+        if row["speedup"] < _SAVED / share and alone < row["speedup"] / NOISE:
+            return [
+                f"{row['name']} has {100 * share:.0f} % of the FLOPs and is {row['speedup']:.2f} times as fast, single "
+                f"images {alone:.2f} times: a part of its time is the same for any batch, and larger batches gain more."
+            ]
+    return []
 
 
 def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str:

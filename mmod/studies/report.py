@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _GROUPS = 3
 COLUMNS: dict[str, Column] = {
     "name": ("model", ""),
+    "front": ("front", ""),
     "capacity": ("capacity", "g"),
     "epochs": ("epochs", ""),
     "gflops": ("GFLOPs", ".4g"),
@@ -256,13 +257,21 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
 
 
 def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
-    """Return a warning if fine-tuning made the dense model, or most models, clearly worse than before; empty else."""
+    """Return a warning if fine-tuning made models worse than before, clearly or not; empty else."""
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
-    worse = [name for name, value in tuned.items() if value.high < 0]
+    fallen = sorted((name for name, value in tuned.items() if value.value < 0), key=lambda name: tuned[name].value)
+    if not fallen:
+        return []
+    worse = [name for name in fallen if tuned[name].high < 0]
     # Some of many models fall by chance; where the dense one does, or most do, training is at fault.
     if DENSE not in worse and 2 * len(worse) <= len(tuned):
-        return []
+        told = ", ".join(f"{name} ({tuned[name]:+.1f} points)" for name in fallen[:_GROUPS])
+        told += f" and {len(fallen) - _GROUPS} more" if len(fallen) > _GROUPS else ""
+        return [
+            f"After fine-tuning, {len(fallen)} of {len(tuned)} models are worse than before it, {len(worse)} of them "
+            f"beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less harm."
+        ]
     dense = f", and by {tuned[DENSE]} points the dense model" if DENSE in tuned else ""
     return [
         f"Fine-tuning did harm: it changed {len(worse)} of {len(tuned)} models for the worse beyond their 95 % "

@@ -67,11 +67,15 @@ class Comparison:
 
     def runs(self) -> list[Run]:
         """Return the runs in the order they must be done."""
-        is_repeated = self.train_dense or any(map(self._trains, self.candidates))
         runs = []
-        for seed in range(self.seeds if is_repeated else 1):
+        for seed in range(self.seeds if self.trains else 1):
             runs += self._runs_of(seed)
         return runs
+
+    @property
+    def trains(self) -> bool:
+        """Whether a model is trained, which seeds repeat."""
+        return self.train_dense or any(map(self._trains, self.candidates))
 
     def checked_runs(self) -> list[Run]:
         """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""

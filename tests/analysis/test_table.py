@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from mmod.analysis.statistics import difference
 from mmod.analysis.table import (
+    FEWEST,
     Measured,
     Table,
     best,
@@ -144,16 +145,16 @@ def test_samples_are_paired_as_far_as_both_are_evaluated(scores: list[float], da
     value = gap(table, "right", "a", "dense")
     assert value is not None
     assert value.value == pytest.approx(sum(changed) / count - sum(scores[:count]) / count, abs=1e-9)
-    # The interval of one sample is not known, unless its change is by 0 or 1.
+    # The interval of few samples is not known, unless changes are by 0 or 1.
     if value.has_interval:
         assert value.low - 1e-9 <= value.value <= value.high + 1e-9
     else:
-        assert count == 1
+        assert count < FEWEST
     assert gap(table, "right", "none", "dense") is None
     assert best(table, "right", ["dense", "a"]) == max(["dense", "a"], key=lambda name: mean_of(table, "right", name))
     interval = interval_of(table, "right", "dense")
     assert interval.value == pytest.approx(math.fsum(scores) / len(scores))
-    assert interval.low <= interval.value + 1e-9 <= interval.high + 2e-9
+    assert not interval.has_interval or interval.low <= interval.value + 1e-9 <= interval.high + 2e-9
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
@@ -197,7 +198,7 @@ def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right:
     assert repeated.seeds == 2
 
 
-@pytest.mark.parametrize("samples", [2, 32])
+@pytest.mark.parametrize("samples", [2, 64])
 @pytest.mark.parametrize("dense_share", [0.0, 0.5, 2 / 3, 1.0])
 @pytest.mark.parametrize("share", [0.0, 1 / 3, 2 / 3, 1.0])
 def test_an_interval_leaves_room_for_chance_where_all_samples_agree(
@@ -211,6 +212,10 @@ def test_an_interval_leaves_room_for_chance_where_all_samples_agree(
     change = gap(table, "right", "a", "dense")
     assert change is not None
     for value, ends in ((interval, (0, 1)), (change, (-dense_share, 1 - dense_share))):
+        if not value.has_interval:
+            # Changes of several sizes, of too few samples.
+            assert samples < FEWEST
+            continue
         assert value.high - value.low > 0.5 / samples
         # At an end alone where samples cannot be further.
         least, most = ends

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import timing
 from mmod.analysis.counting import by_data
-from mmod.analysis.statistics import Estimate, share_of
+from mmod.analysis.statistics import Estimate
 from mmod.analysis.table import Measured, measured_once
 from mmod.analysis.timing import Spread
 from mmod.io.store import Store
@@ -28,7 +26,6 @@ from mmod.methods.resolve import resolve_routing
 from mmod.planning import samples, trials
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import missing_samples
 from mmod.planning.options import PlanOptions
 from tests.kit.clip_zoo import make_clip, make_images
 from tests.kit.fitted import count_once, few_series, fit_once
@@ -79,7 +76,7 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert advice.sentence == (
         "Undecided: keep the dense model in batches of 3 for now. The fastest that probably stays within 2 % is "
         "smaller-image-0.7, 112 px, 2.00 times as fast at 100.0 [75.8, 100.0] % agreement with the dense model, but "
-        "may lose up to 24.2 %; 380 more images would tell."
+        "may lose up to 24.2 %; about 180 more images would decide, probably for it."
     )
     assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     shown = str(advice)
@@ -92,7 +89,7 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert decided.best.name == "smaller-image-0.7"
     assert decided.sentence.startswith("Use smaller-image-0.7, 112 px: 2.00 times as fast in batches of 3, at 100.0 [")
     wanted = dataclasses.replace(advice, faster=1.5)
-    assert wanted.sentence.endswith("Undecided: 380 more images would tell whether more than 2 % is lost.")
+    assert wanted.sentence.endswith("Undecided: about 180 more images would decide, probably for it.")
     assert advice.rows[0].on_front
     assert not methods_of(model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -181,34 +178,7 @@ def test_what_the_images_leave_open_is_named() -> None:
         named = advice(*rows)
         assert (named.best.name if named.best else None) == best
         assert [row.name for row in named.undecided] == open_ones
-        assert ("Undecided" in named.sentence) == bool(open_ones)
-
-
-@pytest.mark.parametrize("tolerance", [0.02, 0.05])
-def test_as_many_samples_as_are_missing_decide_in_four_of_five_cases(tolerance: float) -> None:
-    rng = np.random.default_rng(0)
-    for images, rate in itertools.product((64, 256, 1024), (0.0, 0.2, 0.5, 1.5, 2.0)):
-        lost = round(images * rate * tolerance)
-        equal = share_of(np.arange(images) >= lost)
-        row = dataclasses.replace(advice_of([("a", 2.0, equal, None)]).rows[0], images=images)
-        advice = dataclasses.replace(advice_of([("a", 2.0, equal, None)]), tolerance=tolerance, rows=(row,))
-        missing = missing_samples(row.loss, tolerance, row.images)
-        if advice.is_decided(row) or "at least" in advice.sentence:
-            continue
-        assert f"; {missing:,} more images would tell." in advice.sentence
-        # Of new samples, each loses with the share that was measured.
-        is_equal_SI = rng.random((200, images + missing)) >= lost / images
-        drawn = [dataclasses.replace(row, score=share_of(is_equal_I)) for is_equal_I in is_equal_SI]
-        decided = list(map(advice.is_decided, drawn))
-        assert np.mean(decided) >= 0.7, (images, rate)
-
-
-def test_a_loss_close_to_the_tolerance_leaves_a_lower_bound() -> None:
-    advice = advice_of([("a", 2.0, Estimate(0.98, 0.9, 1.0), None)])
-    assert missing_samples(advice.rows[0].loss, 0.02, 64) == 3_400
-    assert "; at least 3,400 more images would tell." in advice.sentence
-    exact = dataclasses.replace(advice, tolerance=0.0)
-    assert missing_samples(exact.rows[0].loss, 0.0, 64) >= 1
+        assert (" would decide, probably " in named.sentence) == bool(open_ones)
 
 
 def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
@@ -272,7 +242,9 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
             assert row.accuracy is not None
             assert row.accuracy.value == pytest.approx(float(expected) - 1)
         assert row.score.value == pytest.approx(float(expected), abs=1e-5)
-        assert row.score.low <= row.score.value <= row.score.high
+        # Of so few cosines nothing is sure.
+        assert row.score.has_interval == (not options)
+        assert row.score.has_interval <= (row.score.low <= row.score.value <= row.score.high)
     assert advice.accuracy == (None if options else 1.0)
 
 

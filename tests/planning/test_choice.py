@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from mmod.analysis.statistics import Estimate, share_of
+from mmod.analysis.statistics import Estimate, change_of, share_of
+from mmod.analysis.table import FEWEST, Measured, Table, interval_of
 from mmod.analysis.timing import Spread
-from mmod.planning.choice import NOISE, Alternative, Recommendation, beside_controls, noted
+from mmod.planning.choice import NOISE, Alternative, Recommendation, beside_controls, missing_samples, noted
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1)
 # A front as models have it: faster ones lose more, some near a tolerance.
@@ -80,8 +82,10 @@ def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
             assert (worst in sentence) == (chosen.loss.low <= tolerance < chosen.loss.high)
             assert ("clearly more lost than" in sentence) == (chosen.loss.low > tolerance)
             # What keeps the tolerance is told beside what may not.
-            if choice.best is not None and not kept:
-                assert f"is {choice.best.name}: " in sentence
+            if choice.named not in (None, chosen) and not kept:
+                assert choice.named is not None
+                which = "within" if choice.best is not None else "that probably stays within"
+                assert f" The fastest {which} {choice.limit} is {choice.named.name}: " in sentence
             if speed in (1.25, 1.5, 2.0):
                 lines = [line for line in choice.text.splitlines() if re.match(rf"- .*\b{speed:g}\b.* as fast: ", line)]
                 # The model of the sentence has no line that repeats it.
@@ -102,12 +106,92 @@ def test_of_what_is_undecided_the_fastest_that_probably_keeps_the_tolerance_is_n
     choice = Recommendation(models, 0.02, "points", "images", "in batches of 8")
     assert choice.sentence == (
         "Undecided: keep the dense model in batches of 8 for now. The fastest that probably stays within 2 points is "
-        "fast, 1.70 times as fast at -1.0 points, but may lose up to 6.0 points; at least 3,200 more images would "
-        "tell. Undecided too: risky (2.00 times as fast at -4.0 points, 2,100 more images), "
-        "mild (1.10 times as fast at -0.0 points, 200 more images)."
+        "fast, 1.70 times as fast at -1.0 points, but may lose up to 6.0 points; about 440 more images would decide, "
+        "probably for it. Undecided too: risky (2.00 times as fast at -4.0 points; about 710 more images would decide, "
+        "probably against it), mild (1.10 times as fast at -0.0 points; about 180 more images would decide, probably "
+        "for it)."
     )
     risky_alone = Recommendation(models[:1], 0.02, "points", "images", "in batches of 8")
-    assert "Nothing probably stays within 2 points, and the fastest that still may is risky" in risky_alone.sentence
+    assert risky_alone.named is None
+    assert risky_alone.sentence == (
+        "Nothing is likely to stay within 2 points in batches of 8: keep the dense model. Not yet excluded: risky "
+        "(2.00 times as fast at -4.0 points; about 710 more images would decide, probably against it)."
+    )
+
+
+@pytest.mark.parametrize("samples", [64, 256, 1024])
+def test_a_control_is_compared_and_never_advised(samples: int) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        choice = drawn(rng, samples, 0.02)
+        models = [dataclasses.replace(model, name="random", is_control=True) for model in choice.models]
+        both = dataclasses.replace(choice, models=[*models, *choice.models])
+        assert both.text == choice.text
+        assert both.sentence_at(1.4) == choice.sentence_at(1.4)
+        assert both.recommended == choice.recommended
+        assert dataclasses.replace(choice, models=models).sentence.startswith("Nothing here pays ")
+
+
+def outcomes(kind: str, lost: float, rng: np.random.Generator, samples: int) -> np.ndarray:
+    """Return losses of samples: 1 for one that is lost, and of changes -1 for one that is won."""
+    draw_N = rng.random(samples)
+    if kind == "share":
+        return (draw_N < lost).astype(float)
+    # Beside the loss, one sample in thirty changes each way.
+    return np.where(draw_N < 1 / 30 + lost, 1.0, np.where(draw_N < 2 / 30 + lost, -1.0, 0.0))
+
+
+@pytest.mark.parametrize("tolerance", [0.02, 0.05])
+@pytest.mark.parametrize(("kind", "rule"), [("share", share_of), ("change", change_of)])
+def test_about_as_many_samples_as_are_missing_decide_and_as_is_said(
+    kind: str, rule: Callable[[np.ndarray], Estimate], tolerance: float
+) -> None:
+    rng = np.random.default_rng(0)
+    for samples, rate in itertools.product((64, 256), (0.0, 0.4, 2.5)):
+        first_N = outcomes(kind, rate * tolerance, rng, samples)
+        loss = rule(first_N)
+        model = Alternative("a", Spread(2.0, 2.0, 2.0), loss, samples, "much")
+        choice = Recommendation([model], tolerance, "%", "images", "in batches of 8")
+        missing = missing_samples(loss, tolerance, samples)
+        if model not in choice.undecided or f"about {missing:,} more images would decide" not in choice.sentence:
+            continue
+        numbers = sorted({*map(round, np.geomspace(1, 8 * missing, 60))})
+        needed, ways = [], []
+        # Further samples, which lose as those that were measured, until the interval decides.
+        for _ in range(80):
+            more_N = rng.choice(first_N, numbers[-1])
+            grown = {number: rule(np.append(first_N, more_N[:number])) for number in numbers}
+            decided = [n for n, one in grown.items() if one.high <= tolerance or one.low > tolerance]
+            needed.append(decided[0] if decided else numbers[-1])
+            ways.append(bool(decided) and grown[decided[0]].high <= tolerance)
+        median = np.median(needed)
+        assert 0.75 * median - 5 <= missing <= 2.5 * median + 5, (samples, rate)
+        way = "for" if np.mean(ways) > 0.5 else "against"
+        assert f"would decide, probably {way} it" in choice.sentence, (samples, rate)
+
+
+def test_samples_that_are_missing_follow_from_the_intervals_rule() -> None:
+    nothing_lost = change_of(np.zeros(80))
+    assert missing_samples(nothing_lost, 0.02, 80) == 57
+    assert [change_of(np.zeros(80 + more)).high <= 0.02 for more in (56, 57)] == [False, True]
+    # Too close to the tolerance, or no interval yet: a lower bound.
+    assert missing_samples(Estimate(0.02, 0.0, 0.1), 0.02, 64) == 3_200
+    assert missing_samples(Estimate(0.0), 0.02, 4) == FEWEST - 4
+
+
+@pytest.mark.parametrize("samples", [2, 4, 16, FEWEST - 1, FEWEST, 128, 256])
+def test_cosines_of_few_samples_do_not_hide_those_that_lose_most(samples: int) -> None:
+    rng = np.random.default_rng(0)
+    within = []
+    for _ in range(200):
+        # One sample in twenty loses half, and more is lost than the tolerance.
+        table = Table()
+        cosine_N = 1 - np.where(rng.random(samples) < 0.05, 0.5, 0.001 * rng.random(samples))
+        table.add("a", 0, Measured({}, outcomes={"cosine": cosine_N}))
+        score = interval_of(table, "cosine", "a")
+        assert score.has_interval == (samples >= FEWEST)
+        within.append(1 - score.low <= 0.02)
+    assert np.mean(within) <= 0.07
 
 
 def test_without_intervals_only_speeds_are_told() -> None:
