@@ -349,7 +349,8 @@ def rows_of(
 ) -> Iterator[AdviceRow]:
     """Yield the rows of the report, the fastest first; `is_only` is that of `Candidate.config`."""
     ms = milliseconds(table, BATCH)
-    front = front_in(table, figure)
+    # A control is never advised.
+    front = {*front_in(table, figure)} - {candidate.control for candidate in candidates.values()}
     times = table.times[BATCH]
     for name in sorted(ms, key=ms.__getitem__):
         if name == DENSE:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -179,18 +179,19 @@ class ImageStudy(StudyKind):
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
-        front = shown_front({row["name"]: row["speedup"] for row in rows}, {row["name"]: row[score] for row in rows})
-        rows = [{**row, "front": "*" if row["name"] in front else ""} for row in rows]
-        summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
-        told = told._replace(rows=rows, summary=summary)
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
         texts = [one.text for one in found]
-        batches = in_batches_of(config.latency_batch)
-        if front:
-            texts.append(f"Models with * are on the Pareto front: {batches}, none is faster and loses less.")
-        texts += _costly(rows)
+        if found and rows:
+            rows = _starred(rows, score, {run.candidate.control for run in runs.values()})
+            summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
+            told = told._replace(rows=rows, summary=summary)
+            batches = in_batches_of(config.latency_batch)
+            texts += [
+                f"Models with * are on the Pareto front: {batches}, none is faster and loses less.",
+                *_costly(rows),
+            ]
         texts += [*filter(None, [note]), *facts["images"]]
-        limits = _against_advice(config.tune, [run.candidate for run in runs.values()])
+        limits = _against_advice(bool(config.tune), [run.candidate for run in runs.values()])
         if config.tune == "others":
             limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
@@ -314,6 +315,12 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
         return images
     report = redundancy(whole_patches(sample_images(config, _MEASURED), patch[0]), patch[0])
     return f"{images}; {report}."
+
+
+def _starred(rows: Lines, score: str, controls: Container[str | None]) -> Lines:
+    """Return rows with a star for each model on the Pareto front; a control is never advised, and has none."""
+    front = shown_front({row["name"]: row["speedup"] for row in rows}, {row["name"]: row[score] for row in rows})
+    return [{**row, "front": "*" if row["name"] in front and row["name"] not in controls else ""} for row in rows]
 
 
 def _costly(rows: Lines) -> list[str]:

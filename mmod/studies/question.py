@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def _model_of(run: Run, written: Collection[str]) -> dict[str, Any]:
     model = identity["config"]
     model["is_trained"] = run.is_trained
     model["searches"] = [dataclasses.asdict(search) for search in run.searches]
-    weights = [checksum[:8] for checksums in identity["weights"].values() for checksum in checksums]
+    weights = [checksum[:8] for checksum in itertools.chain.from_iterable(identity["weights"].values())]
     # What an earlier run of the study writes is not there yet, and follows from its config.
     if weights and run.config.model.checkpoint not in written:
         # The weights tell the model, wherever they or the study were moved to.
