@@ -128,12 +128,12 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
 
     Example:
         >>> import dataclasses, mmod
-        >>> from mmod.routing import NormScore
+        >>> from mmod.routing import FunctionScore
         >>> @register_score("length")
         ... @dataclasses.dataclass(frozen=True)
         ... class Length(mmod.Score):
         ...     def make(self, placement):
-        ...         return NormScore()
+        ...         return FunctionScore(lambda x_BND: x_BND.norm(dim=-1))
         >>> mmod.RoutingConfig(router="length").gate.name
         'identity'
     """

@@ -9,7 +9,7 @@ from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router
 from mmod.routing.score.change import token_change
-from mmod.routing.score.controls import NormScore, RandomScore, StrideScore
+from mmod.routing.score.controls import RandomScore
 from mmod.routing.score.diversity import DiversityScore
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 import mmod
 from mmod import RoutingConfig
-from mmod.ops import signed_sums, tiles
-from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, StrideScore, apply_gate
+from mmod.ops import signed_sums, spread_evenly, tiles
+from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, apply_gate
 from tests.kit.zoo import make_images, make_model
 
 
@@ -114,7 +114,7 @@ def test_random_scores_are_uniform_over_positions() -> None:
 
 
 def test_stride_spreads_any_count_evenly() -> None:
-    score = StrideScore()(torch.zeros(1, 64, 1))[0]
+    score = make(RoutingConfig(router="stride")).score(torch.zeros(1, 64, 1))[0]
     for count in (2, 4, 16, 32):
         kept = score.argsort(descending=True, stable=True)[:count].sort().values
         assert kept.diff().tolist() == [64 // count] * (count - 1)
@@ -259,7 +259,7 @@ def test_redundancy_keeps_what_no_token_before_can_stand_for() -> None:
         x = torch.randn(2, tokens, 5, dtype=torch.float64)
         # Every token but a few is a copy of one of those.
         x[:, prefix:] = x[:, prefix : prefix + 3][:, torch.arange(tokens - prefix) % 3]
-        score, order = RedundancyScore(prefix)(x), StrideScore()(x[:1, prefix:])[0]
+        score, order = RedundancyScore(prefix)(x), spread_evenly(tokens - prefix, x.device)
         assert (score[:, :prefix] == 2).all()
         for image, token in itertools.product(range(2), range(tokens - prefix)):
             before = [other for other in range(tokens - prefix) if order[other] > order[token]]

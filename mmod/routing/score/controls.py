@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmod.config import Placement, Score, register_score
 from mmod.ops import random_scores, spread_evenly
 from mmod.ops.hashing import mix
+from mmod.routing.score.function import FunctionScore
 
 
 @register_score("random")
@@ -100,15 +101,11 @@ class Norm(Score):
 
     def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return NormScore()
+        return FunctionScore(_norms)
 
 
-class NormScore(nn.Module):
-    """Score tokens by their Euclidean norm: a control without parameters."""
-
-    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the norms (B, N) of tokens (B, N, D)."""
-        return x_BND.detach().float().norm(dim=-1)
+def _norms(x_BND: Tensor) -> Tensor:
+    return x_BND.detach().float().norm(dim=-1)
 
 
 @register_score("stride")
@@ -122,12 +119,8 @@ class Stride(Score):
 
     def make(self, placement: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return StrideScore()
+        return FunctionScore(_spread)
 
 
-class StrideScore(nn.Module):
-    """Score tokens by the van der Corput sequence, see `spread_evenly`."""
-
-    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the scores (B, N) for tokens (B, N, D)."""
-        return spread_evenly(x_BND.shape[1], x_BND.device).unsqueeze(0).expand(x_BND.shape[0], -1)
+def _spread(x_BND: Tensor) -> Tensor:
+    return spread_evenly(x_BND.shape[1], x_BND.device).unsqueeze(0).expand(x_BND.shape[0], -1)

@@ -42,7 +42,7 @@ class Function(WithImportance):
 
 
 class FunctionScore(nn.Module):
-    """Score tokens by a function of the user's."""
+    """Score tokens by a function from tokens (B, N, D) to scores (B, N)."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
