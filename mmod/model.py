@@ -243,7 +243,7 @@ def freeze_dense_(model: Model) -> Model:
 
 
 def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str, float]) -> Model:
-    """Set the capacity of a routed model in place; its weights do not change.
+    """Set the capacity of a routed model in place, the share of tokens that its blocks keep; weights stay as they are.
 
     Capacity is not in the state dict: set it on existing copies, such as an EMA model, too.
 

@@ -268,6 +268,60 @@ def test_every_public_name_has_an_entry_and_is_used_on_its_page() -> None:
     assert {entries[name].name for name in internal} == {"extending.md"}
 
 
+SECTIONS = [
+    (path.name, section)
+    for path in sorted((ROOT / "docs/api").glob("*.md"))
+    for section in path.read_text().split("\n## ")[1:]
+]
+
+
+@pytest.mark.parametrize(("page", "section"), SECTIONS, ids=lambda text: text.partition("\n")[0])
+def test_a_section_of_the_reference_has_two_sentences_and_a_use(page: str, section: str) -> None:
+    text, mark, _ = section.partition("\n<!-- ")
+    prose, fence, _ = text.partition("\n```python\n")
+    assert mark, page
+    assert fence, "no example"
+    _, _, prose = prose.partition("\n")
+    assert len(re.findall(r"\w\S*[.:](?=\s|$)|;", prose)) >= 2, prose
+
+
+def test_entries_of_the_reference_are_read_by_users() -> None:
+    text = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    # A limit is said in words, and what a dataclass makes anew is shown as what is written.
+    for mark in ("Annotated[", " = ...", "object at 0x", "See `Mixture`"):
+        assert mark not in text, mark
+    # The contract of all methods stands once, and each method has what it adds.
+    assert text.count("**`with_settings_of(") == 1
+    assert text.count("**`training_only`**") == 1
+    entry = reference.entry("mmod.methods.Prune[]")
+    assert "    keep: float = 0.7,\n" in entry
+    assert "- `keep` (above 0, at most 1): Share of its patches" in entry
+    assert "**`" not in entry
+    with pytest.raises(ValueError, match=r"mmod\.Gate has no documented members scales"):
+        reference.entry("mmod.Gate[scales]")
+
+
+def test_names_of_the_guides_are_in_the_reference() -> None:
+    written = [path.relative_to(ROOT).as_posix() for path in reference.pages()]
+    others = ("ARCHITECTURE.md", "CONTRIBUTING.md", *written)
+    guides = [name for name in PAGES if name not in others and not name.startswith("docs/notebook/")]
+    listed = [reference.lookup(name) for name in reference.entries()]
+    for page in guides:
+        imports = re.findall(r"^from (mmod[\w.]*) import (.*)$", PAGES[page], re.MULTILINE)
+        imported = {f"{module}.{name.strip()}" for module, names in imports for name in names.split(",")}
+        for name in sorted({*re.findall(r"mmod(?:\.\w+)+", PAGES[page]), *imported}):
+            module, *attributes = name.split(".")
+            value: Any = importlib.import_module(module)
+            for attribute in attributes:
+                # What an entry lists, such as `mmod.Score.normalised`, stands there.
+                if not inspect.ismodule(value):
+                    break
+                if not hasattr(value, attribute):
+                    importlib.import_module(f"{value.__name__}.{attribute}")
+                value = getattr(value, attribute)
+            assert inspect.ismodule(value) or not callable(value) or value in listed, f"{page}: {name} has no entry"
+
+
 def test_a_changed_docstring_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text(f"# A page\n\n<!-- api mmod.is_routed -->\n\nother text\n\n<!-- end -->\n\n{'after'}\n")
@@ -275,6 +329,19 @@ def test_a_changed_docstring_is_noticed(tmp_path: Path) -> None:
     assert "Return whether any block of a model is routed." in text
     assert "other text" not in text
     assert text.endswith("<!-- end -->\n\nafter\n")
+
+
+def test_groups_of_options_are_linked_and_described_once() -> None:
+    page = PAGES["docs/options.md"]
+    headings = re.findall(r"^##+ (.*)$", page, re.MULTILINE)
+    assert len(headings) == len(set(headings))
+    anchors = {reference.anchor(heading) for heading in headings}
+    links = re.findall(r"\(#([\w-]+)\)", page)
+    assert set(links) <= anchors
+    assert {reference.anchor(heading) for heading in headings if ": `" in heading} <= set(links)
+    rows = re.findall(r"^\| `[\w.]+` \|.*\|.*\|.*\|$", page, re.MULTILINE)
+    assert len(rows) == len(set(rows)) > 150
+    assert all(row.removesuffix(" |").rpartition("|")[2].strip() for row in rows), "a key without a meaning"
 
 
 @pytest.mark.parametrize("kind", KINDS)

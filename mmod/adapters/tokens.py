@@ -32,7 +32,9 @@ _PROVEN: WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Proof]] = WeakKe
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a user says of a model that no adapter knows, where its structure is not enough.
+    """Where the blocks of a model are and which tokens it always keeps, for `mmod.route_` on a model of your own.
+
+    It is needed where the structure of the model does not show this.
 
     Args:
         blocks: Name of the list of blocks, such as "encoder.layers"; empty for the list with the most weights.

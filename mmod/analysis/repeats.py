@@ -38,7 +38,7 @@ class RedundancyReport:
 
 
 def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: float = 0.01) -> RedundancyReport:
-    """Measure the redundancy of images at a model's patch size.
+    """Measure how redundant images are at a model's patch size: how many patches are flat, or add little.
 
     Robustness to dropped tokens means little on mostly flat images, so report both.
 

@@ -25,7 +25,7 @@ _HEADER = ("decision", "tokens", "kept")
 
 
 class Trace(Mapping[str, Routing]):
-    """The last decision of every place in a model that decides, by name, without gradients.
+    """Which tokens each routed block kept in the last forward pass, by name: a mapping to `Routing`.
 
     `print(trace)` shows the kept shares, in one line for adjoining blocks that kept the same tokens, and notebooks show
     them as a table. A routed block is one place; other methods decide in several, such as `blocks.1.mlp.expert2` (an
@@ -247,7 +247,9 @@ def _name(module: str, place: str) -> str:
 
 @contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
-    """Record the decisions of the forward passes that this thread makes inside the block, in evaluation too.
+    """Record which tokens a model keeps, in the forward passes of this thread inside the `with` statement.
+
+    Decisions are recorded in evaluation too.
 
     Args:
         model: A model, as a rule one that `mmod.apply_` or `mmod.route_` changed.

@@ -27,7 +27,7 @@ REFERENCE_ENTROPY = "reference entropy"
 
 @dataclass(frozen=True)
 class DecisionContext:
-    """The inputs of a counterfactual choice: the replaced decision and its context.
+    """What a custom condition of an audit gets: the learned decision that it replaces, and its inputs.
 
     Args:
         x_BND: The router's input in this forward pass (B, N, D).

@@ -57,10 +57,12 @@ class RoutingConfig(Checked):
     the fields that differ from their defaults.
 
     Args:
-        router: The score of the tokens. "attention" has no parameters: it is the attention that tokens receive in the
-            preceding dense block. "linear" is learned. "random", "stride" and "norm" are controls. Also valid: other
-            registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to scores
-            (B, N).
+        router: The score of the tokens:
+            - "attention": the attention that tokens receive in the preceding dense block, without parameters;
+            - "linear": learned;
+            - "random", "stride" and "norm": controls;
+            - other registered scores, `mmod.score(name, ...)` with options, or a function from tokens (B, N, D) to
+              scores (B, N).
         capacity: Share of tokens kept, in [0, 1], prefix tokens included; one number, or one per routed block. At 0,
             only tokens that are always kept run: prefix tokens, and text if only image tokens may be skipped.
         select: "topk" keeps the `max(1, floor(capacity * N))` highest scores of every image. "threshold", or a

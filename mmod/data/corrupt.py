@@ -52,7 +52,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class CorruptReport:
-    """The faults of damaged data that a stream met, each once and in order.
+    """What a stream could not read, each fault once and in order.
 
     Args:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.

@@ -75,7 +75,7 @@ def image_stream(
     model: ModelClasses | None = None,
     in_memory: bool | None = None,
 ) -> BatchStream:
-    """Create the stream of one process: images (B, C, H, W) and their classes (B), or those of patches (B, N).
+    """Read a data set in batches: images (B, C, H, W) and their classes (B), or those of patches (B, N).
 
     Args:
         seed: Of order and augmentation of the training images, the same in all processes; None reads every evaluation

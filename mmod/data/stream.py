@@ -157,7 +157,7 @@ class MemoryReader:
 
 
 class BatchStream:
-    """The batches of one process.
+    """The batches of a data set; with several processes, those of one.
 
     In training every epoch is a new permutation, cut into full batches; the remaining samples, fewer than
     `batch_size * world`, are dropped in this epoch. The processes' batches of one step are adjacent in the permutation.

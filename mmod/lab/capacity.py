@@ -336,10 +336,11 @@ def learn_capacity_(
 
     Block l has the capacity `low + (1 - low) * sigmoid(rate * offset_l + level)`. Its offset is a parameter. The level
     is one number for all blocks: every forward pass solves for the level at which the total cost equals the budget. So
-    the budget holds in every step, without a penalty term. In training a block runs at the next higher eighth. Tokens
-    beyond the next lower eighth are weighted by how far the capacity lies between the two, which gives the loss an
-    exact gradient by the capacity. In evaluation mode, and without gradients, blocks run at the nearest plan in
-    hundredths within the budget.
+    the budget holds in every step, without a penalty term.
+
+    - In training a block runs at the next higher eighth. Tokens beyond the next lower eighth are weighted by how far
+      the capacity lies between the two, which gives the loss an exact gradient by the capacity.
+    - In evaluation mode, and without gradients, blocks run at the nearest plan in hundredths within the budget.
 
     All offsets start at 0, that is, at equal capacities that meet the budget. Call `settle_capacity_` before the model
     is saved; `mmod.unroute_` ends the learning too.

@@ -57,8 +57,11 @@ class Experts(Mixture):
     tokens choose without a limit (`capacity=None`), or experts choose by "score" or "predictor".
 
     Args:
-        choice: See `Mixture`. With "tokens", every token takes its most likely expert, and the most likely tokens get
-            the slots. A predictor is trained for each expert.
+        choice: Who chooses:
+            - "topk": each expert takes its top tokens, among all tokens of an image or text (expert choice);
+            - "tokens": every token takes its most likely expert, and the most likely tokens get the slots;
+            - "score" and "predictor": for language models, as "topk" in training. In evaluation each token is decided
+              alone: "score" takes those whose logit is at least 0, "predictor" asks a small network for each expert.
         experts: Number of active experts.
         idle: Number of experts that do nothing: a token that chooses one keeps its state.
         capacity: Slots of all experts together, per token. None sets no limit for token choice; the balance loss then

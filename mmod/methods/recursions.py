@@ -69,8 +69,12 @@ class Recursions(Mixture):
 
     Args:
         recursions: R, the maximum number of recursions.
-        choice: See `Mixture`. With "topk", recursion r keeps the (R - r + 1) / R of all tokens with top gates, among
-            the tokens of recursion r - 1. With "tokens", every token chooses its depth once.
+        choice: Who chooses:
+            - "topk": recursion r keeps the (R - r + 1) / R of all tokens with top gates, among the tokens of recursion
+              r - 1;
+            - "tokens": every token chooses its depth once;
+            - "score" and "predictor": for language models, as "topk" in training. In evaluation each token is decided
+              alone: "score" takes those whose logit is at least 0, "predictor" asks a small network.
         keys: Keys that running tokens attend to: those of the "kept" tokens (recursion-wise caching), or the keys and
             values of all tokens from the "first" recursion (recursive sharing).
         adds: What g weighs: the blocks' "output", or the "change" that they make, which is added to H.

@@ -87,7 +87,7 @@ class Options(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A model that `mmod.open_model` opened.
+    """A model with what is known of it: how its images are prepared, its classes, and where its weights come from.
 
     Attributes:
         model: The model, in evaluation mode.

@@ -305,7 +305,7 @@ def plan_divergence(
     part: str | None = None,
     divergence: str | None = None,
 ) -> float:
-    """Return the mean divergence of a routed model's outputs from the dense model's.
+    """Return how far a routed model's outputs are from the dense model's: their mean divergence.
 
     Args:
         model: The dense model; unchanged afterwards.

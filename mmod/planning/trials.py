@@ -62,11 +62,15 @@ def advise(
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
 
     All candidates run on the first 64 images and are timed in turns; those that none as fast clearly beats run on all.
-    A model with a head is evaluated by how often its top class is the dense model's, another one by the cosine of
-    features, and one with an output per patch (`global_pool=""`) by the cosine of its patches. What your own model
-    returns is taken for logits if there are labels. A language model is
-    evaluated by its greedy answers where batches have labels, else by how often its next token is the dense model's. It
-    is timed by the prefill of prompts of equal length. Where batches have labels, the change of accuracy decides.
+    Where batches have labels, the change of accuracy decides. What decides without labels depends on the model:
+
+    - a model with a head: how often its top class is the dense model's;
+    - without a head: the cosine of its features, or of its patches where it has an output per patch
+      (`global_pool=""`);
+    - a language model: how often its next token is the dense model's; with labels, its greedy answers. It is timed by
+      the prefill of prompts of equal length.
+
+    What your own model returns is taken for logits if there are labels.
 
     Args:
         model: A dense image model of timm, of transformers or of your own, a CLIP model, or a language model of

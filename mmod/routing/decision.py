@@ -189,7 +189,7 @@ class Rule(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """A block's decision for a batch, made by its router.
+    """The decision of a block for a batch: which tokens run, with what weight, and the scores behind it.
 
     Attributes:
         kept: Which rows run, in which slots.

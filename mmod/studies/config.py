@@ -38,10 +38,11 @@ class StudyConfig(Checked):
         dense: Training config of the dense model: a YAML file, its fields, or a run folder, whose final model and data
             it is then; or one of these as `base` with the keys that differ. The study sets its `output` and `seed`;
             `routing` and `methods` are those of series.
-        routers: The routing of each series by its name: fields of `RoutingConfig`, `preset: NAME` with changes,
-            `plan: FILE` with other fields, or `search` with fields of `PlanOptions`, which searches a plan in the dense
-            model of every seed. Each series runs at every capacity, which is the budget of a search. It may also have
+        routers: The routing of each series by its name, at every capacity: fields of `RoutingConfig`, `preset: NAME`
+            with changes, or `plan: FILE` with other fields. It may also have
 
+            - `search`: fields of `PlanOptions` in place of a routing: a plan is searched in the dense model of every
+              seed, and the capacity is its budget;
             - `changes`: fields of the training config that differ in its runs;
             - `tune: false`: leaves it untrained;
             - `budgets`: replace the capacities; shares of the dense model's FLOPs with the fields that they set. One
@@ -297,6 +298,7 @@ class TimmStudyConfig(StudyConfig):
             do. Smaller models, and methods that cannot use dense weights, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
+        rate_split: Split on which `rates` are compared, another one than that of the evaluation.
         maps: Sample images over which routing is drawn.
     """
 

@@ -107,6 +107,8 @@ def fit(config: RunConfig, **options: Any) -> FitResult[RoutedResult | None]:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
     Args:
+        config: The `TrainConfig` of a kind: `mmod.training.TrainConfig` for images,
+            `mmod.training.pairs.config.TrainConfig` for pairs, and likewise those of `chat` and `text`.
         options: `progress=False` hides bars; `after_step` is a function that is called with a `Step` after each
             optimiser step, in every process, and is no part of the run's config; `streams` are training and evaluation
             batches to use instead of those that `config.data` names.

@@ -41,7 +41,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class FitResult(Generic[Result]):
-    """The result of a training run.
+    """What a training run returns: its folder, its evaluation, and how it got there.
 
     Args:
         folder: The run folder. `model/` holds the final model: the moving average of a run that has one, whose last

@@ -32,7 +32,7 @@ CONFUSION = "confusion"
 
 @dataclass(frozen=True)
 class EvalResult(RoutedResult):
-    """The result of an evaluation.
+    """What an evaluation returns: accuracy, loss, and the shares of tokens that blocks kept.
 
     Args:
         top1: Accuracy on labels, of images or of patches, in percent.
