@@ -250,8 +250,8 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
     Args:
         capacity: Share of tokens kept: one per routed block in order, a mapping by module name, or one number. A number
             sets the capacity of all blocks. If the routing config has several capacities, as a plan or the presets
-            "gradual" and "p-mod" do, a number sets their mean and keeps their shape: for a lower mean, all capacities
-            are multiplied by one factor; for a higher mean, all skipped shares are.
+            "gradual" and "p-mod" do, a number sets their mean and keeps their shape. For a lower mean, one factor
+            multiplies all capacities; for a higher mean, all skipped shares.
 
     Raises:
         TypeError: A capacity that is no number.

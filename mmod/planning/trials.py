@@ -77,8 +77,8 @@ def advise(
             transformers that reads images; it runs in evaluation mode and is unchanged.
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
             For a language model, what its processor returns, perhaps with `labels` at the answers' tokens (-100
-            elsewhere), of which the last answer of each prompt is generated; plans are searched on the first
-            fifth of these prompts, in whole batches, and all candidates are evaluated on the others.
+            elsewhere), of which the last answer of each prompt is generated. Plans are searched on the first fifth of
+            these prompts, in whole batches; all candidates are evaluated on the others.
         part: The part to make cheaper; None takes "language", or else "image".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
@@ -86,10 +86,11 @@ def advise(
             whose whole 95 % interval is within it.
         faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
             that reaches it and loses least, by the worse end of its interval, is advised, whatever the tolerance.
-        candidates: What to try. None takes those of `mmod tradeoff my-model`: gradual and late merging, A-MoD, random
-            tokens, equal patches left out, smaller images, ToMe and pruning at 0.85, 0.7 or 0.55 of the FLOPs; for a
-            language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
-            tokens that late layers do not update, random and evenly spread ones.
+        candidates: What to try. None takes
+            - for images those of `mmod tradeoff my-model`, at 0.85, 0.7 or 0.55 of the FLOPs: gradual and late merging,
+              A-MoD, random tokens, equal patches left out, smaller images, ToMe and pruning;
+            - for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image tokens
+              that late layers do not update, random and evenly spread ones.
         is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
         at_size: Makes a language model read images of another side in pixels, in place, and returns the batches of the
             same prompts at that side; `mmod advise` passes it for LLaVA-like models. None tries no smaller images.
