@@ -246,7 +246,7 @@ class StudyConfig(Checked):
         # Read as a file is, which converts values and names an unknown key.
         return from_plain(type(self), fields)
 
-    # What `read_runs` of `candidates.py` asks, which reads the training configs.
+    # What `read_runs` of `runs.py` asks, which reads the training configs.
     @property
     def trains(self) -> str:
         """The kind of its runs."""

@@ -29,7 +29,6 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
-from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
@@ -38,7 +37,7 @@ from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.report import COLUMNS, verdict
+from mmod.studies.report import COLUMNS, verdict, with_batch_sizes
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
@@ -169,7 +168,7 @@ class ImageStudy(StudyKind):
         shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
         before = [BEFORE] if any(BEFORE in row for row in rows) else []
         summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
-        columns = _with_batch_sizes(suffixes, self.columns)
+        columns = with_batch_sizes(suffixes, self.columns)
         told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, text="", summary=summary)
         note = self.note(table)
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
@@ -274,26 +273,6 @@ def _against_advice(is_tuned: bool, candidates: Sequence[Candidate]) -> list[str
             "`mmod.methods.Resize`, it may answer a few pictures differently."
         )
     return reasons
-
-
-def _with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict[str, Column]:
-    """Return columns by name, those of times and of baselines that are as fast for every batch size."""
-    columns: dict[str, Column] = {}
-    # Beside each difference to dense stand those to baselines, one for each batch size.
-    gap_names = [name for name in names if name.endswith("to_dense")]
-    for name in names:
-        title, form = COLUMNS[name]
-        if name in ("latency_ms", "speedup"):
-            columns |= {f"{name}{suffix}": (f"{title} b{size}", form) for size, suffix in suffixes.items()}
-            continue
-        columns[name] = (title, form)
-        if name in gap_names:
-            baseline = f"{name.removesuffix('dense')}baseline"
-            heading = f"{title.removesuffix('dense')}baseline"
-            columns |= {f"{baseline}_b{size}": (f"{heading} b{size}", form) for size in suffixes}
-        if name == gap_names[-1]:
-            columns |= {f"baseline_b{size}": (f"baseline b{size}", "") for size in suffixes}
-    return columns
 
 
 def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, dict[str, float]]:

@@ -209,6 +209,26 @@ def _columns_of_time(study: StudyKind, table: Table) -> dict[str, dict[str, floa
     return by_name
 
 
+def with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict[str, Column]:
+    """Return columns by name, those of times and of baselines that are as fast for every batch size."""
+    columns: dict[str, Column] = {}
+    # Beside each difference to dense stand those to baselines, one for each batch size.
+    gap_names = [name for name in names if name.endswith("to_dense")]
+    for name in names:
+        title, form = COLUMNS[name]
+        if name in ("latency_ms", "speedup"):
+            columns |= {f"{name}{suffix}": (f"{title} b{size}", form) for size, suffix in suffixes.items()}
+            continue
+        columns[name] = (title, form)
+        if name in gap_names:
+            baseline = f"{name.removesuffix('dense')}baseline"
+            heading = f"{title.removesuffix('dense')}baseline"
+            columns |= {f"{baseline}_b{size}": (f"{heading} b{size}", form) for size in suffixes}
+        if name == gap_names[-1]:
+            columns |= {f"baseline_b{size}": (f"baseline b{size}", "") for size in suffixes}
+    return columns
+
+
 def epochs_of(run: Run, before: int | None) -> str:
     """Return the epochs of a model as a study shows them: from scratch, or after those of the dense model.
 

@@ -26,11 +26,11 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
-from mmod.studies.candidates import comparison_of, read_runs
+from mmod.studies.candidates import comparison_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.report import StudyResult, harm, verdict
-from mmod.studies.runs import Run
+from mmod.studies.runs import Run, read_runs
 from mmod.studies.study import run_study
 from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
