@@ -244,7 +244,7 @@ def random_copy(block: nn.Module) -> Any:
     for weight in block.parameters():
         if weight.is_floating_point() and type(weight.data) is Tensor:
             drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            # Outputs of linear layers keep the size of their inputs.
+            # Outputs of linear layers keep the size of their inputs; scales and biases are drawn around a half.
             drawn = drawn / weight.shape[1:].numel() ** 0.5 if weight.ndim > 1 else 0.5 + drawn / 2
             memo[id(weight)] = nn.Parameter(drawn, requires_grad=False)
     trial = copy.deepcopy(block, memo)

@@ -115,7 +115,7 @@ class Inputs(NamedTuple):
     copies: int
 
     def described(self, kind_BN: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return kinds and packed samples of the rows that `layout` describes, one of each that was copied."""
+        """Return kinds and packed samples of the rows that `layout` describes: the first copy of each sample."""
         segment_BN = self.structure.segment_BN
         return kind_BN[:: self.copies], None if segment_BN is None else segment_BN[:: self.copies]
 

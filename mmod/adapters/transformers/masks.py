@@ -106,6 +106,7 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
     if mask is None and tokens == 1:
         return F.pad(written, (0, recent), value=True)
     if mask is None:
+        # Recent tokens end with the new ones, of which each sees those up to itself.
         query_N = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
         columns = written.expand(-1, -1, tokens, -1), query_N.expand(x_BND.shape[0], 1, -1, -1)
         return torch.cat(columns, dim=-1)

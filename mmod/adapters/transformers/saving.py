@@ -191,7 +191,8 @@ def _check_depth(model: nn.Module) -> None:
         # A module that repeats layers stands for all that it replaces.
         count = sum(layer.dense_blocks if isinstance(layer, Deciding) else 1 for layer in layers)
         # A predictor behind an encoder, for one, has a field of its own.
-        fields = {key: value for key, value in vars(config or object).items() if key.endswith("num_hidden_layers")}
+        settings = {} if config is None else vars(config)
+        fields = {key: value for key, value in settings.items() if key.endswith("num_hidden_layers")}
         if fields and count not in fields.values():
             wanted = fields.get("num_hidden_layers", count)
             raise ValueError(

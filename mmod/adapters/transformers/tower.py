@@ -162,7 +162,9 @@ class TowerReader(ModelHook):
         described = {key: arguments[key] for key in taken if arguments.get(key) is not None}
         token_Q, tokens = self._tokens(entry, names[0], described, calls)
         used_Q = token_Q >= 0
-        side = isqrt(int(token_Q[used_Q].bincount().amax()) - 1) + 1
+        most = int(token_Q[used_Q].bincount().amax())
+        # The smallest square that holds the patches of any token: the root, rounded up.
+        side = isqrt(most - 1) + 1
         # The tower may have run before, for another reason.
         value_Q = self._values(calls, side)[-len(token_Q) :]
         number_Q = token_Q[used_Q].to(value_Q.device)

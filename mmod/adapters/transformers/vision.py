@@ -107,6 +107,7 @@ def read_blocks(always: frozenset[int]) -> Collection[int] | None:
     Args:
         always: Numbers of the layers whose output the model reads in every call.
     """
+    # A graph reads no context variable, so transformers keeps a copy of it for compiled code.
     compiles = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiles else _active_collector.get()
     if not collected or "hidden_states" not in collected:

@@ -65,6 +65,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     def complete(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         return keep_new_routers(model, host_filter(state, model))
 
+    # Features as timm's own entries of these families make them: of the last three blocks, by a getter.
     return build_model_with_cfg(
         build,
         name,
