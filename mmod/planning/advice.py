@@ -46,7 +46,7 @@ class AdviceRow:
         images: Number of images; few for candidates that were far from the front.
         code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
             config that does, empty for a class of model that configs cannot name.
-        on_front: No other row is faster and loses less.
+        on_front: No other row is faster and loses less, and it is no control.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
         series: Name that it shares with the same model at other budgets; empty for none.
         speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,

@@ -84,6 +84,8 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
         f"smaller-image-0.7, 112 px in Python:\n\n```python\n{advice.code}\n```\n\nsmaller-image-0.7, 112 px in"
         in shown
     )
+    # What a notebook's cell or a traceback shows is the sentence, and no row.
+    assert repr(advice) == f"<Advice from 12 images on {len(advice.rows)} recipes: {advice.sentence} Print it for all.>"
     decided = dataclasses.replace(advice, tolerance=0.5)
     assert decided.best is not None
     assert decided.best.name == "smaller-image-0.7"

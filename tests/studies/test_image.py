@@ -31,7 +31,7 @@ from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.report import StudyResult, harm, verdict
 from mmod.studies.runs import Run, read_runs
-from mmod.studies.study import run_study
+from mmod.studies.study import run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
@@ -290,6 +290,31 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     (points,) = re.findall(r"the widest interval is ([0-9.]+) points", told.text)
     difference = gap(table, "top1", "lucky", "dense")
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
+
+
+def test_a_table_stars_the_front_and_says_why_few_flops_save_little_time(study: ImageStudyConfig) -> None:
+    config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False)
+    table = Table()
+    rows = []
+    # GFLOPs, speed-up in batches and alone, and samples that are right of 80.
+    figures = {"dense": (1.0, 1.0, 1.0, 56), "cheap": (0.27, 1.29, 0.7, 56), "slow": (0.5, 1.2, 1.1, 50)}
+    for name, (gflops, speedup, alone, right) in {**figures, "chance": (0.9, 1.4, 1.4, 58)}.items():
+        outcome_N = (np.arange(80) < right).astype(float)
+        table.add(name, 0, Measured({"top1": 100 * right / 80}, samples=80, outcomes={"top1": outcome_N}))
+        rows.append({"name": name, "gflops": gflops, "speedup": speedup, "speedup_b1": alone, "top1": 100 * right / 80})
+    for size, column in ((1, "speedup_b1"), (16, "speedup")):
+        table.times["image", size] = {row["name"]: [3.0 / row[column]] for row in rows}
+    controls = {"cheap": "chance"}
+    runs = {name: Run(name, 0, None, candidate=Candidate(name, control=controls.get(name))) for name in table.runs}
+    told = image_study(config).tell(table, runs, rows[:3], {"images": []})
+    assert {row["name"] for row in told.rows if row["front"]} == {"cheap"}
+    whole = image_study(config).tell(table, runs, rows, {"images": []})
+    # The control is faster and better than all, and no star of a table that advises.
+    assert not any(row["front"] for row in whole.rows)
+    assert "cheap has 27 % of the FLOPs and is 1.29 times as fast, single images 0.70 times: a part" in told.text
+    assert (list(told.summary or {})[:2], "before" in (told.summary or {})) == (["name", "front"], False)
+    tuned = image_study(config).tell(table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
+    assert "before" in (tuned.summary or {})
 
 
 def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
@@ -619,7 +644,9 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
             assert 100 * change.high == pytest.approx(difference.high)
 
 
-def test_models_are_not_trained_on_the_images_of_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_not_trained_on_the_images_of_the_evaluation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fit_roughly(monkeypatch)
     words = ["my-model", "--tune", "true"]
     with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
@@ -628,6 +655,14 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(monkeypatch: pyt
     runs = comparison_of(read_config(words, ImageStudyConfig)).runs()
     assert all(run.is_trained for run in runs)
     assert {run.config.epochs for run in runs} == {1}
+    # How long that takes is said before, by the run that all start from where it is one.
+    told = f", {len(runs)} runs are trained, {len(runs)} epochs in all"
+    assert training_ahead(runs) == told
+    (tmp_path / "result.json").write_text('{"epochs": 4, "usage": {"wall_seconds": 240}}')
+    model = dataclasses.replace(runs[0].config.model, checkpoint=str(tmp_path))
+    first = dataclasses.replace(runs[0], config=dataclasses.replace(runs[0].config, model=model))
+    assert training_ahead([first, *runs[1:]]) == f"{told}: about {len(runs)}:00 by the dense model's run"
+    assert training_ahead([dataclasses.replace(run, is_trained=False) for run in runs]) == ""
 
 
 def test_a_base_of_the_dense_model_in_a_file_is_that_of_the_command(tmp_path: Path) -> None:
