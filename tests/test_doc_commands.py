@@ -147,8 +147,8 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create = timm.create_model
 
     def create_narrow(name: str, *, pretrained: bool = False, **options: Any) -> Any:
-        width = {"embed_dim": 24, "num_heads": 2} if name.startswith(("vit_small", "deit")) else {}
-        return create(name, **width, **options)
+        width = {"embed_dim": 24, "num_heads": 2} if name.startswith(("vit_small", "vit_tiny", "deit")) else {}
+        return create(name, **{**width, **options})
 
     monkeypatch.setattr(timm, "create_model", create_narrow)
     monkeypatch.chdir(tmp_path)
