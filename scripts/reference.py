@@ -5,7 +5,7 @@ In a page of the docs, a line stands before what is written here, up to `<!-- en
 
 - `<!-- api NAME ... -->`: the entries of these names. `NAME[one,two]` shows these members of a class, `NAME[]` none.
 - `<!-- names -->`: a list of all public names with entries, by page.
-- `<!-- scores -->`: the scores that configs can name.
+- `<!-- scores -->` and `<!-- presets -->`: those that configs can name.
 - `<!-- options NAME -->`: the options of a config in their order; what stands in an earlier place is named alone.
 - `<!-- groups -->`: links to the groups of these options.
 - `<!-- common NAME KEY ... -->`: some keys of a config, each with the first sentence of its meaning.
@@ -30,8 +30,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from docstring_parser import parse
 
-from mmod.config import SCORES
+from mmod.config import PRESETS, SCORES
+from mmod.config.named import PresetList
 from mmod.config.parse import shown_default
+from mmod.config.registry import Registry
 from mmod.io.options import field_meanings
 from mmod.plain import dataclass_in
 from mmod.values import describe, hints_of, limits_of
@@ -39,7 +41,7 @@ from mmod.values import describe, hints_of, limits_of
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PLACE = re.compile(
-    r"^<!-- (api|options|names|groups|common|scores)( [^>]+)? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
+    r"^<!-- (api|options|names|groups|common|scores|presets)( [^>]+)? -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL
 )
 SECTION = re.compile(r"^(\w+):$", re.MULTILINE)
 ENTRY = re.compile(r"^ {4}(?! )([^:]+):", re.MULTILINE)
@@ -101,6 +103,8 @@ def _body(path: Path, kind: str, names: Sequence[str], section: str, options: Op
             return _linked(path, name_table(path))
         case "scores":
             return _linked(path, score_table())
+        case "presets":
+            return preset_table()
         case "groups":
             return _GROUPS
         case "common":
@@ -153,12 +157,22 @@ def _public_names(page: Path) -> list[str]:
 def score_table() -> str:
     """Return a table of the scores that mmod registers, with their options."""
     rows = []
-    # Others may be registered where this runs.
-    for name in sorted(name for name in SCORES if SCORES[name].__module__.startswith("mmod.")):
+    for name in sorted(_own(SCORES)):
         score = SCORES[name]
         options = [f"`{item.name}={_default_of(item)}`" for item in dataclasses.fields(score)]
         rows.append(f"| `{name}` | {first_sentence(score)} | {', '.join(options)} |")
     return "\n".join(["| score | the number that it gives a token | options |", "|---|---|---|", *rows])
+
+
+def preset_table() -> str:
+    """Return the table as which the presets of mmod print."""
+    table = repr(PresetList(sorted(_own(PRESETS))))
+    return re.sub(r" {2,}", " ", re.sub(r"-{4,}", "---", table))
+
+
+def _own(registry: Registry[Any]) -> list[str]:
+    """Return the names that mmod registers; where this runs, others may be registered."""
+    return [name for name in registry if registry[name].__module__.startswith("mmod.")]
 
 
 def first_sentence(value: Any) -> str:
