@@ -33,7 +33,7 @@ from tools.benchmarks import suite
 from tools.benchmarks.command import main as benchmark
 from tools.benchmarks.report import BenchmarkReport
 
-IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 16 --data.val_limit 32 --device cpu"
+IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 8 --data.val_limit 16 --device cpu"
 STEPS = "--epochs 2 --epoch_steps 1 --eval_every 2 --schedule.warmup_epochs 0"
 SIDE = "--data.image_size 32 --model.args.img_size 32 --model.args.patch_size 4"
 SCENES = f"--data.train scenes:tiny/train --data.val scenes:tiny/val --data.root {SETS}/scenes --device cpu"
