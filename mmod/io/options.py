@@ -36,9 +36,10 @@ def with_options(
 ) -> dict[str, Any]:
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML.
 
-    A group is read before the keys in it, and a `base` before the keys beside it, wherever they stand on the line. Keys
-    of a config that a path stands for are changed there: the path becomes their `base`, where the metadata of the field
-    say that it has one.
+    A mapping is merged into the one of the config key by key, as a file over its `base`; an empty one or null empties
+    it first. A group is read before the keys in it, and a `base` before the keys beside it, wherever they stand on the
+    line. Keys of a config that a path stands for are changed there: the path becomes their `base`, where the metadata
+    of the field say that it has one.
     """
     result = dict(fields)
     for key, text in sorted(options, key=_order):
@@ -71,10 +72,9 @@ def _with_option(
     if fits(text, hint) and not fits(value, hint):
         # A name that YAML reads as something else, such as 2024 or no.
         value = text
-    if group is not None and isinstance(old, Mapping) and isinstance(value, Mapping):
-        # Keys of a group are changed one by one; a mapping with free keys is replaced.
-        value = merged(old, value)
-    return {**fields, name: value}
+    # An empty mapping with free keys would change nothing, and nothing else can remove these.
+    is_emptied = group is None and value == {}
+    return {**fields, name: value} if is_emptied else merged(fields, {name: value})
 
 
 def _names_config(config_class: Any, name: str) -> bool:

@@ -109,7 +109,8 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
 def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False) -> dict[str, Any]:
     """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
-    A mapping that names the config that it changes, its `base`, replaces another one as that config's name would.
+    A mapping that names the config that it changes, its `base`, replaces another one as that config's name would. So
+    does a `preset` in place of fields that are written out, which would leave nothing of it.
 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
@@ -120,7 +121,7 @@ def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_rem
     result = dict(fields)
     for name, value in changes.items():
         old = result.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _names_base(value):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces(value, old):
             result[name] = merged(old, value, null_removes)
         elif null_removes and value is None and old is not None:
             del result[name]
@@ -129,9 +130,11 @@ def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_rem
     return result
 
 
-def _names_base(fields: Mapping[str, object]) -> bool:
-    """Return whether a mapping is a config with a base; a series of a study may be called so too, and is no text."""
-    return isinstance(fields.get(BASE_KEY), str)
+def _replaces(fields: Mapping[str, object], old: Mapping[str, object]) -> bool:
+    """Return whether a mapping starts from a config or preset of its own instead of changing an old one."""
+    # A series of a study may be called so too, and is no text.
+    names_base = isinstance(fields.get(BASE_KEY), str)
+    return names_base or (isinstance(fields.get("preset"), str) and "preset" not in old)
 
 
 def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

@@ -44,14 +44,19 @@ def test_a_text_stays_a_text_and_other_values_are_yaml() -> None:
     assert isinstance(changed("--group.rate=1").group.rate, float)
 
 
-def test_keys_of_a_group_change_one_by_one_and_a_free_mapping_is_replaced() -> None:
+def test_mappings_merge_key_by_key_as_in_files_and_an_empty_one_empties() -> None:
     fields = {"group": {"rate": 0.5}, "free": {"a": {"b": 1, "c": 2}, "d": 3}}
     assert changed("--group.pair=[1,2] --free.a.b=4", fields) == Config(
         group=Group(0.5, (1.0, 2.0)), free={"a": {"b": 4, "c": 2}, "d": 3}
     )
     assert changed('--group={"pair":[1,2]}', fields).group == Group(0.5, (1.0, 2.0))
-    assert changed("--free={}", fields).free == {}
+    assert changed('--free={"a":{"b":4},"e":5}', fields).free == {"a": {"b": 4, "c": 2}, "d": 3, "e": 5}
+    for words in ("--free={}", "--free={} --free.a.b=4", '--free={"e":5} --free={} --free={"a":{"b":4}}'):
+        assert changed(words, fields).free == ({} if words == "--free={}" else {"a": {"b": 4}})
     assert changed("--other.rate=2", fields).other == Group(2.0)
+    # Fields that are written out would leave nothing of a preset.
+    assert changed('--free={"preset":"p"}', fields).free == {"preset": "p"}
+    assert changed('--free={"preset":"p"} --free={"preset":"q","b":1}').free == {"preset": "q", "b": 1}
 
 
 @pytest.mark.parametrize("words", ["--plan p.yaml --plan.a.b 1", "--plan.a.b 1 --plan p.yaml"])

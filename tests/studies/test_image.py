@@ -682,6 +682,19 @@ def test_a_base_of_the_dense_model_in_a_file_is_that_of_the_command(tmp_path: Pa
     )
 
 
+def test_mappings_of_the_command_line_merge_as_those_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "study.yaml"
+    # The line of docs/own_study.md: the schedule without warm-up is that of my-model.
+    finetune = "{epochs: 3, optim: {lr: 1.0e-4}}"
+    file.write_text(f"base: my-model\nfinetune: {finetune}\n")
+    config = read_config(["my-model", "--finetune", finetune], ImageStudyConfig)
+    assert config == read_config([str(file)], ImageStudyConfig)
+    assert config.finetune == {"epochs": 3, "optim": {"lr": 1e-4}, "schedule": {"warmup_epochs": 0}}
+    # What is emptied first is replaced.
+    alone = read_config(["my-model", "--finetune", "{}", "--finetune", finetune], ImageStudyConfig)
+    assert alone.finetune == {"epochs": 3, "optim": {"lr": 1e-4}}
+
+
 @pytest.mark.parametrize("file", ["", "config.yaml"])
 def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
