@@ -51,7 +51,10 @@ def comparison_of(config: StudyConfig) -> Comparison:
         seeds=config.seeds,
         train_dense=config.train_dense,
         bases=config.bases,
-        left_out=[f"Left out: {name}: {reason}" for name, reason in left_out.items()],
+        notes=[
+            *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
+            *_without_control(candidates),
+        ],
         keys=("changes", "finetune"),
     )
     if config.seeds > 1 and not comparison.trains:
@@ -60,6 +63,18 @@ def comparison_of(config: StudyConfig) -> Comparison:
             "over samples, or set tune to true"
         )
     return comparison
+
+
+def _without_control(candidates: Sequence[Candidate]) -> list[str]:
+    """Say which models have no control although the study does not leave it out: a sentence or none."""
+    names = {candidate.name for candidate in candidates}
+    alone = [candidate.name for candidate in candidates if candidate.control not in (None, *names)]
+    if not alone:
+        return []
+    return [
+        f"No control is compared with {', '.join(alone)}: whether it matters which tokens they keep is not tested. Add "
+        "`random: {router: random, blocks: ...}` with their blocks to `routers`, or name their controls in `controls`"
+    ]
 
 
 def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:

@@ -63,7 +63,8 @@ class StudyConfig(Checked):
             its `base`.
         bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
             they are missing.
-        controls: The control of a series, by its name; null for none. It is "random" for series that are not named.
+        controls: The control of a series, by its name; null for none. It is "random" for series that are not named,
+            and a study says which models have none because it has no such series.
         latency_batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
         latency_batches: Further batch sizes whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.

@@ -123,12 +123,12 @@ class StudyResult:
 
 
 def write_study(
-    study: StudyKind, left_out: Sequence[str], table: Table, runs: Runs, facts: Facts, machine: Mapping[str, Any]
+    study: StudyKind, notes: Sequence[str], table: Table, runs: Runs, facts: Facts, machine: Mapping[str, Any]
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
-        left_out: Why some candidates are not compared, a sentence each.
+        notes: What is known of the candidates before any runs, a sentence each.
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
     config = study.config
@@ -141,7 +141,7 @@ def write_study(
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
-    parts = [*harm(table, config.score, names), told.text, *left_out, *_of_one_seed(config, table, names)]
+    parts = [*harm(table, config.score, names), told.text, *notes, *_of_one_seed(config, table, names)]
     text = "\n\n".join(filter(None, [*parts, beside_controls({point.name: point.to_control for point in points})]))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))

@@ -124,7 +124,7 @@ class Comparison:
         seeds: Every run is repeated with so many seeds, unless nothing is trained.
         train_dense: Train the dense model first; otherwise it is loaded as its config says.
         bases: Folder of another comparison with the same dense models, which are taken from there.
-        left_out: Why other candidates are not compared, a sentence each.
+        notes: What is not compared, and why: a sentence each.
         keys: Where the user sets the keys of every run, and those of fine-tuning alone, for messages: a dotted key.
     """
 
@@ -134,7 +134,7 @@ class Comparison:
     seeds: int = 1
     train_dense: bool = False
     bases: str | None = None
-    left_out: Sequence[str] = ()
+    notes: Sequence[str] = ()
     keys: tuple[str, str] = ("", "")
 
     def runs(self) -> list[Run]:

@@ -39,7 +39,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     question.check(Path(config.output), store)
     runner = Runner(config.processes, progress)
     facts = study.describe()
-    runner.say(". ".join([f"{len(names)} models{training_ahead(runs)}", *comparison.left_out]))
+    runner.say(". ".join([f"{len(names)} models{training_ahead(runs)}", *comparison.notes]))
     measurer = Measurer(study.measure, store, keeps_all=True)
     table = Table(weigh=study.weigh)
     rates = study.rates()
@@ -51,7 +51,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
-        result = write_study(study, comparison.left_out, table, ordered, facts, runner.facts)
+        result = write_study(study, comparison.notes, table, ordered, facts, runner.facts)
         question.keep(store, ordered)
         return result
 

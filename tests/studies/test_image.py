@@ -226,6 +226,29 @@ def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(stud
     assert [job.name for job in jobs[2:]] == ["a-mod-0.69"]
 
 
+@pytest.mark.parametrize(
+    ("controls", "random", "told"),
+    [
+        ({}, {}, "compared with a-mod-0.5, merge-0.5:"),
+        # Run once, it is the control at every capacity.
+        ({}, {"capacity": 0.5}, ""),
+        ({"merge": "a-mod"}, None, "compared with a-mod-0.5:"),
+        ({"a-mod": None}, None, "compared with merge-0.5:"),
+        ({"a-mod": None, "merge": "a-mod"}, None, ""),
+        ({}, {"blocks": "late"}, ""),
+    ],
+)
+def test_a_study_says_first_which_models_have_no_control(
+    study: ImageStudyConfig, controls: dict[str, Any], random: dict[str, Any] | None, told: str
+) -> None:
+    routers: dict[str, Any] = {"a-mod": {"preset": "a-mod"}, "merge": {"router": "redundancy", "skipped": "merge"}}
+    if random:
+        routers["random"] = {"router": "random", **random}
+    notes = comparison_of(dataclasses.replace(study, routers=routers, controls=controls, isoflop="none")).notes
+    alone = [note for note in notes if note.startswith("No control")]
+    assert [told in note for note in alone] == ([True] if told else [])
+
+
 def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(
         study,
