@@ -54,6 +54,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         notes=[
             *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
             *_without_control(candidates),
+            *_numbers(config, candidates),
         ],
         keys=("changes", "finetune"),
     )
@@ -75,6 +76,26 @@ def _without_control(candidates: Sequence[Candidate]) -> list[str]:
         f"No control is compared with {', '.join(alone)}: whether it matters which tokens they keep is not tested. Add "
         "`random: {router: random, blocks: ...}` with their blocks to `routers`, or name their controls in `controls`"
     ]
+
+
+def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
+    """Say what the numbers in names of routed models and their baselines are: a sentence or none."""
+    numbered = {one.series for one in candidates if one.budget is not None and one.name != one.series}
+    routed = numbered & {*config.routers}
+    if isinstance(config, TimmStudyConfig) and _names_budgets(config):
+        text = "Numbers in names are shares of the dense model's FLOPs"
+    elif routed and not any("budgets" in config.routers[series] for series in routed):
+        text = "Numbers in names are capacities: shares of the tokens that routed blocks keep, and not of FLOPs"
+        # The capacity of a study is the budget of its searches.
+        searched = [series for series in config.routers if series in routed and "search" in config.routers[series]]
+        if searched:
+            text += f"; of {', '.join(searched)}, budgets of the search"
+        if numbered & {*config.baselines_by_series}:
+            text += "; of baselines, those of the routed models that they are matched to"
+    else:
+        return []
+    is_counted = isinstance(config, TimmStudyConfig) and config.isoflop == "scratch"
+    return [f"{text}; of shallow, blocks" if is_counted else text]
 
 
 def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:

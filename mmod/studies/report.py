@@ -34,6 +34,8 @@ from mmod.studies.runs import Run
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# A baseline with a smaller share of the FLOPs of every routed model that it is matched to is no equal.
+_MATCHED = 0.95
 # Groups of models without significant differences that a sentence names.
 _GROUPS = 3
 COLUMNS: dict[str, Column] = {
@@ -141,7 +143,8 @@ def write_study(
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
-    parts = [*harm(table, config.score, names), told.text, *notes, *_of_one_seed(config, table, names)]
+    parts = [*harm(table, config.score, names), told.text, *_cheaper(table, runs), *notes]
+    parts += _of_one_seed(config, table, names)
     text = "\n\n".join(filter(None, [*parts, beside_controls({point.name: point.to_control for point in points})]))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
@@ -306,6 +309,31 @@ def _of_one_seed(config: StudyConfig, table: Table, names: Sequence[str]) -> lis
     if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, names):
         return []
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
+
+
+def _cheaper(table: Table, runs: Runs) -> list[str]:
+    """Warn of baselines with clearly fewer FLOPs than the routed models that they are matched to, or say nothing."""
+    shares = {}
+    for name in runs:
+        flops = table.costs[name].get("gflops")
+        if flops is not None:
+            shares[name] = flops / table.costs[DENSE]["gflops"]
+    routed: dict[float | None, float] = {}
+    for name, share in shares.items():
+        candidate = runs[name].candidate
+        if not candidate.is_baseline:
+            routed[candidate.budget] = min(share, routed.get(candidate.budget, share))
+    told = []
+    for name, share in shares.items():
+        matched = routed.get(runs[name].candidate.budget, 0.0)
+        if runs[name].candidate.is_baseline and share < _MATCHED * matched:
+            told.append(f"{name} ({share:.2f} of the dense FLOPs; routed models from {matched:.2f})")
+    if not told:
+        return []
+    return [
+        f"Cheaper than the routed models that they are matched to: {', '.join(told)}. They are faster, and may lose "
+        "more, than at equal FLOPs: give series `budgets`, and baselines numbers that are `fit` to them."
+    ]
 
 
 def hint(candidate: Candidate, row: Mapping[str, object]) -> str:

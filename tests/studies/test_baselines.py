@@ -68,6 +68,13 @@ def test_baselines_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) 
                 assert baseline not in (name, "random-0.5", "recursions-0.5")
                 assert rows[baseline][ms] <= 1.02 * row[ms]
                 assert row[f"to_baseline_b{size}"].value == pytest.approx(row["top1"] - rows[baseline]["top1"])
+    # Baselines are named as equal to the routed model, and some are not.
+    least = 0.95 * rows["random-0.5"]["gflops"]
+    told = result.table.partition("Cheaper than the routed models that they are matched to: ")[2].partition(". They")[0]
+    cheaper = {f"{name}-0.5" for name in BASELINES if rows[f"{name}-0.5"]["gflops"] < least} - {"recursions-0.5"}
+    assert {text.split(" (")[0] for text in told.split("), ")} == cheaper
+    assert cheaper
+    assert "of FLOPs; of baselines, those of the routed models that they are matched to" in result.table
     assert 0 < rows["exit-0.5"]["kept"] < 1
     assert "ms / image b1" in result.table
     assert result.table.count(" 1 + 1 |") == len(rows) - len(ANEW)

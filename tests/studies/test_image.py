@@ -218,7 +218,9 @@ PRUNE = {
 
 def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(study, routers=BUDGETS, baselines=PRUNE, isoflop="none", seeds=1)
-    jobs = comparison_of(plain).runs()
+    comparison = comparison_of(plain)
+    assert comparison.notes[-1] == "Numbers in names are shares of the dense model's FLOPs"
+    jobs = comparison.runs()
     # Two blocks of four on 0.6 or 0.3 of the tokens, and pruning to more tokens than its budget says.
     assert [job.name for job in jobs[2:]] == ["a-mod-0.83", "a-mod-0.69", "prune-0.7", "prune-0.63"]
     assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
@@ -247,6 +249,7 @@ def test_a_study_says_first_which_models_have_no_control(
     notes = comparison_of(dataclasses.replace(study, routers=routers, controls=controls, isoflop="none")).notes
     alone = [note for note in notes if note.startswith("No control")]
     assert [told in note for note in alone] == ([True] if told else [])
+    assert notes[-1].endswith("are capacities: shares of the tokens that routed blocks keep, and not of FLOPs")
 
 
 def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
