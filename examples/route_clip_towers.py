@@ -43,9 +43,7 @@ def main() -> None:
         with torch.no_grad():
             similarity = model.encode_image(images, normalize=True) @ model.encode_text(ids, normalize=True).T
         image, text = mmod.flops(model.visual, images.shape[-1]), mmod.flops(model, {"text": ids[:1]})
-        print(
-            f"capacity {capacity}: {image.speedup:.2f} times fewer FLOPs for an image, {text.speedup:.2f} for a caption"
-        )
+        print(f"capacity {capacity}: {image.share:.2f} of the dense FLOPs for an image, {text.share:.2f} for a caption")
         print(f"similarity of images and captions: {similarity.tolist()}")
 
 

@@ -72,7 +72,7 @@ def main() -> None:
     example = {"noisy_BCHW": test[:2], "time_B": torch.rand(2)}
     mmod.route_(model, "tread", tokens=mmod.Tokens(example=example)).train()
     print("half of the tokens skip", *mmod.routed_blocks(model))
-    print(f"a step needs {1 / mmod.flops(model, example).speedup:.2f} of the dense FLOPs")
+    print(f"a step needs {mmod.flops(model, example).share:.2f} of the dense FLOPs")
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(40):
         loss = loss_of(model, train[torch.randint(len(train), (32,))])

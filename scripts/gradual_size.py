@@ -56,7 +56,7 @@ def row_of(width: int, side: int, x_BCHW: Tensor) -> list[object]:
     ratio = seconds[:, 0] / seconds[:, 1]
     low, median, high = np.quantile(ratio, (0.25, 0.5, 0.75)).round(3).tolist()
     milliseconds = round(1000 * float(np.median(seconds[:, 0])) / times, 1)
-    speedup = round(mmod.flops(changed, side).speedup, 3)
+    speedup = round(1 / mmod.flops(changed, side).share, 3)
     return [width, (side // PATCH) ** 2, len(x_BCHW), milliseconds, [median, low, high], speedup]
 
 

@@ -70,7 +70,7 @@ def copied(model: nn.Module) -> Any:
 def routed(model: nn.Module, name: str, config: mmod.RoutingConfig) -> Row:
     """Return a routed copy of a model."""
     changed = mmod.route_(copied(model), language=config)
-    return Row(name, 1 / mmod.flops(changed, mmod.Prompt(LENGTH, 0)).speedup, changed)
+    return Row(name, mmod.flops(changed, mmod.Prompt(LENGTH, 0)).share, changed)
 
 
 def cut(model: Any, name: str, removed: Iterable[int]) -> Row:

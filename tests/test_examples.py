@@ -20,14 +20,14 @@ from tests.kit.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
-    "route_timm_vit.py": ["'blocks.5': 0.5", "times fewer FLOPs", "maps: routing_maps.png"],
+    "route_timm_vit.py": ["'blocks.5': 0.5", "of the dense FLOPs", "maps: routing_maps.png"],
     "look_inside.py": ["blocks.5 keeps half", "maps of (10, 10): inside.png"],
     "route_clip_towers.py": ["capacity 0.25: ", "for a caption", "similarity of images and captions"],
     "generate_with_small_cache.py": ["of the cache", "routed: True | same words: True"],
     "train_dit.py": ["skip blocks.2 blocks.3\n", "of the dense FLOPs", "blocks in evaluation: Block"],
 }
 SCORES = {"important_diversity.py": ["kept by important_diversity: {'blocks.1': 0.49"]}
-NOTEBOOK = ["stride     1.8", "equal: True", "loss "]
+NOTEBOOK = ["stride     0.54 of the dense FLOPs", "equal: True", "loss "]
 
 
 @pytest.fixture(autouse=True)

@@ -79,8 +79,8 @@ def flops(
     Example:
         >>> import timm, mmod
         >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(capacity=0.25))
-        >>> round(flops(model, 160).speedup, 2)
-        1.42
+        >>> round(flops(model, 160).share, 2)
+        0.71
     """
     check_module(model)
     if isinstance(input_size, Prompt):

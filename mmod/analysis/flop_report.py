@@ -56,11 +56,6 @@ class FlopCounts:
         return sum(row.importance for row in self.blocks)
 
     @property
-    def speedup(self) -> float:
-        """FLOPs of the dense model over those of the routed one."""
-        return self.dense / self.routed
-
-    @property
     def share(self) -> float:
         """FLOPs of the routed model over those of the dense one."""
         return self.routed / self.dense
@@ -112,7 +107,7 @@ class FlopReport(FlopCounts):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON values, totals included."""
-        totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "speedup")}
+        totals = {name: getattr(self, name) for name in ("dense", "routed", "importance", "share")}
         # Totals are properties, which `asdict` leaves out.
         return {**asdict(self), **totals, "inputs": {name: list(shape) for name, shape in self.inputs.items()}}
 
@@ -120,7 +115,7 @@ class FlopReport(FlopCounts):
         """Return the main figures, one line each."""
         inputs = ", ".join(f"{name} {' x '.join(map(str, shape))}".rstrip() for name, shape in self.inputs.items())
         return [
-            f"{self.speedup:.3f} times fewer FLOPs than dense (2 per multiply-add) for {inputs}: "
+            f"{self.share:.3f} of the dense FLOPs (2 per multiply-add) for {inputs}: "
             f"{_mega(self.routed)} of {_mega(self.dense)} MFLOPs",
             *super().summary(),
             f"{self.parameters:,} parameters, {self.added_parameters:+,} against the dense model",

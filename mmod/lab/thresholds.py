@@ -100,7 +100,7 @@ def _scaled(
 
     def share(mean: float) -> float:
         with routed(model, "image", at(mean)):
-            return 1 / flops(model, size).speedup
+            return flops(model, size).share
 
     with routed(model, "image", shape):
         tokens = max(block.tokens for block in flops(model, size).blocks)

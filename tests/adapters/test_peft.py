@@ -128,7 +128,7 @@ def test_unrouting_leaves_the_adapters() -> None:
 def test_flops_of_a_model_with_adapters_follow_its_routing() -> None:
     model = mmod.route_(peft.get_peft_model(make_model(NAME), adapters()), LINEAR)
     report = mmod.flops(model, (3, 64, 64))
-    assert 1.2 < report.speedup < 1.5
+    assert 0.65 < report.share < 0.85
     assert set(mmod.routed_blocks(model)) < {row.name for row in report.blocks}
 
 

@@ -35,7 +35,7 @@ def test_a_registered_score_routes_and_survives_saving(router: object, tmp_path:
     assert mmod.routing_config(loaded) == mmod.routing_config(model)
     with torch.no_grad():
         assert torch.equal(loaded(images), expected)
-    assert mmod.flops(model, 160).speedup > 1.5
+    assert mmod.flops(model, 160).share < 0.65
 
 
 def test_a_registered_score_learns_and_is_squashed_as_it_says() -> None:

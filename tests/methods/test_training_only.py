@@ -120,7 +120,7 @@ def test_what_reads_a_model_in_evaluation_sees_the_dense_one() -> None:
     images = make_images("vit_tiny_patch16_224", 2)
     model = mmod.route_(copy.deepcopy(dense), RANDOM)
     assert mmod.flops(model, 64) == mmod.flops(dense, 64)
-    assert mmod.flops(model.train(), 64).speedup > 1.1
+    assert mmod.flops(model.train(), 64).share < 0.9
     model.eval()
     exported, expected = (torch.export.export(one, (images,)).graph for one in (model, dense))
     assert [node.target for node in exported.nodes] == [node.target for node in expected.nodes]

@@ -245,8 +245,7 @@ class GenerationModels:
     def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Routing]) -> float:
         kept = {block: _share(routing) for block, routing in decisions.items()}
         prompt = Prompt(self.config.text_tokens, self.image_tokens)
-        report = flops(model, prompt, needed_shares(model, kept))
-        return report.dense / report.routed
+        return 1 / flops(model, prompt, needed_shares(model, kept)).share
 
     @torch.no_grad()
     def check(self) -> None:

@@ -173,7 +173,7 @@ class Variants:
         report = flops(self.models[name], self.size, kept=decisions if name.select == "threshold" else None)
         kept = float(counts.float().mean())
         most = int(counts.max())
-        return {"kept": kept, "most": most, "flop_speedup": report.speedup}
+        return {"kept": kept, "most": most, "flop_speedup": 1 / report.share}
 
     @torch.no_grad()
     def _decisions(self, name: Variant, images: Tensor) -> Trace:
