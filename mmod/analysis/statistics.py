@@ -130,7 +130,7 @@ def share_of(is_so_I: Values) -> Estimate:
         >>> print(100 * share_of(np.ones(64)))
         100.0 [94.3, 100.0]
     """
-    return _interval_of_share(float(is_so_I.mean()), len(is_so_I))
+    return _interval_of_share(float(is_so_I.mean(dtype=np.float64)), len(is_so_I))
 
 
 def _interval_of_share(share: float, images: int) -> Estimate:

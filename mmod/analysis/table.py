@@ -244,7 +244,7 @@ def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, fl
 
 
 def _value(rows: Measured, figure: str) -> float:
-    return rows.figures[figure] if figure in rows.figures else float(rows.outcomes[figure].mean())
+    return rows.figures[figure] if figure in rows.figures else float(rows.outcomes[figure].mean(dtype=np.float64))
 
 
 def _rows(table: Table, name: str) -> Measured:
@@ -266,7 +266,8 @@ def _outcomes(table: Table, name: str) -> Mapping[str, np.ndarray]:
 
 def _change(outcome_N: np.ndarray, other_N: np.ndarray) -> Estimate:
     """Return the mean change from other outcomes, with an interval that ends where all or none are right."""
-    change_N = outcome_N - other_N
+    # In single precision a tie, such as -1.25 points, is rounded one way here and another there.
+    change_N = np.subtract(outcome_N, other_N, dtype=np.float64)
     if not ({-1, 0, 1}.issuperset(change_N) or _are_equal_shares(abs(change_N))):
         return _bootstrapped(change_N)
     change = change_of(change_N)

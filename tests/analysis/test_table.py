@@ -198,6 +198,22 @@ def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right:
     assert repeated.seeds == 2
 
 
+@pytest.mark.parametrize("right", [129, 135, 9, 231])
+@pytest.mark.parametrize("dtype", [bool, np.float32, np.float64])
+def test_figures_in_percent_and_shares_of_any_precision_are_rounded_alike(dtype: type, right: int) -> None:
+    # A multiple of 1.25 points is often a tie.
+    table = Table()
+    for name, number in (("dense", 132), ("a", right)):
+        outcome_N = (np.arange(240) < number).astype(dtype)
+        outcomes = {"top1": outcome_N, "right": outcome_N}
+        table.add(name, 0, Measured({"top1": number / 2.4}, samples=240, outcomes=outcomes))
+    in_percent = gap(table, "top1", "a", "dense")
+    share = gap(table, "right", "a", "dense")
+    assert in_percent is not None and share is not None
+    assert f"{in_percent:+.1f}" == f"{100 * share:+.1f}"
+    assert f"{in_percent:+.1f}".startswith(f"{100 * (right - 132) / 240:+.1f} [")
+
+
 @pytest.mark.parametrize("samples", [2, 64])
 @pytest.mark.parametrize("dense_share", [0.0, 0.5, 2 / 3, 1.0])
 @pytest.mark.parametrize("share", [0.0, 1 / 3, 2 / 3, 1.0])
