@@ -147,7 +147,11 @@ def _parser() -> OneLineParser:
         help="a wanted speed-up: what loses least at it, from few trials",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda ...; the GPU if there is one (auto)")
-    parser.add_argument("--threads", type=int, help="threads of the CPU; those of torch unless given")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="threads of the CPU for evaluation; times are taken on one unless OMP_NUM_THREADS is set",
+    )
     parser.add_argument("--on_corrupt", choices=("raise", "skip"), default="raise", help="what to do on a broken image")
     parser.add_argument("--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL/SAMPLES)")
     return parser
