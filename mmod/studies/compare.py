@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,32 +59,43 @@ def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, 
     Raises:
         FloatingPointError: The loss of a candidate is finite at no rate.
     """
-    # Trials start from the dense model too, which may not be trained yet.
-    jobs = [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
-    tried = [run for run in runs[len(jobs) :] if run.seed == 0 and run.is_trained]
-    # One alone is not tried.
+    trials = trials_of(runs, rates, folder)
     if len(rates.factors) == 1:
-        return {run.name: rates.factors[0] for run in tried}
-    trials: dict[str, dict[str, float]] = {}
-    for run in tried:
-        trials[run.name] = {}
-        for factor in rates.factors:
-            name = f"{run.name}-{factor:g}"
-            config = _with_rate(run.config, factor)
-            data = dataclasses.replace(config.data, **rates.data)
-            config = dataclasses.replace(config, data=data, output=str(folder / name), seed=rates.seed)
-            jobs.append(dataclasses.replace(run, name=name, seed=rates.seed, config=config))
-            trials[run.name][name] = factor
+        return dict.fromkeys(trials, rates.factors[0])
+    # Trials start from the dense model too, which may not be trained yet.
+    jobs = _start_of(runs) + list(itertools.chain.from_iterable(trials.values()))
     table = Table()
     table.fill(runner.run(jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure)))
     best = {}
-    for name, factors in trials.items():
-        score = {trial: by_seed(table, rates.figure, trial)[rates.seed] for trial in factors}
-        chosen = max(factors, key=score.__getitem__)
-        if score[chosen] == -float("inf"):
+    for name, tried in trials.items():
+        scores = [by_seed(table, rates.figure, trial.name)[rates.seed] for trial in tried]
+        if max(scores) == -float("inf"):
             raise FloatingPointError(f"{name} is trained by none of the rates {list(rates.factors)}: give smaller ones")
-        best[name] = factors[chosen]
+        best[name] = rates.factors[scores.index(max(scores))]
     return best
+
+
+def trials_of(runs: Sequence[Run], rates: Rates, folder: Path) -> dict[str, list[Run]]:
+    """Return the trials of each trained candidate by its name, one for each factor; none of a single factor."""
+    factors = rates.factors if len(rates.factors) > 1 else ()
+    trials = {}
+    for run in runs[len(_start_of(runs)) :]:
+        if run.seed == 0 and run.is_trained:
+            trials[run.name] = [_trial(run, rates, factor, folder) for factor in factors]
+    return trials
+
+
+def _start_of(runs: Sequence[Run]) -> list[Run]:
+    """Return the run of the dense model that trials start from, if it is trained."""
+    return [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
+
+
+def _trial(run: Run, rates: Rates, factor: float, folder: Path) -> Run:
+    name = f"{run.name}-{factor:g}"
+    config = _with_rate(run.config, factor)
+    data = dataclasses.replace(config.data, **rates.data)
+    config = dataclasses.replace(config, data=data, output=str(folder / name), seed=rates.seed)
+    return dataclasses.replace(run, name=name, seed=rates.seed, config=config)
 
 
 def at_rates(runs: Sequence[Run], factors: Mapping[str, float]) -> list[Run]:

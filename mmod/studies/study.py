@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +14,13 @@ from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_of
-from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of
+from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of, trials_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import Run
-from mmod.training.engine.run_folder import seconds_per_epoch
+from mmod.training.engine.run_folder import is_finished, seconds_per_epoch
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -39,12 +40,15 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     question.check(Path(config.output), store)
     runner = Runner(config.processes, progress)
     facts = study.describe()
-    runner.say(". ".join([f"{len(names)} models{training_ahead(runs)}", *comparison.notes]))
+    rates = study.rates()
+    rates_folder = Path(config.output) / "rates"
+    trials = {} if rates is None else trials_of(runs, rates, rates_folder)
+    ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
+    runner.say(". ".join([f"{len(names)} models{ahead}", *comparison.notes]))
     measurer = Measurer(study.measure, store, keeps_all=True)
     table = Table(weigh=study.weigh)
-    rates = study.rates()
     if rates is not None:
-        table.rates = best_rates(runs, rates, measurer.store, runner, Path(config.output) / "rates")
+        table.rates = best_rates(runs, rates, measurer.store, runner, rates_folder)
         runs = at_rates(runs, table.rates)
     # The runs of the first seed, whose models are counted, drawn and timed.
     done: dict[str, Run] = {}
@@ -86,20 +90,22 @@ def _check_following(config: StudyConfig) -> None:
 
 
 def training_ahead(runs: Sequence[Run]) -> str:
-    """Say of how many models are trained for how long, which may take hours; empty where none is."""
-    trained = [run for run in runs if run.is_trained]
-    if not trained:
+    """Say how many models are left to train, and for how long, which may take hours; empty where none is."""
+    left = [run for run in runs if run.is_trained and not is_finished(run.config.output)]
+    if not left:
         return ""
-    text = f", {len(trained)} {'run is' if len(trained) == 1 else 'runs are'} trained"
-    epochs = sum(run.config.epochs or 0 for run in trained)
+    text = f", {len(left)} {'run' if len(left) == 1 else 'runs'} to train"
+    epochs = sum(run.config.epochs or 0 for run in left)
     if not epochs:
         return text
-    text += f", {epochs:g} {'epoch' if epochs == 1 else 'epochs'} in all"
+    text += f", of {epochs:g} {'epoch' if epochs == 1 else 'epochs'} in all"
     # Runs that start from a finished one have its data, and about its model.
-    seconds = seconds_per_epoch(trained[0].config.model.checkpoint or "")
-    return (
-        text if seconds is None else f"{text}: about {Bar.format_interval(seconds * epochs)} by the dense model's run"
-    )
+    checkpoint = left[0].config.model.checkpoint
+    seconds = None if checkpoint is None else seconds_per_epoch(checkpoint)
+    if seconds is None:
+        return text
+    # Some may have begun, and some may run at once.
+    return f"{text}: about {Bar.format_interval(seconds * epochs)} at most by the dense model's run"
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import pickle
 import re
@@ -27,6 +28,7 @@ from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
 from mmod.studies.candidates import comparison_of
+from mmod.studies.compare import Rates, trials_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.report import StudyResult, harm, verdict
@@ -681,14 +683,40 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(
     runs = comparison_of(read_config(words, ImageStudyConfig)).runs()
     assert all(run.is_trained for run in runs)
     assert {run.config.epochs for run in runs} == {1}
-    # How long that takes is said before, by the run that all start from where it is one.
-    told = f", {len(runs)} runs are trained, {len(runs)} epochs in all"
-    assert training_ahead(runs) == told
-    (tmp_path / "result.json").write_text('{"epochs": 4, "usage": {"wall_seconds": 240}}')
-    model = dataclasses.replace(runs[0].config.model, checkpoint=str(tmp_path))
-    first = dataclasses.replace(runs[0], config=dataclasses.replace(runs[0].config, model=model))
-    assert training_ahead([first, *runs[1:]]) == f"{told}: about {len(runs)}:00 by the dense model's run"
-    assert training_ahead([dataclasses.replace(run, is_trained=False) for run in runs]) == ""
+
+
+def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fit_roughly(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    runs = comparison_of(read_config(["my-model", "--tune", "true"], ImageStudyConfig)).runs()
+    rates = Rates([1.0, 2.0], "top1", lambda *_: Measured({}))
+    trials = list(itertools.chain.from_iterable(trials_of(runs, rates, Path("rates")).values()))
+    assert len(trials) == 2 * len(runs)
+    assert training_ahead([*runs, *trials]) == f", {3 * len(runs)} runs to train, of {3 * len(runs)} epochs in all"
+    # A folder is timed as the dense model's run where it is one, and the directory of the command is no run.
+    told = f", {len(runs)} runs to train, of {len(runs)} epochs in all"
+    in_time = f": about {len(runs)}:00 at most by the dense model's run"
+    for name, result, is_run, time in [
+        ("dense", '{"epochs": 4, "usage": {"wall_seconds": 240}}', True, in_time),
+        ("untimed", '{"epochs": 4, "usage": null}', True, ""),
+        ("other", "[]", False, ""),
+        (".", "[]", False, ""),
+    ]:
+        Path(name).mkdir(exist_ok=True)
+        Path(name, "result.json").write_text(result)
+        if is_run:
+            Path(name, "config.yaml").write_text("{}")
+        model = dataclasses.replace(runs[0].config.model, checkpoint=None if name == "." else name)
+        first = dataclasses.replace(runs[0], config=dataclasses.replace(runs[0].config, model=model))
+        assert training_ahead([first, *runs[1:]]) == told + time
+    # What has finished is not trained again, and what is loaded is not trained.
+    for number, run in enumerate(runs, 1):
+        Path(run.config.output).mkdir(parents=True)
+        for file in ("config.yaml", "result.json"):
+            Path(run.config.output, file).write_text("{}")
+        assert training_ahead(runs).startswith(f", {len(runs) - number} run" if number < len(runs) else "")
+    assert training_ahead(runs) == ""
+    assert training_ahead([dataclasses.replace(run, is_trained=False) for run in trials]) == ""
 
 
 def test_a_base_of_the_dense_model_in_a_file_is_that_of_the_command(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from mmod.io.files import (
 )
 from mmod.io.records import FolderTakenError, check_same, differences, flatten, read_record
 from mmod.io.tensors import check_complete
-from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG
+from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -196,13 +196,17 @@ def portable(record: Mapping[str, Any]) -> dict[str, object]:
     return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
 
 
+def is_finished(folder: str | Path) -> bool:
+    """Return whether a folder is that of a run that has finished; other files may be called like its result."""
+    return find_run(folder) == Path(folder) and (Path(folder) / _RESULT).is_file()
+
+
 def seconds_per_epoch(folder: str | Path) -> float | None:
     """Return the seconds that an epoch of a finished run took; None for what is no folder of one."""
-    path = Path(folder) / _RESULT
-    if not path.is_file():
+    if not is_finished(folder):
         return None
-    result = read_json_object(path)
-    seconds = result.get("usage", {}).get("wall_seconds")
+    result = read_json_object(Path(folder) / _RESULT)
+    seconds = (result.get("usage") or {}).get("wall_seconds")
     return seconds / result["epochs"] if seconds and result.get("epochs") else None
 
 
