@@ -8,15 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmod.io.files import read_json_object, write_json
 from mmod.io.records import FolderTakenError, differences
-from mmod.io.store import Store
 from mmod.studies.compare import identity_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
 
 REPORT = "tradeoff.json"
 """The file of a study's folder that says that there is a table."""
-_QUESTION = {"work": "question of the study"}
+# No result in the store, which another version of mmod does not read: the same study goes on with any.
+_QUESTION = "question.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,17 +34,20 @@ class Question:
     # Keys of runs that change no figure, such as the device.
     free_keys: Collection[str] = ()
 
-    def check(self, folder: Path, store: Store) -> None:
+    def check(self, folder: Path) -> None:
         """Raise a FolderTakenError if a folder has the table of another study, or more models or seeds."""
-        if not (folder / REPORT).exists():
+        table = folder / REPORT
+        if not table.exists():
             return
-        answered = store.get(_QUESTION)
-        changes = "not known, as the store does not say" if answered is None else self._changes_from(answered)
-        if changes:
+        advice = "which this one would replace: name another folder, --output FOLDER, or remove the table"
+        if not (folder / _QUESTION).exists():
             raise FolderTakenError(
-                f"{str(folder / REPORT)!r} is the table of another study, which this one would replace: name another "
-                f"folder, --output FOLDER, or remove the table. Differing: {changes}"
+                f"{str(table)!r} is the table of a study, {advice}. Whether it is this study's is not known: "
+                f"{_QUESTION} is not beside it"
             )
+        changes = self._changes_from(read_json_object(folder / _QUESTION))
+        if changes:
+            raise FolderTakenError(f"{str(table)!r} is the table of another study, {advice}. Differing: {changes}")
 
     def _changes_from(self, answered: Mapping[str, Any]) -> str:
         """Return what keeps a study from going on with an answered one; empty where nothing does."""
@@ -60,10 +64,10 @@ class Question:
             return f"models {', '.join(missing)}: measured there, left out now"
         return f"seeds: {answered['seeds']} there, {self.seeds} now" if self.seeds < answered["seeds"] else ""
 
-    def keep(self, store: Store, names: Collection[str]) -> None:
-        """Record what the table of some models answers."""
+    def keep(self, folder: Path, names: Collection[str]) -> None:
+        """Record in a folder what the table of some models answers."""
         models = {name: model for name, model in self.models.items() if name in names}
-        store.put(_QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
+        write_json(folder / _QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 
 def question_of(config: StudyConfig, runs: Sequence[Run]) -> Question:

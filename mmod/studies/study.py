@@ -37,7 +37,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
     store = Store(make_folder(config.output) / STORE)
     question = question_of(config, runs)
-    question.check(Path(config.output), store)
+    question.check(Path(config.output))
     runner = Runner(config.processes, progress)
     facts = study.describe()
     rates = study.rates()
@@ -56,7 +56,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
         result = write_study(study, comparison.notes, table, ordered, facts, runner.facts)
-        question.keep(store, ordered)
+        question.keep(Path(config.output), ordered)
         return result
 
     is_announced = False

@@ -11,7 +11,6 @@ import timm
 from safetensors.torch import save_file
 
 from mmod.io.records import FolderTakenError
-from mmod.io.store import STORE, Store
 from mmod.io.yaml import merged
 from mmod.studies.candidates import comparison_of
 from mmod.studies.config import ImageStudyConfig
@@ -62,44 +61,46 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
     ("changes", "difference"), [*((grown, None) for grown in GROWN), *OTHERS], ids=lambda value: str(value)[:40]
 )
 def test_a_table_grows_and_takes_no_other_ones_place(
-    changes: dict[str, Any], difference: str | None, tmp_path: Path
+    changes: dict[str, Any], difference: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study = study_in(tmp_path)
-    folder, store = Path(study.output), Store(Path(study.output) / STORE)
+    folder = Path(study.output)
     folder.mkdir()
     runs = comparison_of(study).runs()
-    question_of(study, runs).keep(store, ["dense", "a-mod-0.5", "random-0.5"])
+    question_of(study, runs).keep(folder, ["dense", "a-mod-0.5", "random-0.5"])
+    # Whichever version of mmod goes on.
+    monkeypatch.setattr("mmod.io.store.__version__", "0.0")
     changed = dataclasses.replace(study, **changes)
     other = question_of(changed, comparison_of(changed).runs())
     # Nothing is lost where there is no table yet.
-    other.check(folder, store)
+    other.check(folder)
     (folder / "tradeoff.json").write_text("{}")
     if difference is None:
-        other.check(folder, store)
+        other.check(folder)
         return
     with pytest.raises(FolderTakenError, match=f"--output FOLDER, or remove the table. Differing: .*({difference})"):
-        other.check(folder, store)
+        other.check(folder)
 
 
 def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
     study = study_in(tmp_path)
-    folder, store = Path(study.output), Store(Path(study.output) / STORE)
+    folder = Path(study.output)
     folder.mkdir()
     (folder / "tradeoff.json").write_text("{}")
     unknown = question_of(study, comparison_of(study).runs())
-    with pytest.raises(FolderTakenError, match="not known, as the store does not say"):
-        unknown.check(folder, store)
-    unknown.keep(store, ["dense"])
+    with pytest.raises(FolderTakenError, match=r"this study's is not known: question.json is not beside it"):
+        unknown.check(folder)
+    unknown.keep(folder, ["dense"])
     (tmp_path / "dense.safetensors").rename(tmp_path / "moved.safetensors")
     for name, is_same in (("moved", True), ("other", False)):
         dense = merged(study.dense, {"model": {"checkpoint": str(tmp_path / f"{name}.safetensors")}})  # type: ignore[arg-type]
         renamed = dataclasses.replace(study, dense=dense)
         question = question_of(renamed, comparison_of(renamed).runs())
         if is_same:
-            question.check(folder, store)
+            question.check(folder)
         else:
             with pytest.raises(FolderTakenError, match="'dense': weights: "):
-                question.check(folder, store)
+                question.check(folder)
 
 
 @pytest.mark.parametrize(
