@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mmod.analysis.style import save_picture
@@ -31,7 +31,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     """
     comparison = comparison_of(config)
     runs = comparison.checked_runs()
-    _check_following(config)
+    check_following(config)
     study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
     names = [candidate.name for candidate in comparison.candidates]
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
@@ -78,15 +78,27 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     return write()
 
 
-def _check_following(config: StudyConfig) -> None:
+def check_following(config: StudyConfig) -> None:
     """Raise for what is wrong in the study that follows, as far as that is known before this one has run."""
     following = config.following()
     if following is None:
         return
     # Dense models in `bases` are trained where they are missing; others of this study are not there yet.
     named = {key: value for key, value in (config.then or {}).items() if key not in ("output", "bases")}
-    if config.output not in str(named):
+    folder = Path(config.output).absolute()
+    if not any(Path(text).absolute().is_relative_to(folder) for text in _texts_in(named)):
         comparison_of(following).checked_runs()
+
+
+def _texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in nested values, which may be paths."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts_in(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts_in(item)
 
 
 def training_ahead(runs: Sequence[Run]) -> str:

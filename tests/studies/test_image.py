@@ -33,7 +33,7 @@ from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.report import StudyResult, harm, verdict
 from mmod.studies.runs import Run, read_runs
-from mmod.studies.study import run_study, training_ahead
+from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
@@ -492,6 +492,31 @@ def test_wrong_studies_fail_before_the_first_run(
     with pytest.raises(error, match=message):
         run_study(ImageStudyConfig(**fields), progress=False)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "is_output"),
+    [("{}/seed0/dense", True), ("./{}", True), ("{}-other/nowhere.yaml", False), ("x{}/nowhere.yaml", False)],
+)
+@pytest.mark.parametrize("is_absolute", [False, True])
+def test_what_this_study_writes_is_not_asked_of_the_one_that_follows(
+    study: ImageStudyConfig,
+    named: str,
+    is_output: bool,
+    is_absolute: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # The path of a file, beside keys that are no paths.
+    then = {"output": "b", "dense": {"base": named.format("out"), "optim": {"betas": [0.9, 0.99]}}}
+    output = str(tmp_path / "out") if is_absolute else "out"
+    config = dataclasses.replace(study, output=output, then=then)
+    if is_output:
+        check_following(config)
+    else:
+        with pytest.raises(FileNotFoundError, match=f"no config file at '{named.format('out')}'"):
+            check_following(config)
 
 
 def test_a_study_that_follows_is_read_as_a_file(study: ImageStudyConfig) -> None:
