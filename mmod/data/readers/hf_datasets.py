@@ -193,8 +193,8 @@ class StreamedSource:
         self._source = source
         self._columns = columns
         self._seed = seed
-        count = count_samples(dataset, source, columns[1])
-        self._count = count if limit is None else min(count, limit)
+        self._stated = count_samples(dataset, source, columns[1])
+        self._count = self._stated if limit is None else min(self._stated, limit)
         # No more than samples, of which a limit may leave few: a lane without any could not be read.
         lanes = min(dataset.num_shards, _LANES * world, self._count)
         # A multiple of the processes, where there are as many files, so that no two read the same one.
@@ -275,7 +275,7 @@ class StreamedSource:
                     raise ValueError(f"file {lane} holds no sample")
                 if not self.lanes:
                     # An evaluation that began again would count its first samples twice.
-                    raise ValueError(f"it holds fewer samples than the {self._count} that it states")
+                    raise ValueError(f"it holds fewer samples than the {self._stated} that it states")
 
 
 def _read_label(value: object, numbers: Mapping[Any, int]) -> int:

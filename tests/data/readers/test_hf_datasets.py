@@ -92,12 +92,13 @@ def test_a_limit_below_the_number_of_files_leaves_one_sample_to_a_lane(folder: P
     assert [len(labels) for _, labels in stream.batches(0)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("limit", [None, 110])
 def test_an_evaluation_of_fewer_samples_than_are_stated_ends_with_an_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hf_datasets, "count_samples", lambda *_: 120)
     with pytest.raises(CorruptDataError, match="holds fewer samples than the 120 that it states"):
-        classes(image_stream(config(folder)))
+        classes(image_stream(config(folder, val_limit=limit)))
 
 
 def test_corrupt_samples_are_counted_and_files_stop(folder: Path, tmp_path: Path) -> None:
