@@ -49,13 +49,18 @@ def known_projections(module: nn.Module, names: Iterable[ProjectionName]) -> lis
     """Return the projections of a module that can be computed in part.
 
     A layer may have been exchanged since its name was found: for one that is factored, quantized or wrapped. Where it
-    has no such weight, it is called and computes all of its features.
+    has no such weight, or does more than to multiply by it, it is called and computes all of its features.
     """
     projections: list[Projection] = []
     for name, query_features, features in names:
-        weight: object = module
-        for part in name.split("."):
-            weight = getattr(weight, part, None)
+        *path, last = name.split(".")
+        layer: object = module
+        for part in path:
+            layer = getattr(layer, part, None)
+        # What its features become is not known, and the zeros that fill a slice would reach the others.
+        if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+            continue
+        weight = getattr(layer, last, None)
         # Torch's quantized layers have a method there.
         if not isinstance(weight, Tensor) or weight.ndim != 2:
             continue

@@ -209,7 +209,8 @@ def test_figures_in_percent_and_shares_of_any_precision_are_rounded_alike(dtype:
         table.add(name, 0, Measured({"top1": number / 2.4}, samples=240, outcomes=outcomes))
     in_percent = gap(table, "top1", "a", "dense")
     share = gap(table, "right", "a", "dense")
-    assert in_percent is not None and share is not None
+    assert in_percent is not None
+    assert share is not None
     assert f"{in_percent:+.1f}" == f"{100 * share:+.1f}"
     assert f"{in_percent:+.1f}".startswith(f"{100 * (right - 132) / 240:+.1f} [")
 

@@ -114,6 +114,18 @@ class LowRank(nn.Linear):
         return F.linear(F.linear(x, self.weight), self.left, self.bias)
 
 
+class Mixed(nn.Linear):
+    """A linear layer whose features are mixed behind it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
+        self.load_state_dict(linear.state_dict())
+        self.mix = nn.Parameter(torch.eye(linear.out_features).roll(1, 0) + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(super().forward(x), self.mix)
+
+
 def two_factors(linear: nn.Linear) -> nn.Module:
     left, values, right = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
     first = nn.Linear(linear.in_features, len(values), bias=False)
@@ -152,6 +164,7 @@ def in_8_bits(model: nn.Module) -> nn.Module:
 EXCHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "two factors": partial(exchange_each, two_factors),
     "a factor with the name of the whole": partial(exchange_each, LowRank),
+    "features that are mixed behind it": partial(exchange_each, Mixed),
     "weight norm": partial(exchange_each, torch.nn.utils.parametrizations.weight_norm),
     "LoRA": add_lora,
     "weights in 8 bits": in_8_bits,
