@@ -270,7 +270,7 @@ class Advice:
         return [
             f"{dense}.",
             f"{front}{columns}",
-            "Nothing was trained: fine-tuned models may lose less, and rank differently.",
+            "Nothing was trained here: fine-tuned models may lose less, and rank differently.",
             *filter(None, [beside_controls({row.label: row.to_control for row in self.rows})]),
             *too_small,
             *redundancy,

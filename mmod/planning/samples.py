@@ -117,8 +117,11 @@ class Images:
         return None
 
     def check(self, model: nn.Module) -> None:
-        """Run a model on one image; raises a ValueError where it cannot be run."""
-        outputs(model, self.pixels[:1].to(self.device), self.part)
+        """Run a model on one image; raises a ValueError where it cannot be run, or answers in another form."""
+        given = outputs(model, self.pixels[:1].to(self.device), self.part).shape[-1]
+        wanted = self.dense_NRF.shape[2]
+        if given != wanted:
+            raise ValueError(f"it returns {given} numbers, and the dense model {wanted}")
 
     def read_by(self, model: nn.Module, side: object) -> Images:
         """Return the images as a changed model reads them; methods that resize do so in the model."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +21,7 @@ from mmod.io.jobs import Callback, Runner
 from mmod.io.records import FolderTakenError, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
+from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate
@@ -35,6 +36,8 @@ from mmod.values import check_value
 ROUNDS = 5
 # Under which a store keeps what the advice beside it is on.
 _QUESTION = {"work": "question of advice"}
+# The name of the user's own model that chooses nothing; as in a study.
+_CONTROL = "random"
 # Why a study may say otherwise.
 _STUDY = (
     "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, and `--tune true` fine-tunes "
@@ -52,6 +55,7 @@ def advise(
     tolerance: float = TOLERANCE,
     faster: float | None = None,
     candidates: Sequence[Candidate] | None = None,
+    models: Mapping[str, nn.Module] | None = None,
     is_right: IsRight = same_tokens,
     at_size: AtSize | None = None,
     folder: str | Path | None = None,
@@ -91,11 +95,15 @@ def advise(
               A-MoD, random tokens, equal patches left out, smaller images, ToMe and pruning;
             - for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image tokens
               that late layers do not update, random and evenly spread ones.
+        models: Your own models by name, as they are, beside the candidates, or alone with `candidates=[]`: such as
+            fine-tuned ones, beside a dense model that is tuned alike, or one with fewer blocks. One named "random" is
+            the control of those that are routed.
         is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
         at_size: Makes a language model read images of another side in pixels, in place, and returns the batches of the
             same prompts at that side; `mmod advise` passes it for LLaVA-like models. None tries no smaller images.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
-            call resumes. Advice on other samples or with other settings is not replaced. None writes nothing.
+            call resumes. Advice on other samples or with other settings is not replaced. None writes nothing. For
+            `models`, call the result's `save` instead.
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
         progress: Show a bar.
@@ -117,7 +125,8 @@ def advise(
     check_value("batch_size", batch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1)")
     check_value("faster", faster, float | None, "(1, inf)")
-    _check_candidates(candidates)
+    models = models or {}
+    _check_candidates(candidates, models)
     check_batches(batches)
     part, stack, is_only = _part_to_change(model, part)
     if faster is not None and (stack.language or candidates is not None):
@@ -126,6 +135,8 @@ def advise(
         raise ValueError(
             "at_size adds smaller images to the candidates of a language model: leave it out for images, or candidates"
         )
+    if models and folder is not None:
+        raise ValueError("results of `models` have no code to be known by: leave out folder, and save the advice")
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
     # Configs name models of the supported libraries, and no class of the user's own.
@@ -154,6 +165,7 @@ def advise(
         if folder is not None:
             _check_question(Path(folder), results, question)
         entrants, refused = changed_models(model, samples, depth, chosen)
+        entrants |= _ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
         table = _compared(entrants, figure, results, progress)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
@@ -161,7 +173,7 @@ def advise(
         rows = tuple(rows_of(table, figure, by_name, caches, part, is_only))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
-    is_as_in_study = is_named and not stack.language and candidates is None and faster is None
+    is_as_in_study = is_named and not stack.language and candidates is None and faster is None and not models
     advice = Advice(
         rows,
         refused | unfitted,
@@ -172,7 +184,7 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, [note, samples.note, _STUDY if is_as_in_study else ""])),
+        " ".join(filter(None, [note, samples.note, _STUDY if is_as_in_study else "", _as_they_are(models)])),
         caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
@@ -221,11 +233,18 @@ def _name_of(model: nn.Module) -> str:
     return str(described.get("architecture") or type(model).__name__)
 
 
-def _check_candidates(candidates: Sequence[Candidate] | None) -> None:
+def _as_they_are(models: Iterable[str]) -> str:
+    """Say which models are the user's, who alone knows how they were trained: a sentence or none."""
+    names = ", ".join(models)
+    return names and f"Compared as they are: {names}. If they are fine-tuned, so must be the dense model."
+
+
+def _check_candidates(candidates: Sequence[Candidate] | None, models: Mapping[str, nn.Module]) -> None:
+    check_value("models", models, Mapping[str, nn.Module])
     check_value("candidates", candidates, list[Candidate] | None)
     if candidates is None:
         return
-    if not candidates:
+    if not candidates and not models:
         raise ValueError("candidates must name at least one candidate; None tries those of this model")
     for candidate in candidates:
         if candidate.changes or candidate.from_scratch or candidate.search or candidate.image_size is not None:
@@ -274,7 +293,10 @@ def _prompts(
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack, bool]:
     """Return the part of a dense model that is made cheaper, and whether it has no other; refuse what has no advice."""
     if methods_of(model):
-        raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
+        raise ValueError(
+            f"this {type(model).__name__} is changed already: call mmod.undo_ first, or pass it in `models` beside its "
+            "dense model"
+        )
     stacks = find_stacks(model)
     if part is None:
         part = next((name for name in ("language", "image") if name in stacks), None)
@@ -316,6 +338,27 @@ def changed_models(
             continue
         entrants[candidate.name] = Entrant(candidate, changed.eval(), as_read)
     return entrants, refused
+
+
+def _ready_models(
+    models: Mapping[str, nn.Module], samples: Images | Prompts, taken: Collection[str]
+) -> dict[str, Entrant]:
+    """Return models of the user as they are, in evaluation mode; they themselves stay unchanged."""
+    entrants = {}
+    for name, model in models.items():
+        if name in taken:
+            raise ValueError(f"models has the name {name!r} of another model: {', '.join(taken)}; choose another")
+        ready = copy_of(model).eval()
+        try:
+            as_read = samples.read_by(ready, None)
+        # As hosts refuse images, and devices differ.
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise ValueError(f"the model {name!r} does not run as the dense one does: {error}") from error
+        # A model without a router chooses no tokens that random ones could stand for.
+        is_controlled = _CONTROL in models and name != _CONTROL and is_routed(ready)
+        control = _CONTROL if is_controlled else None
+        entrants[name] = Entrant(Candidate(name, control=control), ready, as_read)
+    return entrants
 
 
 def _batches_at(at_size: AtSize, count: int, model: nn.Module, side: int) -> list[Mapping[str, Any]]:

@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 import mmod
+from mmod.adapters import find_stacks
 from mmod.analysis import timing
 from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate
@@ -539,6 +540,66 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: Any, 
 def test_candidates_that_advice_cannot_make_are_refused(candidates: list[Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         mmod.advise(make(), [pictures(1)], candidates=candidates, progress=False)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_own_models_are_compared_as_they_are(
+    is_own: bool, clock: Callable[[Mapping[str, float]], None], tmp_path: Path
+) -> None:
+    clock({"tuned": 4.0, "random": 4.0, "shallow": 5.0})
+    dense, tuned, random, shallow = (make_own("einsum") if is_own else make() for _ in range(4))
+    images = make_own_images(80) if is_own else pictures(80)
+    for model, router in ((tuned, "attention"), (random, "random")):
+        mmod.route_(model, mmod.RoutingConfig(router=router, blocks="late", capacity=0.5))
+    # Its last block adds nothing, as where there is none.
+    with torch.no_grad():
+        for parameter in find_stacks(shallow)["image"].blocks[-1].parameters():
+            parameter.zero_()
+        labels = dense(images).argmax(-1)
+    models = {"tuned": tuned.train(), "random": random, "shallow": shallow}
+    advice = mmod.advise(dense, [(images, labels)], candidates=[], models=models, progress=False)
+    rows = {row.name: row for row in advice.rows}
+    assert set(rows) == set(models)
+    assert {name: row.control for name, row in rows.items()} == {"tuned": "random", "shallow": None, "random": None}
+    assert {name: row.speedup.median for name, row in rows.items()} == {"tuned": 2.5, "random": 2.5, "shallow": 2.0}
+    assert tuned.training
+    with torch.no_grad():
+        for name, model in models.items():
+            # What is clearly beaten sees the first images alone.
+            seen = rows[name].images
+            agreed = (model.eval()(images[:seen]).argmax(-1) == labels[:seen]).double().mean()
+            change = rows[name].accuracy
+            assert change is not None
+            assert change.has_interval
+            # Random tokens are drawn anew in each pass.
+            assert name == "random" or change.value == pytest.approx(float(agreed) - 1, abs=1e-6)
+    assert "Compared as they are: tuned, random, shallow." in str(advice)
+    assert "mmod tradeoff" not in str(advice)
+    advice.save(tmp_path)
+    # Beside candidates, which are made of the dense model.
+    stride = [Candidate("stride", routing={"router": "stride"})]
+    both = mmod.advise(dense, [images], candidates=stride, models={"tuned": tuned}, progress=False)
+    assert {row.name for row in both.rows} == {"stride", "tuned"}
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "message"),
+    [
+        ({"a": 3}, {}, "models must"),
+        ({"dense": make}, {}, "the name 'dense' of another model: dense, a; choose another"),
+        ({"a": make}, {}, "the name 'a' of another model"),
+        ({"b": make}, {"folder": "out"}, "leave out folder, and save the advice"),
+        ({"b": lambda: make(num_classes=3)}, {}, "'b' does not run as .*: it returns 3 numbers, and the dense model 7"),
+        ({"b": lambda: make(in_chans=1)}, {}, "'b' does not run as the dense one does"),
+    ],
+)
+def test_own_models_that_cannot_be_compared_are_refused(
+    models: Mapping[str, Any], options: dict[str, Any], message: str
+) -> None:
+    made = {name: make_one() if callable(make_one) else make_one for name, make_one in models.items()}
+    stride = [Candidate("a", routing={"router": "stride"})]
+    with pytest.raises((TypeError, ValueError), match=message):
+        mmod.advise(make(), [pictures(1)], candidates=stride, models=made, progress=False, **options)
 
 
 @pytest.mark.parametrize("faster", [1.2, 4.0])
