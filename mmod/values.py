@@ -125,7 +125,7 @@ class Checked:
         ...     decay: typing.Annotated[float, "[0, 1)"] = 0.9
         >>> Average(decay=50)
         Traceback (most recent call last):
-        ValueError: ema.decay must be a number in [0, 1), got 50; write 0.5 for 50 %
+        ValueError: ema.decay must be a number in [0, 1), got 50; write 0.5 if 50 % is meant
         >>> Average(deacy=0.9)
         Traceback (most recent call last):
         TypeError: Average has no field 'deacy'; near ones: decay; valid ones are decay
@@ -181,9 +181,11 @@ def _share_hint(value: object, limit: Limit | None) -> str:
         return ""
     percent = re.fullmatch(r"(\d+(?:\.\d+)?) ?%?", str(value))
     # Between 1 and 2 a number is rather a slip than a percentage.
-    if percent is None or not 2 <= float(percent[1]) <= 100:
+    if percent is None or float(percent[1]) < 2:
         return ""
-    return f"write {float(percent[1]) / 100:g} for {percent[1]} %"
+    share = float(percent[1]) / 100
+    # Whether a share is meant is not known: a decay rate has the same limits.
+    return f"write {share:g} if {percent[1]} % is meant" if _within(share, limit) else ""
 
 
 def _choices(hint: Any, limit: Limit | None) -> list[str]:

@@ -160,3 +160,27 @@ def test_limits_in_annotations_hold_also_for_fields_declared_again(
 def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"steps must be an integer in \[0, 10\], got a int too long to be written"):
         check_value("steps", 10**5000, int, "[0, 10]")
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "advice"),
+    [
+        (50, "[0, 1)", "; write 0.5 if 50 % is meant"),
+        (2.5, "(0, 1)", "; write 0.025 if 2.5 % is meant"),
+        (100, "[0, 1]", "; write 1 if 100 % is meant"),
+        # A share that is refused too.
+        (100, "[0, 1)", ""),
+        (100, "(0, 1)", ""),
+        (101, "[0, 1]", ""),
+        # A slip, and no share.
+        (1.5, "[0, 1]", ""),
+        (-0.5, "[0, 1]", ""),
+        (50, "[0, 2]", ""),
+    ],
+)
+def test_a_percentage_is_told_the_share_that_is_valid(value: float, limit: str, advice: str) -> None:
+    with pytest.raises(ValueError, match=r"^share must be ") as caught:
+        check_value("share", value, float, limit)
+    assert str(caught.value).endswith(f"in {limit}, got {value}{advice}")
+    if advice:
+        check_value("share", float(advice.split()[2]), float, limit)
