@@ -17,7 +17,7 @@ from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.plain import from_plain
 from mmod.training.engine.groups import DistributedConfig, EmaConfig, OptimConfig, ScheduleConfig, TeacherConfig
-from mmod.values import Checked, check_fields, check_value
+from mmod.values import Checked, check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.methods.base import Method
@@ -117,8 +117,11 @@ class RunConfig:
         check_fields(self)
         if not self.output:
             raise ValueError("output must name a folder, got ''")
-        if self.routing == {} and not self.part:
+        if self.part or self.routing is None:
+            return
+        if not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")
+        refuse_unknown("part in routing", self.routing, type(self).__dataclass_fields__["routing"].metadata["names"])
 
     @property
     def free_keys(self) -> frozenset[str]:

@@ -11,7 +11,6 @@ from typing_extensions import Self
 from mmod.data.config import PairsConfig
 from mmod.io.files import is_of_transformers
 from mmod.training.engine.config import LoopConfig, StartConfig
-from mmod.values import refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,6 @@ class TrainConfig(LoopConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.routing is not None:
-            refuse_unknown("tower of routing", self.routing, ("image", "text"))
         embedded = PairsConfig()
         # A model of the user's pairs would be scored on ours, without a word.
         sources = [self.data.train] if isinstance(self.data.train, str) else self.data.train
