@@ -13,7 +13,7 @@ from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
-from mmod.methods.prepare import check_budget
+from mmod.methods.prepare import check_new_capacity
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
 from mmod.names import similar
 from mmod.values import brief, check_value
@@ -267,6 +267,6 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
     exact = exact_capacities(model, capacity)
     blocks = routed_blocks(model)
     for name, value in exact.items():
-        check_budget(name, blocks[name].router, value)
+        check_new_capacity(name, blocks[name].router, value)
     assign_capacities(model, capacity)
     return model

@@ -300,7 +300,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
     return router.train(block.training)
 
 
-def check_budget(name: str, router: Router, capacity: Fraction) -> None:
+def check_new_capacity(name: str, router: Router, capacity: Fraction) -> None:
     """Refuse a new capacity that has no effect or keeps no token."""
     check_zero(name, router, capacity)
     config = router.config

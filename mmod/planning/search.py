@@ -349,7 +349,7 @@ def dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     return part, stack
 
 
-def check_budget(
+def check_reachable(
     model: nn.Module, image: Tensor, budget: float, part: str, options: Sequence[Option] | None, router: Any
 ) -> None:
     """Raise a ValueError if no plan of an image model has a share of its FLOPs, as `search_plan` would; see there.

@@ -34,11 +34,11 @@ SEARCHES = extended(Searched)
 """The configs of searches by kind: training configs, whose model and data are searched on their device."""
 
 
-def check_budgets(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
+def check_searches(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
     """Raise a ValueError for a budget that no plan reaches, where the size of images alone says what plans cost."""
     import torch
 
-    from mmod.planning.search import check_budget
+    from mmod.planning.search import check_reachable
 
     # FLOPs of prompts follow from the data, and times from the weights.
     kind: Any = kind_of(config)
@@ -48,7 +48,9 @@ def check_budgets(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
     model = kind.sketch().eval()
     for options in shares:
         image = torch.empty(1, *kind.image_shape, device="meta")
-        check_budget(model, image, options.budget, options.part or kind.planned_part, _named(options), options.router)
+        check_reachable(
+            model, image, options.budget, options.part or kind.planned_part, _named(options), options.router
+        )
 
 
 def _named(options: PlanOptions) -> list[Option] | None:

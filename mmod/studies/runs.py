@@ -27,7 +27,7 @@ from mmod.plain import from_plain, with_keys_in
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.config import StudyConfig
-from mmod.studies.plan import check_budgets
+from mmod.studies.plan import check_searches
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value
@@ -268,7 +268,7 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
             if run.seed == 0 and is_changed:
                 checked.sketch()
             if run.seed == 0 and run.searches:
-                check_budgets(started, run.searches)
+                check_searches(started, run.searches)
         # Hosts refuse sizes by assertions.
         except (ValueError, AssertionError) as error:
             told = with_keys_in(keys, run.config, str(error))
