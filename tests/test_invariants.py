@@ -45,6 +45,22 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
     torch.testing.assert_close(a.detach(), b, rtol=tolerance, atol=tolerance * float(b.abs().max().clamp(min=1)))
 
 
+@pytest.mark.parametrize("name", ZOO)
+def test_full_capacity_is_the_dense_model(name: str) -> None:
+    model, images = make_model(name), make_images(name, 2)
+    keys = list(model.state_dict())
+    # Two of the four for each model, in turn: kinds of models that are alike stand side by side.
+    turn = list(ZOO).index(name)
+    with torch.no_grad():
+        dense = model(images)
+        for place in (turn, turn + 1):
+            mmod.route_(model, DENSE_FUNCTIONS[place % len(DENSE_FUNCTIONS)])
+            close(model(images), dense, 1e-6)
+            mmod.unroute_(model)
+        assert torch.equal(model(images), dense)
+    assert list(model.state_dict()) == keys
+
+
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_xp_224"])
 @pytest.mark.parametrize("config", DENSE_FUNCTIONS[:2], ids=["attention", "linear"])
 def test_full_capacity_is_bitwise_dense_in_bf16(name: str, config: RoutingConfig) -> None:
