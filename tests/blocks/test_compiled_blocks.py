@@ -52,6 +52,26 @@ def test_compiled_blocks_share_graphs(router: str, blocks: tuple[int, ...], fiel
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_compiled_blocks_pass_rows_on_in_evaluation() -> None:
+    torch._dynamo.reset()
+    config = mmod.RoutingConfig(capacity=0.4, blocks=(1, 2))
+    model, images = mmod.route_(make_model(NAME, depth=3), config), make_images(NAME, 2)
+    expected = model(images)
+    rows: list[int] = []
+
+    def count_rows(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        rows.append(min(x.shape[1] for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 3))
+        return graph.forward
+
+    for block in model.blocks:
+        block.compile(backend=count_rows)
+    # The second call takes the graphs of the first.
+    for _ in range(2):
+        torch.testing.assert_close(model(images), expected)
+    assert rows == [17, 17, 6]
+
+
 SCORE = mmod.score("linear", init_std=0.3)
 THRESHOLDS = {
     # Three ways through a block, side by side in one model.
