@@ -13,8 +13,9 @@ import torch
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
-from mmod.io.yaml import merged
+from mmod.io.yaml import merged, read_yaml
 from mmod.methods import METHODS, read_method
+from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
@@ -122,11 +123,15 @@ def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candi
         return plain
     if kind == "smaller":
         refuse_unknown(f"field of baselines.{plain.name}", settings, ["kind", "args", "checkpoint"])
-        if settings.get("args") is None:
-            raise ValueError(f"baselines.{plain.name} needs args")
+        run = find_run(settings["checkpoint"]) if settings.get("checkpoint") else None
+        if settings.get("args") is None and run is None:
+            raise ValueError(f"baselines.{plain.name} needs args, or the folder of a run as its checkpoint")
         if "checkpoint" in settings:
+            known = {} if run is None else read_yaml(str(run / RUN_CONFIG))["model"]
+            shape = {key: known[key] for key in ("name", "args") if key in known}
             # In place of the dense model's weights, wherever these come from.
-            model = {**{key: settings[key] for key in ("args", "checkpoint")}, "pretrained": False, "head": None}
+            model = {**merged(shape, settings), "pretrained": False, "head": None}
+            del model["kind"]
             return dataclasses.replace(plain, changes=merged({"model": model}, plain.changes))
         return _from_scratch(plain, epochs, {"model": {"args": settings["args"]}})
     method = {key: value for key, value in settings.items() if key != "routing"}

@@ -295,8 +295,9 @@ class TimmStudyConfig(StudyConfig):
             many epochs as training and fine-tuning have together; "none" leaves them out.
         baselines: Names of series to their budgets, the capacities of the routed models that they are matched to, with
             a training config's `method`, `kind: resolution`, or `kind: smaller` with changed `args` of the model.
-            Baselines and series of `routers` may have an `image_size`; baselines take `changes` and `tune` as series
-            do. Smaller models, and methods that cannot use dense weights, are trained from scratch for all epochs.
+            A smaller model starts from its `checkpoint`, beside which a run needs no `args`. Baselines and series of
+            `routers` may have an `image_size`; baselines take `changes` and `tune` as series do. Smaller models without
+            weights, and methods that cannot use dense ones, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
         rate_split: Split on which `rates` are compared, another one than that of the evaluation.

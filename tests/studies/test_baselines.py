@@ -218,6 +218,16 @@ def test_a_smaller_baseline_starts_from_its_own_checkpoint_alone(study: ImageStu
         config = dataclasses.replace(study, dense=dense, train_dense=False, routers={}, baselines={"small": small})
         model = comparison_of(config).runs()[-1].config.model
         assert (model.checkpoint, model.pretrained, model.head) == ("small.safetensors", False, None)
+    # That of a run says itself what it is.
+    run = tmp_path / "run"
+    run.mkdir()
+    shape = {"name": "vit_tiny_patch16_224", "args": {**DENSE["model"]["args"], "depth": 3}}
+    (run / "config.yaml").write_text(yaml.safe_dump({**DENSE, "model": {**DENSE["model"], **shape}}))
+    for args, depth in (({}, 3), ({"args": {"depth": 2}}, 2)):
+        trained: Any = {0.5: {"kind": "smaller", "checkpoint": str(run), **args}}
+        model = comparison_of(dataclasses.replace(config, baselines={"small": trained})).runs()[-1].config.model
+        assert (model.checkpoint, model.name) == (str(run), shape["name"])
+        assert model.args == {**shape["args"], "depth": depth}
 
 
 def test_a_preset_chooses_its_blocks_by_the_depth_that_changes_set(study: ImageStudyConfig) -> None:
@@ -248,7 +258,7 @@ def _result(folder: Path) -> float:
         ({"baselines": {"a": {0.5: {"kind": "halve"}}}}, "'recursions', 'resize', 'resolution', 'smaller'"),
         ({"baselines": {"a": {0.5: {"kind": "prune", "keeps": 1}}}}, "keep, blocks, fuse, by"),
         ({"baselines": {"a": {0.5: {"kind": "smaller", "depth": 1}}}}, "depth; valid ones are kind, args"),
-        ({"baselines": {"a": {0.5: {"kind": "smaller"}}}}, "baselines.a-0.5 needs args"),
+        ({"baselines": {"a": {0.5: {"kind": "smaller"}}}}, "baselines.a-0.5 needs args, or the folder of a run"),
         ({"baselines": {"a": {0.5: {"kind": "resolution"}}}}, "baselines.a-0.5 needs image_size"),
         ({"baselines": {"a": {"kind": "merge"}}}, "baselines must be"),
         (
