@@ -133,7 +133,7 @@ def replay(recorded: Recorded, count: int, draws: int) -> Iterator[list[Any]]:
         decided = [one.kept and one.fastest for one in found if one.decided]
         yield [
             count,
-            f"{100 * tolerance:g} %",
+            100 * tolerance,
             100 * len(named) / draws,
             _percent(named),
             100 * len(decided) / draws,
@@ -218,14 +218,14 @@ def table_of_parts(recorded: Recorded) -> dict[str, Any]:
     rows = [row for count in COUNTS for row in replay(recorded, count, DRAWS)]
     columns = [
         "photographs",
-        "tolerance",
+        "tolerance, points",
         "names a recipe, % of draws",
         "of these within the tolerance, %",
         "decided, % of draws",
         "of these right, %",
     ]
     commands = ["python scripts/advice_halves.py FOLDER FILE RESULT"]
-    formats = ["{:,}", "{}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}"]
+    formats = ["{:,}", "{:g}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}"]
     return {"commands": commands, "columns": columns, "formats": formats, "rows": rows}
 
 
@@ -243,7 +243,7 @@ def main() -> None:
     print(markdown(table))
     whole = advice_from(recorded, np.arange(len(recorded.scores[DENSE])))
     for row in whole.rows:
-        print(f"{row.name}: {row.speedup.median:.2f} times as fast, loses {100 * row.loss} %")
+        print(f"{row.name}: {row.speedup.median:.2f} times as fast, loses {100 * row.loss} points")
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ def recorded(**shares: float) -> Recorded:
 
 def test_what_loses_nothing_is_advised_and_right() -> None:
     for count, tolerance, *shares in replay(recorded(free=0.0, dear=0.5), 200, draws=5):
-        # No interval of 200 photographs excludes a loss of 1 %.
+        # No interval of 200 photographs excludes a loss of 1 point.
         assert count == 200
-        assert shares == ([0, None, 0, None] if tolerance == "1 %" else [100, 100, 100, 100])
+        assert shares == ([0, None, 0, None] if tolerance == 1 else [100, 100, 100, 100])
 
 
 def test_advice_is_wrong_where_all_photographs_disagree() -> None:
@@ -75,4 +75,4 @@ def test_a_small_model_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.Mon
     advice_halves.main()
     assert (result / STORE).read_bytes() == store
     table = json.loads((result / "table.json").read_text())
-    assert [row[:2] for row in table["rows"]] == [[4, "1 %"], [4, "2 %"], [4, "5 %"], [4, "10 %"]]
+    assert [row[:2] for row in table["rows"]] == [[4, 1], [4, 2], [4, 5], [4, 10]]
