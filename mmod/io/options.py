@@ -10,7 +10,7 @@ from typing import Any
 
 from docstring_parser import parse
 
-from mmod.io.yaml import BASE_KEY, merged, parse_option
+from mmod.io.yaml import BASE_KEY, DENSE_KEY, merged, parse_option
 from mmod.plain import dataclass_in, required_fields
 from mmod.values import fits
 
@@ -38,8 +38,7 @@ def with_options(
 
     A mapping is merged into the one of the config key by key, as a file over its `base`; an empty one or null empties
     it first. A group is read before the keys in it, and a `base` before the keys beside it, wherever they stand on the
-    line. Keys of a config that a path stands for are changed there: the path becomes their `base`, where the metadata
-    of the field say that it has one.
+    line. Keys of a `dense` that a path stands for are changed there: the path becomes their `base`.
     """
     result = dict(fields)
     for key, text in sorted(options, key=_order):
@@ -61,8 +60,8 @@ def _with_option(
     old = fields.get(name)
     if inner:
         inner_fields: Mapping[str, object] = old if isinstance(old, Mapping) else {}
-        if _names_config(config_class, name):
-            if inner == [BASE_KEY]:
+        if name == DENSE_KEY:
+            if inner == [BASE_KEY] and inner_fields.get(BASE_KEY) != text:
                 # Another config takes the place of the old one, whose keys are not its own.
                 inner_fields = {}
             elif isinstance(old, str):
@@ -75,13 +74,6 @@ def _with_option(
     # An empty mapping with free keys would change nothing, and nothing else can remove these.
     is_emptied = group is None and value == {}
     return {**fields, name: value} if is_emptied else merged(fields, {name: value})
-
-
-def _names_config(config_class: Any, name: str) -> bool:
-    """Return whether a field is a config or the path of one."""
-    if config_class is None:
-        return False
-    return any(item.name == name and BASE_KEY in item.metadata for item in dataclasses.fields(config_class))
 
 
 def add_fields(parser: argparse.ArgumentParser, config_class: type) -> None:

@@ -17,6 +17,8 @@ from mmod.io.files import read_text
 
 BASE_KEY = "base"
 """Key of the config whose other keys are changed by those beside it."""
+DENSE_KEY = "dense"
+"""Key of a config within a config: its path, its fields, or a `base` with the fields that differ."""
 _DEPTH = 100
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Parsing takes seconds per 100 kB.
@@ -109,19 +111,21 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
 def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False) -> dict[str, Any]:
     """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
-    A mapping that names the config that it changes, its `base`, replaces another one as that config's name would. So
-    does a `preset` in place of fields that are written out, which would leave nothing of it.
+    Under `dense`, a mapping that names another config that it changes, its `base`, replaces the old one as that
+    config's name would. So does a `preset` in place of fields that are written out, which would leave nothing of it.
 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
         {'a': 1, 'b': {'c': 2, 'd': 4}, 'e': None}
         >>> merged({"dense": {"model": {"name": "a"}}}, {"dense": {"base": "run", "seed": 1}})
         {'dense': {'base': 'run', 'seed': 1}}
+        >>> merged({"options": {"a": 1}}, {"options": {"base": "x"}})
+        {'options': {'a': 1, 'base': 'x'}}
     """
     result = dict(fields)
     for name, value in changes.items():
         old = result.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces(value, old):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and not _replaces(name, value, old):
             result[name] = merged(old, value, null_removes)
         elif null_removes and value is None and old is not None:
             del result[name]
@@ -130,11 +134,12 @@ def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_rem
     return result
 
 
-def _replaces(fields: Mapping[str, object], old: Mapping[str, object]) -> bool:
+def _replaces(name: str, fields: Mapping[str, object], old: Mapping[str, object]) -> bool:
     """Return whether a mapping starts from a config or preset of its own instead of changing an old one."""
-    # A series of a study may be called so too, and is no text.
-    names_base = isinstance(fields.get(BASE_KEY), str)
-    return names_base or (isinstance(fields.get("preset"), str) and "preset" not in old)
+    # Files are merged before the kind of their config is known: what is a config shows by its name alone.
+    if name == DENSE_KEY and isinstance(fields.get(BASE_KEY), str):
+        return fields[BASE_KEY] != old.get(BASE_KEY)
+    return isinstance(fields.get("preset"), str) and "preset" not in old
 
 
 def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

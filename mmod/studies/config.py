@@ -71,7 +71,7 @@ class StudyConfig(Checked):
     """
 
     output: str = ""
-    dense: str | dict[str, Any] = field(metadata={BASE_KEY: True})
+    dense: str | dict[str, Any]
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class Config:
     group: Group = field(default_factory=Group)
     other: Group | None = None
     free: dict[str, Any] = field(default_factory=dict)
-    plan: str | dict[str, Any] = field(default="none", metadata={"base": True})
+    dense: str | dict[str, Any] = "none"
 
 
 def changed(words: str, fields: dict[str, Any] | None = None) -> Config:
@@ -59,11 +59,15 @@ def test_mappings_merge_key_by_key_as_in_files_and_an_empty_one_empties() -> Non
     assert changed('--free={"preset":"p"} --free={"preset":"q","b":1}').free == {"preset": "q", "b": 1}
 
 
-@pytest.mark.parametrize("words", ["--plan p.yaml --plan.a.b 1", "--plan.a.b 1 --plan p.yaml"])
+@pytest.mark.parametrize("words", ["--dense p.yaml --dense.a.b 1", "--dense.a.b 1 --dense p.yaml"])
 def test_keys_change_the_config_that_a_path_names_in_any_order(words: str) -> None:
-    assert changed(words).plan == changed("--plan.a.b 1", {"plan": "p.yaml"}).plan == {"base": "p.yaml", "a": {"b": 1}}
+    assert (
+        changed(words).dense == changed("--dense.a.b 1", {"plan": "p.yaml"}).dense == {"base": "p.yaml", "a": {"b": 1}}
+    )
+    assert changed("--dense.base p.yaml", {"dense": {"base": "p.yaml", "a": 1}}).dense == {"base": "p.yaml", "a": 1}
+    assert changed("--dense.base q.yaml", {"dense": {"base": "p.yaml", "a": 1}}).dense == {"base": "q.yaml"}
     # A path that comes later is another config.
-    assert changed(f"{words} --plan q.yaml").plan == {"base": "q.yaml", "a": {"b": 1}}
+    assert changed(f"{words} --dense q.yaml").dense == {"base": "q.yaml", "a": {"b": 1}}
     assert changed('--group.rate=1 --group={"rate":2}').group == Group(1.0)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mmod.io.configs import config_names, existing_config
 from mmod.io.records import flatten
@@ -52,6 +53,30 @@ def test_cycles_and_what_is_no_base_are_refused_with_the_path(tmp_path: Path) ->
 def test_one_base_may_be_reached_twice(tmp_path: Path) -> None:
     write(tmp_path, root="a: 1", x="base: root.yaml\nb: 2", y="base: root.yaml\nc: 3", top="base: [x.yaml, y.yaml]")
     assert read_yaml(tmp_path / "top.yaml") == {"a": 1, "b": 2, "c": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "result"),
+    [
+        ({"dense": {"a": 1}}, {"dense": {"base": "x"}}, {"dense": {"base": "x"}}),
+        ({"dense": {"base": "y", "a": 1}}, {"dense": {"base": "x", "b": 2}}, {"dense": {"base": "x", "b": 2}}),
+        # The same config, of which further keys differ.
+        ({"dense": {"base": "x", "a": 1}}, {"dense": {"base": "x", "b": 2}}, {"dense": {"base": "x", "a": 1, "b": 2}}),
+        ({"then": {"dense": {"a": 1}}}, {"then": {"dense": {"base": "x"}}}, {"then": {"dense": {"base": "x"}}}),
+        # A key of other mappings, such as the options of a user's data.
+        (
+            {"data": {"options": {"a": 1}}},
+            {"data": {"options": {"base": "x"}}},
+            {"data": {"options": {"a": 1, "base": "x"}}},
+        ),
+    ],
+)
+def test_another_base_replaces_a_config_and_is_any_key_elsewhere(
+    fields: dict[str, Any], changes: dict[str, Any], result: dict[str, Any], tmp_path: Path
+) -> None:
+    assert merged(fields, changes) == result
+    write(tmp_path, below=yaml.safe_dump(fields), above=yaml.safe_dump({"base": "below.yaml", **changes}))
+    assert read_yaml(tmp_path / "above.yaml") == result
 
 
 def test_command_lines_stack_configs(tmp_path: Path) -> None:
