@@ -230,6 +230,7 @@ def test_an_interrupted_compiled_call_leaves_nothing_behind() -> None:
     left[0] = 3
     with pytest.raises(KeyboardInterrupt):
         compiled(images)
+    assert model.blocks[1].mod_state.span.calls.value.running.outer is None
     for output, baseline in zip((alone(model, [images])[0], compiled(images)), reversed(expected), strict=True):
         torch.testing.assert_close(output, baseline)
     torch.compiler.reset()
