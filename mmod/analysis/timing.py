@@ -56,10 +56,10 @@ class Spread:
         return cls(median, low, high)
 
     def __format__(self, form: str) -> str:
-        """Return the median, and in brackets the quartiles if the format starts with one."""
+        """Return the median, and in brackets the quartiles if the format starts with one and they differ."""
         number = form.lstrip("[")
         median = f"{self.median:{number}}"
-        if number == form:
+        if number == form or self.low == self.high:
             return median
         return f"{median} [{self.low:{number}}, {self.high:{number}}]"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,6 @@ from mmod.planning.choice import (
     Recommendation,
     beside_controls,
     in_batches_of,
-    noted,
 )
 from mmod.planning.samples import AGREEMENT, ALONE
 
@@ -53,6 +53,7 @@ class AdviceRow:
             padded to one.
         control: Name of the candidate that keeps as many tokens by no choice, with the same FLOPs; None without one.
         to_control: Difference of the accuracy, or of the score without labels, to the control's.
+        agreement_to_control: That of the agreement, where there are labels.
     """
 
     name: str
@@ -69,6 +70,7 @@ class AdviceRow:
     speedups: Mapping[str, Spread] = field(default_factory=dict)
     control: str | None = None
     to_control: Estimate | None = None
+    agreement_to_control: Estimate | None = None
 
     @property
     def loss(self) -> Estimate:
@@ -165,21 +167,28 @@ class Advice:
 
     def _recommendation(self, where: str, of: str) -> Recommendation:
         """Return what to use by the times of a pass; an empty name is the one that decides."""
-        controls = {row.control for row in self.rows}
-        models = [
-            Alternative(
-                row.label,
-                row.speedups[of] if of else row.speedup,
-                row.loss,
-                row.images,
-                self._measured(row),
-                "" if of else noted(row.speedups.get(ALONE), row.control, row.to_control and 100 * row.to_control),
-                row.name in controls,
-            )
-            for row in self.rows
-        ]
+        models = [self._alternative(row) for row in self.rows]
+        if of:
+            # What is said of the control and of single images stands with the pass that decides.
+            models = [
+                dataclasses.replace(model, speedup=row.speedups[of], alone=None, to_control=None)
+                for model, row in zip(models, self.rows)
+            ]
         unit = "%" if self.accuracy is None else "points"
         return Recommendation(models, self.tolerance, unit, self.samples, where)
+
+    def _alternative(self, row: AdviceRow) -> Alternative:
+        return Alternative(
+            row.label,
+            row.speedup,
+            row.loss,
+            row.images,
+            self._measured(row),
+            row.speedups.get(ALONE),
+            row.control,
+            row.to_control and 100 * row.to_control,
+            row.agreement_to_control and 100 * row.agreement_to_control,
+        )
 
     def _row_of(self, model: Alternative | None) -> AdviceRow | None:
         return next((row for row in self.rows if model is not None and row.label == model.name), None)
@@ -271,12 +280,18 @@ class Advice:
             f"{dense}.",
             f"{front}{columns}",
             "Nothing was trained here: fine-tuned models may lose less, and rank differently.",
-            *filter(None, [beside_controls({row.label: row.to_control for row in self.rows})]),
+            *filter(None, [self._beside_controls]),
             *too_small,
             *redundancy,
             *filter(None, [self.note]),
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
         ]
+
+    @property
+    def _beside_controls(self) -> str:
+        in_points = {row.label: row.to_control and 100 * row.to_control for row in self.rows}
+        agreements = {row.label: row.agreement_to_control for row in self.rows}
+        return beside_controls(in_points, self.tolerance, agreements)
 
     _repr_markdown_ = __str__  # Notebooks show it.
 

@@ -10,6 +10,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mmod.analysis.statistics import Estimate, of_samples, unbeaten
 from mmod.analysis.table import FEWEST
@@ -36,8 +37,10 @@ class Alternative:
         loss: What it loses to the dense model, as a share.
         samples: Number of samples, or of seeds, that the loss is from.
         measured: The loss in words.
-        note: Further sentences about it, where it is named.
-        is_control: It chooses nothing and shows what others gain by choosing: it is compared, and never advised.
+        alone: Its speed-up for single samples, where it was timed in batches too.
+        control: Name of the model that keeps as many tokens by no choice: it is compared, and never advised.
+        to_control: Difference to it in points.
+        agreement_to_control: That of the agreement with the dense model, where it is not what is lost.
     """
 
     name: str
@@ -45,8 +48,10 @@ class Alternative:
     loss: Estimate
     samples: int
     measured: str
-    note: str = ""
-    is_control: bool = False
+    alone: Spread | None = None
+    control: str | None = None
+    to_control: Estimate | None = None
+    agreement_to_control: Estimate | None = None
 
     @property
     def worst(self) -> float:
@@ -124,7 +129,7 @@ class Recommendation:
         if self.best is not None:
             text = f"Use {self.best.name}: {_times(self.best)} {self.where}, at {self._measured(self.best)}."
             further = f" Undecided, and faster: {', '.join(others)}." if others else ""
-            return f"{text}{_noted(self.best)}{further}"
+            return f"{text}{self._noted(self.best)}{further}"
         if named is not None:
             further = f" Undecided too: {', '.join(others)}." if others else ""
             return (
@@ -152,12 +157,12 @@ class Recommendation:
         if keeps(chosen.loss, self.tolerance):
             return (
                 f"For {about}{speed:g} times the speed use {chosen.name}: {_times(chosen)} {self.where}, at "
-                f"{self._measured(chosen)}, the least lost of what was tried.{_noted(chosen)}"
+                f"{self._measured(chosen)}, the least lost of what was tried.{self._noted(chosen)}"
             )
         # Its worse end is the best of all at this speed.
         text = (
             f"Nothing tried is sure to stay within {self.limit} at {about}{speed:g} times the speed {self.where}: "
-            f"least lost is {chosen.name}, {_times(chosen)} at {self._measured(chosen)}.{_noted(chosen)}"
+            f"least lost is {chosen.name}, {_times(chosen)} at {self._measured(chosen)}.{self._noted(chosen)}"
         )
         if self._is_open(chosen):
             text += f" Undecided: {self._decided_by(chosen)}."
@@ -178,21 +183,22 @@ class Recommendation:
 
     @property
     def by_speed(self) -> str:
-        """The models that lose least at some speeds, a line each, without that of the sentence; empty for no other."""
-        speeds: dict[Alternative, list[float]] = {}
+        """The model that loses least at each of some speeds, a line each; a sentence where none reaches the first."""
+        if self.at_speed(_SPEEDS[0]) is None:
+            return f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}."
+        told = [self.named] if self._is_tested else []
+        lines = []
         for speed in _SPEEDS:
             chosen = self.at_speed(speed)
-            if chosen is not None:
-                speeds.setdefault(chosen, []).append(speed)
-        if not speeds:
-            return f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}."
-        lines = []
-        for chosen, reached in speeds.items():
-            if not self._is_tested or chosen is not self.named:
-                times = " and ".join(f"{speed:g}" for speed in reached)
-                lines.append(f"- {times} times as fast: {chosen.name}, {_times(chosen)} at {self._measured(chosen)}")
-        header = f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n"
-        return "\n".join([header, *lines] if lines else [])
+            if chosen is None:
+                line = "nothing tried is as fast"
+            elif chosen in told:
+                line = f"{chosen.name}, as above"
+            else:
+                line = f"{chosen.name}, {_times(chosen)} at {self._measured(chosen)}"
+            told.append(chosen)
+            lines.append(f"- {speed:g} times: {line}")
+        return "\n".join([f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n", *lines])
 
     @property
     def recommended(self) -> list[Alternative]:
@@ -208,7 +214,8 @@ class Recommendation:
     @property
     def _advised(self) -> list[Alternative]:
         """The models that may be advised."""
-        return [model for model in self.models if not model.is_control]
+        controls = {model.control for model in self.models}
+        return [model for model in self.models if model.name not in controls]
 
     @property
     def _faster(self) -> list[Alternative]:
@@ -237,6 +244,36 @@ class Recommendation:
             return f"{model.measured}, but may lose up to {100 * model.worst:.1f} {self.unit}"
         return model.measured
 
+    def _noted(self, model: Alternative) -> str:
+        """Say whether a model chosen in batches is slower for single samples, and how it compares with its control."""
+        text = ""
+        if model.alone is not None and model.alone.median < 1:
+            text = f" For single images it is slower than the dense model: {model.alone:[.2f} times as fast."
+        if model.to_control is not None and model.to_control.has_interval:
+            text += f" {self._beside_control(model, model.to_control)}"
+        return text
+
+    def _beside_control(self, model: Alternative, gap: Estimate) -> str:
+        """Say whether a model is better than its control, worse, as good, or whether too few samples tell."""
+        if gap.low > 0:
+            return f"It is better than its control, {model.control}, by {gap:.1f} points: what it keeps matters."
+        if gap.high < 0:
+            return f"It is worse than its control ({gap:+.1f} points): {model.control} keeps what matters more."
+        agreement = model.agreement_to_control
+        by_agreement = ""
+        if agreement is not None and agreement.is_clear:
+            which = "better" if agreement.low > 0 else "worse"
+            by_agreement = f"; by agreement with the dense model it is {which} ({agreement:+.1f} points)"
+        if _is_equivalent(gap, self.tolerance):
+            matters = by_agreement or ": on these samples it hardly matters what is kept"
+            return f"It is within {self.limit} of its control, {model.control} ({gap:+.1f} points){matters}."
+        # The control may have run on the first samples alone.
+        samples = min(one.samples for one in self.models if one.name in (model.name, model.control))
+        return (
+            f"{samples:,} {self.samples} cannot tell whether it is better than its control, {model.control} "
+            f"({gap:+.1f} points){by_agreement}."
+        )
+
     def _as_undecided(self, model: Alternative) -> str:
         return f"{model.name} ({_times(model)} at {model.measured}; {self._decided_by(model)})"
 
@@ -251,52 +288,39 @@ class Recommendation:
         return f"about {missing}, probably {'for' if model.loss.value <= self.tolerance else 'against'} it"
 
 
-def noted(alone: Spread | None, control: str | None, to_control: Estimate | None) -> str:
-    """Say whether a model chosen in batches is slower for single samples, and how it compares with its control.
-
-    Args:
-        alone: Its speed-up for single samples, where it was timed.
-        to_control: Difference to its control in points.
-    """
-    notes = []
-    if alone is not None and alone.median < 1:
-        notes.append(f"For single images it is slower than the dense model: {alone.median:.2f} times as fast.")
-    if to_control is not None and to_control.has_interval:
-        if to_control.low > 0:
-            notes.append(
-                f"It is better than its control, {control}, by {to_control:.1f} points: what it keeps matters."
-            )
-        elif to_control.high < 0:
-            notes.append(f"It is worse than its control ({to_control:+.1f} points): {control} keeps what matters more.")
-        else:
-            notes.append(
-                f"It is not clearly better than its control, {control} ({to_control:+.1f} points): on these samples it "
-                "hardly matters what is kept."
-            )
-    return " ".join(notes)
-
-
-def beside_controls(differences: Mapping[str, Estimate | None]) -> str:
+def beside_controls(
+    differences: Mapping[str, Estimate | None],
+    tolerance: float,
+    agreements: Mapping[str, Estimate | None] = MappingProxyType({}),
+) -> str:
     """Say which models are better or worse than their controls, such as random tokens; empty where none is tested.
 
     Args:
-        differences: Difference of each model to its control, by name; None for those without.
+        differences: Difference of each model to its control in points, by name; None for those without.
+        tolerance: Share that may be lost: models whose whole interval is within it are as good as their controls.
+        agreements: That of the agreement with the dense model, where something else is compared.
     """
-    tested = {name: value for name, value in differences.items() if value is not None and value.has_interval}
-    better = "; ".join(name for name, value in tested.items() if value.low > 0)
-    worse = "; ".join(name for name, value in tested.items() if value.high < 0)
-    alike = "; ".join(name for name, value in tested.items() if not value.is_clear)
-    sentences = []
-    if better:
-        sentences.append(f"Clearly better than their controls, such as random tokens: {better}.")
-    if worse:
-        sentences.append(f"Clearly worse than their controls, such as random tokens: {worse}.")
-    if alike:
-        sentences.append(
-            f"Not clearly different from their controls, such as random tokens: {alike}. On these samples it hardly "
-            "matters what these keep."
-        )
-    return " ".join(sentences)
+    groups: dict[str, list[str]] = {"better": [], "worse": [], "alike": [], "open": []}
+    for name, value in differences.items():
+        if value is None or not value.has_interval:
+            continue
+        agreement = agreements.get(name)
+        if value.is_clear:
+            groups["better" if value.low > 0 else "worse"].append(name)
+        elif agreement is not None and agreement.is_clear:
+            groups["open"].append(f"{name} ({'better' if agreement.low > 0 else 'worse'} by agreement)")
+        else:
+            # An interval with zero in it is no proof of equality: all of it has to be small.
+            groups["alike" if _is_equivalent(value, tolerance) else "open"].append(name)
+    named = {group: "; ".join(names) for group, names in groups.items() if names}
+    sentences = {
+        "better": "Clearly better than their controls, such as random tokens: {}.",
+        "worse": "Clearly worse than their controls, such as random tokens: {}.",
+        "alike": f"Within {100 * tolerance:g} points of their controls by the whole interval: {{}}. On these samples "
+        "it hardly matters what these keep.",
+        "open": "Too few samples to tell from their controls: {}.",
+    }
+    return " ".join(sentences[group].format(names) for group, names in named.items())
 
 
 def in_batches_of(size: int, samples: str = "images") -> str:
@@ -342,9 +366,10 @@ def _decides(loss: Estimate, tolerance: float, samples: int, wanted: int) -> boo
     return keeps(grown, tolerance) or exceeds(grown, tolerance)
 
 
+def _is_equivalent(difference: Estimate, tolerance: float) -> bool:
+    """Return whether the whole interval of a difference in points is within a tolerance to both sides."""
+    return max(-difference.low, difference.high) <= 100 * tolerance
+
+
 def _times(model: Alternative) -> str:
-    return f"{model.speedup.median:.2f} times as fast"
-
-
-def _noted(model: Alternative) -> str:
-    return f" {model.note}" if model.note else ""
+    return f"{model.speedup:[.2f} times as fast"

@@ -419,4 +419,5 @@ def rows_of(
             {of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
             candidate.control,
             gap(table, figure, name, candidate.control),
+            gap(table, AGREEMENT, name, candidate.control) if figure == CORRECT else None,
         )

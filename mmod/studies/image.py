@@ -32,7 +32,7 @@ from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import NOISE, SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of, noted
+from mmod.planning.choice import NOISE, SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of
 from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
@@ -241,7 +241,6 @@ def recommendations(
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
-    controls = {candidate.control for candidate in candidates.values()}
     found = []
     for size in sizes:
         models = []
@@ -250,14 +249,15 @@ def recommendations(
             if difference is None:
                 continue
             loss = Estimate(-difference.value / 100, -difference.high / 100, -difference.low / 100)
-            note = ""
-            if size == sizes[0]:
-                alone = speedups[1][name] if 1 in speedups and size > 1 else None
-                note = noted(alone, candidate.control, gap(table, score, name, candidate.control))
             measured = f"{difference:+.1f} points of {measure}"
             number = evaluated(table, name) if is_by_sample else len(table.runs[name])
-            speedup = speedups[size][name]
-            models.append(Alternative(candidate.label, speedup, loss, number, measured, note, name in controls))
+            control = candidates[candidate.control].label if candidate.control in candidates else candidate.control
+            model = Alternative(candidate.label, speedups[size][name], loss, number, measured, control=control)
+            if size == sizes[0]:
+                alone = speedups[1][name] if 1 in speedups and size > 1 else None
+                to_control = gap(table, score, name, candidate.control)
+                model = dataclasses.replace(model, alone=alone, to_control=to_control)
+            models.append(model)
         found.append(Recommendation(models, TOLERANCE, "points", samples, in_batches_of(size)))
     return found
 

@@ -26,7 +26,7 @@ from mmod.analysis.timing import relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import beside_controls
+from mmod.planning.choice import TOLERANCE, beside_controls
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import BEFORE, Facts, Runs, StudyKind
 from mmod.studies.runs import Run
@@ -145,7 +145,8 @@ def write_study(
     names = list(runs)
     parts = [*harm(table, config.score, names), told.text, *_cheaper(table, runs), *notes]
     parts += _of_one_seed(config, table, names)
-    text = "\n\n".join(filter(None, [*parts, beside_controls({point.name: point.to_control for point in points})]))
+    beside = beside_controls({point.name: point.to_control for point in points}, TOLERANCE)
+    text = "\n\n".join(filter(None, [*parts, beside]))
     shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
     page = "\n\n".join([shown, *filter(None, [text, told.code])])

@@ -13,7 +13,7 @@ import pytest
 from mmod.analysis.statistics import Estimate, change_of, share_of
 from mmod.analysis.table import FEWEST, Measured, Table, interval_of
 from mmod.analysis.timing import Spread
-from mmod.planning.choice import NOISE, Alternative, Recommendation, beside_controls, missing_samples, noted
+from mmod.planning.choice import NOISE, Alternative, Recommendation, beside_controls, missing_samples
 
 TOLERANCES = (0.01, 0.02, 0.05, 0.1)
 # A front as models have it: faster ones lose more, some near a tolerance.
@@ -87,11 +87,14 @@ def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
                 which = "within" if choice.best is not None else "that probably stays within"
                 assert f" The fastest {which} {choice.limit} is {choice.named.name}: " in sentence
             if speed in (1.25, 1.5, 2.0):
-                lines = [line for line in choice.text.splitlines() if re.match(rf"- .*\b{speed:g}\b.* as fast: ", line)]
-                # The model of the sentence has no line that repeats it.
-                assert len(lines) == (chosen is not choice.named)
-                assert all(f" times as fast: {chosen.name}, " in line for line in lines)
-                assert all((worst in line) == (worst in sentence) for line in lines)
+                (line,) = [line for line in choice.text.splitlines() if line.startswith(f"- {speed:g} times: ")]
+                # The model of the sentence, or of a line above, is not described twice.
+                if line.endswith("as above"):
+                    assert line == f"- {speed:g} times: {chosen.name}, as above"
+                    assert f"{chosen.name}, {chosen.speedup.median:.2f} times" in choice.text or chosen is choice.best
+                else:
+                    assert line.startswith(f"- {speed:g} times: {chosen.name}, ")
+                    assert (worst in line) == (worst in sentence)
     assert choice.at_speed(2.5) is None
     assert choice.sentence_at(2.5).startswith(
         "Nothing tried is 2.5 times as fast in batches of 8; the fastest is at 2.2"
@@ -124,7 +127,7 @@ def test_a_control_is_compared_and_never_advised(samples: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         choice = drawn(rng, samples, 0.02)
-        models = [dataclasses.replace(model, name="random", is_control=True) for model in choice.models]
+        models = [dataclasses.replace(model, name="random", control="random") for model in choice.models]
         both = dataclasses.replace(choice, models=[*models, *choice.models])
         assert both.text == choice.text
         assert both.sentence_at(1.4) == choice.sentence_at(1.4)
@@ -204,53 +207,96 @@ def test_without_intervals_only_speeds_are_told() -> None:
     assert choice.text.splitlines() == [
         "Least lost for single images, by the worse end of each interval, speeds within 3 %:",
         "",
-        "- 1.25 times as fast: b, 1.40 times as fast at -1.0 points",
-        "- 1.5 times as fast: a, 1.60 times as fast at -2.0 points",
+        "- 1.25 times: b, 1.40 times as fast at -1.0 points",
+        "- 1.5 times: a, 1.60 times as fast at -2.0 points",
+        "- 2 times: nothing tried is as fast",
     ]
 
 
 @pytest.mark.parametrize(
-    ("alone", "to_control", "told"),
+    ("alone", "to_control", "agreement", "told"),
     [
-        (None, None, ""),
-        (Spread(1.1, 1.0, 1.2), None, ""),
-        (Spread(0.82, 0.8, 0.9), None, "For single images it is slower than the dense model: 0.82 times as fast."),
+        (None, None, None, ""),
+        (Spread(1.1, 1.0, 1.2), None, None, ""),
+        (
+            Spread(0.82, 0.8, 0.9),
+            None,
+            None,
+            "For single images it is slower than the dense model: 0.82 [0.80, 0.90] times as fast.",
+        ),
         (
             None,
             Estimate(4.0, 1.0, 7.0),
-            "It is better than its control, random, by 4.0 [1.0, 7.0] points: what it keeps",
+            None,
+            "It is better than its control, random, by 4.0 [1.0, 7.0] points: what it keeps matters.",
         ),
         (
             None,
             Estimate(0.0, -1.0, 1.0),
-            "It is not clearly better than its control, random (+0.0 [-1.0, +1.0] points): on these samples it hardly",
+            None,
+            "It is within 2 points of its control, random (+0.0 [-1.0, +1.0] points): on these samples it hardly "
+            "matters what is kept.",
         ),
-        (None, Estimate(-2.0, -3.0, -1.0), "It is worse than its control (-2.0 [-3.0, -1.0] points): random keeps"),
-        (None, Estimate(3.0), ""),
+        (
+            None,
+            Estimate(0.0, -1.0, 1.0),
+            Estimate(9.0, 2.0, 16.0),
+            "It is within 2 points of its control, random (+0.0 [-1.0, +1.0] points); by agreement with the dense "
+            "model it is better (+9.0 [+2.0, +16.0] points).",
+        ),
+        # No significant difference is not the same as no difference.
+        (
+            None,
+            Estimate(3.8, -0.6, 8.1),
+            Estimate(0.5, -1.0, 2.0),
+            "64 images cannot tell whether it is better than its control, random (+3.8 [-0.6, +8.1] points).",
+        ),
+        (
+            None,
+            Estimate(-3.8, -8.1, 0.6),
+            Estimate(-9.0, -16.0, -2.0),
+            "64 images cannot tell whether it is better than its control, random (-3.8 [-8.1, +0.6] points); by "
+            "agreement with the dense model it is worse (-9.0 [-16.0, -2.0] points).",
+        ),
+        (
+            None,
+            Estimate(-2.0, -3.0, -1.0),
+            None,
+            "It is worse than its control (-2.0 [-3.0, -1.0] points): random keeps what matters more.",
+        ),
+        (None, Estimate(3.0), None, ""),
     ],
 )
 def test_what_a_choice_is_worse_in_is_said_in_words(
-    alone: Spread | None, to_control: Estimate | None, told: str
+    alone: Spread | None, to_control: Estimate | None, agreement: Estimate | None, told: str
 ) -> None:
-    note = noted(alone, "random", to_control)
-    assert note.startswith(told)
-    assert bool(note) == bool(told)
+    fast = Spread(1.5, 1.4, 1.6)
+    model = Alternative(
+        "a", fast, Estimate(0.0, -0.01, 0.01), 256, "+0.0 points", alone, "random", to_control, agreement
+    )
+    control = Alternative("random", fast, Estimate(0.0, -0.01, 0.01), 64, "+0.0 points")
+    choice = Recommendation([model, control], 0.02, "points", "images", "in batches of 8")
+    use = "Use a: 1.50 [1.40, 1.60] times as fast in batches of 8, at +0.0 points."
+    assert choice.sentence == f"{use} {told}".rstrip()
 
 
 @pytest.mark.parametrize(
     ("to_control", "told"),
     [
+        # An interval that holds zero is equality only where all of it is small.
         (
             {"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, -0.1, 4.0)},
-            "Not clearly different .* random tokens: a; b\\. On these samples it hardly matters",
+            "Within 2 points .*: a\\. On these samples it hardly matters .* Too few samples .*: b\\.$",
         ),
         # Where random tokens lose less, it matters what is kept.
         ({"a": Estimate(-2.0, -3.0, -1.0), "b": None}, "Clearly worse .* random tokens: a\\.$"),
-        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)}, "Clearly better .*: b\\. Not clearly .*: a\\."),
+        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)}, "Clearly better .*: b\\. Within .*: a\\."),
         ({"b": Estimate(2.0, 0.1, 4.0)}, "Clearly better than their controls, such as random tokens: b\\.$"),
+        # Equal in accuracy, and not in what it answers.
+        ({"same": Estimate(0.0, -1.0, 1.0)}, "Too few samples .*: same \\(better by agreement\\)\\.$"),
         # Of one seed it is not known.
         ({"a": Estimate(0.0, seeds=1), "b": None}, "$"),
     ],
 )
 def test_what_is_better_than_its_control_is_named(to_control: dict[str, Estimate | None], told: str) -> None:
-    assert re.match(told, beside_controls(to_control))
+    assert re.match(told, beside_controls(to_control, 0.02, {"same": Estimate(0.1, 0.05, 0.2)}))
