@@ -14,7 +14,9 @@ from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
 from mmod.planning.choice import (
+    BY_INTERVALS,
     NOISE,
+    USE,
     Alternative,
     Recommendation,
     beside_controls,
@@ -211,6 +213,11 @@ class Advice:
     def _named(self) -> AdviceRow | None:
         return self._row_of(self.recommendations[0].named) if self.faster is None else self.best
 
+    @property
+    def _used(self) -> AdviceRow | None:
+        """The row that the sentence says to use."""
+        return self._row_of(self.recommendations[0].used(self.faster))
+
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
         in_percent = self.measure == AGREEMENT
@@ -225,11 +232,12 @@ class Advice:
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
+        used = self._used
         rows = [
             {
                 **vars(row),
                 **row.speedups,
-                "recipe": f"{'*' if row.on_front else ' '} {row.label}",
+                "recipe": f"{'*' if row.on_front else ' '} {row.label}{f' {USE}' if row is used else ''}",
                 "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
@@ -275,7 +283,9 @@ class Advice:
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
         front = ""
         if any(row.on_front for row in self.rows):
-            front = "Rows with * are on the Pareto front: none is faster and loses less. "
+            front = "Rows with * are on the Pareto front: by the means, none is faster and loses less. "
+            if self._used is not None:
+                front += f"{BY_INTERVALS} "
         return [
             f"{dense}.",
             f"{front}{columns}",

@@ -20,6 +20,10 @@ TOLERANCE = 0.02
 """Share of accuracy, or of agreement, that may be lost."""
 NOISE = 1.03
 """Speeds whose ratio is below this are within the noise of a machine."""
+USE = "<- use"
+"""What marks the row of a table that a sentence says to use."""
+BY_INTERVALS = f"`{USE}` is chosen by whole intervals, and need not be one of them."
+"""Beside the sentence on the front: a model with a better mean may be one that was lucky."""
 SEEDS = "seeds"
 """What intervals are over where models were trained several times."""
 # Speeds for which a model is named, as multiples of the dense model's.
@@ -74,6 +78,7 @@ class Recommendation:
         unit: Unit of losses, "points" or "%".
         samples: What intervals are over, "images", "prompts" or `SEEDS`.
         where: The pass, such as "in batches of 8".
+        harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
     """
 
     models: Sequence[Alternative]
@@ -81,6 +86,7 @@ class Recommendation:
     unit: str
     samples: str
     where: str
+    harm: str = ""
 
     @property
     def best(self) -> Alternative | None:
@@ -115,6 +121,13 @@ class Recommendation:
         likely = (model for model in self.undecided if model.loss.value <= self.tolerance)
         return self.best or next(likely, None)
 
+    def used(self, speed: float | None = None) -> Alternative | None:
+        """Return the model that a sentence says to use, also at a speed that is wanted; None where it says of none."""
+        if speed is None:
+            return self.best
+        chosen = self.at_speed(speed)
+        return chosen if chosen is not None and keeps(chosen.loss, self.tolerance) else None
+
     def at_speed(self, speed: float) -> Alternative | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
         # The best mean of many is often luck. What reaches the speed within the noise counts.
@@ -127,7 +140,8 @@ class Recommendation:
         named = self.named
         others = [self._as_undecided(model) for model in self.undecided if model is not named]
         if self.best is not None:
-            text = f"Use {self.best.name}: {_times(self.best)} {self.where}, at {self._measured(self.best)}."
+            harm = f"; {self.harm}" if self.harm else ""
+            text = f"Use {self.best.name}: {_times(self.best)} {self.where}, at {self._measured(self.best)}{harm}."
             further = f" Undecided, and faster: {', '.join(others)}." if others else ""
             return f"{text}{self._noted(self.best)}{further}"
         if named is not None:
@@ -154,7 +168,7 @@ class Recommendation:
                 nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
             return f"Nothing tried is {speed:g} times as fast {self.where}{nearest}.{self._beside(fastest)}"
         about = "" if chosen.speedup.median >= speed else "about "
-        if keeps(chosen.loss, self.tolerance):
+        if chosen is self.used(speed):
             return (
                 f"For {about}{speed:g} times the speed use {chosen.name}: {_times(chosen)} {self.where}, at "
                 f"{self._measured(chosen)}, the least lost of what was tried.{self._noted(chosen)}"

@@ -23,6 +23,7 @@ from mmod.analysis.table import (
     Measured,
     Table,
     evaluated,
+    gain,
     gap,
     gaps,
     paired_by_sample,
@@ -32,7 +33,7 @@ from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate
-from mmod.planning.choice import NOISE, SEEDS, TOLERANCE, Alternative, Recommendation, in_batches_of
+from mmod.planning.choice import BY_INTERVALS, NOISE, SEEDS, TOLERANCE, USE, Alternative, Recommendation, in_batches_of
 from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
@@ -179,14 +180,18 @@ class ImageStudy(StudyKind):
         if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
+        by_label = {run.candidate.label: name for name, run in runs.items()}
         texts = [one.text for one in found]
         if found and rows:
-            rows = _starred(rows, score, {run.candidate.control for run in runs.values()})
+            best = found[0].used()
+            used = None if best is None else by_label[best.name]
+            rows = _starred(rows, score, {run.candidate.control for run in runs.values()}, used)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
             batches = in_batches_of(config.latency_batch)
             texts += [
-                f"Models with * are on the Pareto front: {batches}, none is faster and loses less.",
+                f"Models with * are on the Pareto front: {batches}, by the means, none is faster and loses less."
+                + ("" if used is None else f" {BY_INTERVALS}"),
                 *_costly(rows),
             ]
         texts += [*filter(None, [note]), *facts["images"]]
@@ -203,7 +208,6 @@ class ImageStudy(StudyKind):
         # Recommended are the best models in the largest batches.
         recommended = []
         if found:
-            by_label = {run.candidate.label: name for name, run in runs.items()}
             recommended = [by_label[model.name] for model in found[0].recommended]
         lines = self.code([runs[name].candidate for name in recommended])
         return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
@@ -241,6 +245,10 @@ def recommendations(
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
+    trained = gain(table, score, BEFORE, DENSE)
+    harm = ""
+    if trained is not None and trained.high < 0:
+        harm = f"but fine-tuning harmed the dense model, which this is measured by ({trained:+.1f} points)"
     found = []
     for size in sizes:
         models = []
@@ -258,7 +266,7 @@ def recommendations(
                 to_control = gap(table, score, name, candidate.control)
                 model = dataclasses.replace(model, alone=alone, to_control=to_control)
             models.append(model)
-        found.append(Recommendation(models, TOLERANCE, "points", samples, in_batches_of(size)))
+        found.append(Recommendation(models, TOLERANCE, "points", samples, in_batches_of(size), harm))
     return found
 
 
@@ -296,10 +304,19 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     return f"{images}; {report}."
 
 
-def _starred(rows: Lines, score: str, controls: Container[str | None]) -> Lines:
-    """Return rows with a star for each model on the Pareto front; a control is never advised, and has none."""
+def _starred(rows: Lines, score: str, controls: Container[str | None], used: str | None) -> Lines:
+    """Return rows with a star for each model on the Pareto front; a control is never advised, and has none.
+
+    Args:
+        used: The model that the text says to use, which is marked too.
+    """
     front = shown_front({row["name"]: row["speedup"] for row in rows}, {row["name"]: row[score] for row in rows})
-    return [{**row, "front": "*" if row["name"] in front and row["name"] not in controls else ""} for row in rows]
+    starred = []
+    for row in rows:
+        name = row["name"]
+        marks = ["*" if name in front and name not in controls else "", USE if name == used else ""]
+        starred.append({**row, "front": " ".join(filter(None, marks))})
+    return starred
 
 
 def _costly(rows: Lines) -> list[str]:

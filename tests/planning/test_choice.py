@@ -278,6 +278,8 @@ def test_what_a_choice_is_worse_in_is_said_in_words(
     choice = Recommendation([model, control], 0.02, "points", "images", "in batches of 8")
     use = "Use a: 1.50 [1.40, 1.60] times as fast in batches of 8, at +0.0 points."
     assert choice.sentence == f"{use} {told}".rstrip()
+    harmed = dataclasses.replace(choice, harm="but the dense model fell")
+    assert harmed.sentence == f"{use.removesuffix('.')}; but the dense model fell. {told}".rstrip()
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,10 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
             outcomes = {"top1": (right_N < share).astype(float), "before": (right_N < 0.9).astype(float)}
             figures = {"top1": 100 * share + 0.1 * seed, "before": 90.0}
             table.add(name, seed, Measured(figures, samples=200, outcomes=outcomes if seeds == 1 else {}))
+    # What is measured by a dense model that fell is not told to be used without saying so.
+    table.times = {("image", 8): {name: [3.0] for name in table.runs}}
+    (choice,) = recommendations(table, "top1", "accuracy", {name: Candidate(name) for name in table.runs})
+    assert bool(choice.harm) == (tuned[0] < 0.5)
     # Half of the models are no reason without the dense one.
     (told,) = harm(table, "top1", ["dense", "a"])
     if tuned[0] < 0.5:
@@ -344,6 +348,28 @@ def test_a_table_stars_the_front_and_says_why_few_flops_save_little_time(study: 
     assert (list(told.summary or {})[:2], "before" in (told.summary or {})) == (["name", "front"], False)
     tuned = image_study(config).tell(table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
     assert "before" in (tuned.summary or {})
+
+
+def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: ImageStudyConfig) -> None:
+    config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False)
+    table = Table()
+    rows = []
+    # Beside what certainly loses nothing, a faster model is right on 12 of 800 more, and on many others.
+    for name, speedup, lost in (("dense", 1.0, 0), ("certain", 1.3, 0), ("lucky", 1.4, 130)):
+        outcome_N = (np.arange(800) < 560).astype(float)
+        outcome_N[:lost] = 0
+        outcome_N[658:] = lost > 0
+        table.add(name, 0, Measured({"top1": 100 * outcome_N.mean()}, samples=800, outcomes={"top1": outcome_N}))
+        rows.append({"name": name, "gflops": 1.0, "speedup": speedup, "top1": 100 * outcome_N.mean()})
+    table.times = {("image", 16): {row["name"]: [3.0 / row["speedup"]] for row in rows}}
+    runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
+    told = image_study(config).tell(table, runs, rows, {"images": []})
+    assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
+    assert told.text.startswith("Use certain: ")
+    assert "none is faster and loses less. `<- use` is chosen by whole intervals" in told.text
+    del runs["certain"], rows[1]
+    undecided = image_study(config).tell(table, runs, rows, {"images": []})
+    assert not any("<- use" in text for text in (undecided.text, *(row["front"] for row in undecided.rows)))
 
 
 def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
