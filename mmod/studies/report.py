@@ -30,6 +30,7 @@ from mmod.planning.choice import TOLERANCE, beside_controls
 from mmod.studies.config import StudyConfig
 from mmod.studies.kind import BEFORE, Facts, Runs, StudyKind
 from mmod.studies.runs import Run
+from mmod.training.engine.run_folder import epochs_and_seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -140,6 +141,8 @@ def write_study(
     # Where a trainer counts steps, there are no epochs to show.
     if epochs is not None:
         before = epochs if config.train_dense else None
+        if before is None and config.tune:
+            before, _ = epochs_and_seconds(study.dense.model.checkpoint)
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
@@ -233,16 +236,16 @@ def with_batch_sizes(suffixes: Mapping[int, str], names: Sequence[str]) -> dict[
     return columns
 
 
-def epochs_of(run: Run, before: int | None) -> str:
+def epochs_of(run: Run, before: float | None) -> str:
     """Return the epochs of a model as a study shows them: from scratch, or after those of the dense model.
 
     Args:
-        before: Epochs of the dense model; None where the study does not train it.
+        before: Epochs of the dense model; None where they are not known.
     """
     epochs = run.config.epochs
     if run.candidate.from_scratch:
         return str(epochs) if run.is_trained else ""
-    base = "" if before is None else f"{before} "
+    base = "" if before is None else f"{before:g} "
     if not run.is_trained:
         return base.strip()
     # Of conversations, which parts of the model train.

@@ -19,8 +19,8 @@ from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
-from mmod.studies.runs import Run
-from mmod.training.engine.run_folder import is_finished, seconds_per_epoch
+from mmod.studies.runs import Comparison, Run
+from mmod.training.engine.run_folder import epochs_and_seconds, is_finished
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -30,6 +30,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
     comparison = comparison_of(config)
+    _check_dense(comparison)
     runs = comparison.checked_runs()
     check_following(config)
     study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
@@ -78,6 +79,18 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     return write()
 
 
+def _check_dense(comparison: Comparison) -> None:
+    """Raise a FileNotFoundError that says how to name the dense model if its weights are missing."""
+    if comparison.train_dense:
+        return
+    try:
+        comparison.dense.check_weights()
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
+        ) from error
+
+
 def check_following(config: StudyConfig) -> None:
     """Raise for what is wrong in the study that follows, as far as that is known before this one has run."""
     following = config.following()
@@ -113,7 +126,7 @@ def training_ahead(runs: Sequence[Run]) -> str:
     text += f", of {epochs:g} {'epoch' if epochs == 1 else 'epochs'} in all"
     # Runs that start from a finished one have its data, and about its model.
     checkpoint = left[0].config.model.checkpoint
-    seconds = None if checkpoint is None else seconds_per_epoch(checkpoint)
+    _, seconds = epochs_and_seconds(checkpoint)
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.

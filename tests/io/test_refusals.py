@@ -31,6 +31,12 @@ def fail() -> None:
     [
         (["configs", "digits/dense"], 0, ""),
         (["train", "image", "digits/dense", "--model.checkpoint", "nowhere"], 2, "error: no checkpoint at 'nowhere'"),
+        # As it stands, it names a run that no user has.
+        (
+            ["tradeoff", "my-model"],
+            2,
+            "error: no checkpoint at 'runs/mine': name the dense model's training run by --dense RUN",
+        ),
         (["evaluate", "tests"], 2, "error: no config file at 'tests': it is a folder"),
         (["tradeoff", "tests"], 2, "error: no config file at 'tests': it is a folder"),
         (["evaluate", "docs/imags"], 2, "no run, config or folder at 'docs/imags'; near ones: docs/images"),

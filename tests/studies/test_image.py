@@ -31,10 +31,11 @@ from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Rates, trials_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
-from mmod.studies.report import StudyResult, harm, verdict
+from mmod.studies.report import StudyResult, epochs_of, harm, verdict
 from mmod.studies.runs import Run, read_runs
 from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
+from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.fitted import fit_roughly
@@ -762,6 +763,9 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         model = dataclasses.replace(runs[0].config.model, checkpoint=None if name == "." else name)
         first = dataclasses.replace(runs[0], config=dataclasses.replace(runs[0].config, model=model))
         assert training_ahead([first, *runs[1:]]) == told + time
+        # The column of epochs has those of that run before a model's own.
+        epochs, _ = epochs_and_seconds(model.checkpoint)
+        assert epochs_of(first, epochs) == ("4 + 1" if is_run else "+ 1")
     # What has finished is not trained again, and what is loaded is not trained.
     for number, run in enumerate(runs, 1):
         Path(run.config.output).mkdir(parents=True)

@@ -201,13 +201,14 @@ def is_finished(folder: str | Path) -> bool:
     return find_run(folder) == Path(folder) and (Path(folder) / _RESULT).is_file()
 
 
-def seconds_per_epoch(folder: str | Path) -> float | None:
-    """Return the seconds that an epoch of a finished run took; None for what is no folder of one."""
-    if not is_finished(folder):
-        return None
+def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float | None]:
+    """Return the epochs of a finished run and the seconds that each took; None for what is not known."""
+    if folder is None or not is_finished(folder):
+        return None, None
     result = read_json_object(Path(folder) / _RESULT)
     seconds = (result.get("usage") or {}).get("wall_seconds")
-    return seconds / result["epochs"] if seconds and result.get("epochs") else None
+    epochs = result.get("epochs")
+    return epochs, seconds / epochs if seconds and epochs else None
 
 
 def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
