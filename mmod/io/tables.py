@@ -13,7 +13,7 @@ from mmod.io.files import write_atomically
 from mmod.plain import without_nan
 
 Column = tuple[str, str]
-"""Title and format of a column. `±` before the format adds the value named `NAME_std`."""
+"""Title and format of a column. Before the format, `±` adds the value named `NAME_std` and `[` a spread's quartiles."""
 
 
 class MarkdownTable(NamedTuple):
@@ -52,7 +52,8 @@ def _cell(row: Mapping[str, object], name: str, form: str) -> str:
         return ""
     if isinstance(value, float) and math.isnan(value):
         return "no samples"
-    number = form.lstrip("±")
+    # A plain number has no quartiles.
+    number = form.lstrip("±[" if isinstance(value, float) else "±")
     text = format(value, number)
     std = row.get(f"{name}_std") if form.startswith("±") else None
     return text if std is None else f"{text} ± {std:{number}}"

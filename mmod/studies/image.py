@@ -166,7 +166,7 @@ class ImageStudy(StudyKind):
         axes = {"gflops": "GFLOPs per image"}
         axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
         shown = {name: COLUMNS[name] for name in ("name", "gflops")}
-        shown |= {f"speedup{suffix}": (f"speed-up b{size}", ".2f") for size, suffix in suffixes.items()}
+        shown |= {f"speedup{suffix}": (f"speed-up b{size}", "[.2f") for size, suffix in suffixes.items()}
         before = [BEFORE] if any(BEFORE in row for row in rows) else []
         summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
         columns = with_batch_sizes(suffixes, self.columns)

@@ -22,7 +22,7 @@ from mmod.analysis.table import (
     means_over_seeds,
     paired_by_sample,
 )
-from mmod.analysis.timing import relative_times
+from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
@@ -50,13 +50,13 @@ COLUMNS: dict[str, Column] = {
     "image_share": ("image FLOPs", ".3f"),
     "flops_share": ("FLOPs", ".3f"),
     "latency_ms": ("ms / image", ".3f"),
-    "speedup": ("speed-up", ".2f"),
+    "speedup": ("speed-up", "[.2f"),
     "image_ms": ("ms / image", ".3f"),
     "text_ms": ("ms / caption", ".3f"),
-    "image_speedup": ("image speed-up", ".2f"),
-    "text_speedup": ("text speed-up", ".2f"),
+    "image_speedup": ("image speed-up", "[.2f"),
+    "text_speedup": ("text speed-up", "[.2f"),
     "prefill_ms": ("prefill ms", ".2f"),
-    "prefill_speedup": ("speed-up", ".2f"),
+    "prefill_speedup": ("speed-up", "[.2f"),
     "decode_per_s": ("decode tok/s", ".0f"),
     "cache_bytes": ("cache bytes", ","),
     "peak_mb": ("peak MB", ".1f"),
@@ -150,8 +150,10 @@ def write_study(
     parts += _of_one_seed(config, table, names)
     beside = beside_controls({point.name: point.to_control for point in points}, TOLERANCE)
     text = "\n\n".join(filter(None, [*parts, beside]))
-    shown = str(table_of(told.columns, [*told.rows, *told.last_rows]))
-    summary = shown if told.summary is None else str(table_of(told.summary, told.rows))
+    speedups = _speedups(study, table)
+    lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
+    shown = str(table_of(told.columns, [*lines, *told.last_rows]))
+    summary = shown if told.summary is None else str(table_of(told.summary, lines))
     page = "\n\n".join([shown, *filter(None, [text, told.code])])
     record = {
         "config": dataclasses.asdict(config),
@@ -213,6 +215,17 @@ def _columns_of_time(study: StudyKind, table: Table) -> dict[str, dict[str, floa
         for name, figures in relative_times(ms, DENSE).items():
             by_name.setdefault(name, {}).update(zip(columns, figures))
     study.derive(by_name)
+    return by_name
+
+
+def _speedups(study: StudyKind, table: Table) -> dict[str, dict[str, Spread]]:
+    """Return speed-ups with their quartiles over rounds, by candidate and column."""
+    by_name: dict[str, dict[str, Spread]] = {}
+    for (inputs, size), ms in table.times.items():
+        _, column = study.times[inputs]
+        for name, values in ms.items():
+            spread = ratios(ms[DENSE], values)
+            by_name.setdefault(name, {})[f"{column}{study.config.size_suffixes[size]}"] = spread
     return by_name
 
 
