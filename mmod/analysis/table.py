@@ -78,6 +78,7 @@ class Table:
         costs: FLOPs and memory of a sample, by candidate.
         rates: The best factor of the learning rate by candidate, where several were tried.
         weigh: Figures that are no means of a column, and how they follow from the outcomes of weighted samples.
+        waiting: Seconds that timed rounds took for each second of computing, see `times_once`.
     """
 
     runs: dict[str, dict[int, Measured]] = field(default_factory=dict)
@@ -85,6 +86,7 @@ class Table:
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     rates: dict[str, float] = field(default_factory=dict)
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
+    waiting: float = 1.0
 
     def add(self, name: str, seed: int, rows: Measured) -> None:
         """Add the rows of a candidate and seed; outcomes join those of samples before."""

@@ -26,6 +26,14 @@ Input = TypeVar("Input")
 """Names what a timed pass reads, such as the kind of its samples and their number."""
 
 
+# Seconds for each second of computing, above which other processes took the core too often.
+_WAITING = 1.25
+# Distance of the quartiles of a speed-up, as a share of it, above which rounds do not repeat each other.
+_SCATTER = 0.1
+# A round that is shorter says nothing of how busy the machine is.
+_SHORTEST = 0.05
+
+
 class Reading(NamedTuple):
     """Forward passes to be timed, and the number of samples that they read together."""
 
@@ -81,6 +89,27 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     """
     speedups = {name: ratios(times[base], values).median for name, values in times.items()}
     return {name: (statistics.median(times[base]) / speedup, speedup) for name, speedup in speedups.items()}
+
+
+def timing_caution(times: Times[Input], waiting: float, base: str) -> str:
+    """Return a sentence on what makes speed-ups over the candidate `base` uncertain; empty for nothing.
+
+    Example:
+        >>> timing_caution({"batch": {"dense": [4.0, 4.1, 4.0], "a": [2.0, 2.0, 2.1]}}, 1.0, "dense")
+        ''
+    """
+    spreads = []
+    for ms in times.values():
+        spreads += [ratios(ms[base], values) for name, values in ms.items() if name != base]
+    reasons = []
+    if waiting > _WAITING:
+        reasons.append(f"the machine was busy, and passes took {waiting:.1f} times the time that they computed")
+    scatter = statistics.median((spread.high - spread.low) / spread.median for spread in spreads) if spreads else 0.0
+    if scatter > _SCATTER:
+        reasons.append(f"rounds scatter, with quartiles {100 * scatter:.0f} % apart on average")
+    if not reasons:
+        return ""
+    return f"Speeds are uncertain: {'; '.join(reasons)}. On an idle machine, measure again in another folder."
 
 
 def interleave(
@@ -150,7 +179,7 @@ def times_once(
     *,
     rounds: int,
     shown: bool = False,
-) -> Times[Input]:
+) -> tuple[Times[Input], float]:
     """Return times from the store of this machine, and measure the rounds that are not there.
 
     Each round is kept at once: speed-ups compare times of one round, which may be of an earlier call.
@@ -158,29 +187,41 @@ def times_once(
     Args:
         identity: Stands for all candidates and passes: times beside other ones are of other turns.
         readings: Makes the models and their passes.
+
+    Returns:
+        The times, and the seconds that rounds took for each second of computing on the CPU thread, their median: 1 on
+        an idle machine, on a GPU, and with more threads.
     """
     by_pass: Times[Any] = {}
+    waiting = []
     ready: Readings[Input] | None = None
     bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown)
     # The store knows times by the threads that they were measured on.
     with on_timing_threads(), bar:
         for number in range(rounds):
-            key = {"work": "times of a round", **identity, "round": number}
-            times = store.get(key, timed_on=str(device))
-            if times is None:
+            key = {"work": "timed round", **identity, "round": number}
+            found = store.get(key, timed_on=str(device))
+            if found is None:
                 unmeasured = 0
                 if ready is None:
                     ready = readings()
                     # A CPU compiles and chooses no kernels, and one slow round moves no median.
                     unmeasured = int(device.type != "cpu")
+                started = time.perf_counter()
+                computed = time.thread_time()
                 measured = sample_times(ready, rounds=1, device=device, warmup=unmeasured, seed=number)
-                times = store.once(key, partial(list, measured.items()), timed_on=str(device))
-            for of, by_name in times:
+                seconds = time.perf_counter() - started
+                computed = time.thread_time() - computed
+                is_told = device.type == "cpu" and torch.get_num_threads() == 1 and seconds > _SHORTEST
+                record = {"times": list(measured.items()), "waiting": seconds / computed if is_told else 1.0}
+                found = store.once(key, partial(dict, record), timed_on=str(device))
+            waiting.append(found["waiting"])
+            for of, by_name in found["times"]:
                 of_pass = by_pass.setdefault(tuple(of) if isinstance(of, list) else of, {})
                 for name, ms in by_name.items():
                     of_pass.setdefault(name, []).extend(ms)
             bar.update()
-    return by_pass
+    return by_pass, statistics.median(waiting)
 
 
 def _time_on_cpu(function: Callable[[], object], prepare: Callable[[], object] | None) -> float:

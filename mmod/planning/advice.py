@@ -100,6 +100,7 @@ class Advice:
         cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
         title: Title of the page, which names the model.
         faster: The speed-up that is wanted; None advises the fastest candidate within the tolerance.
+        caution: What makes the times uncertain, in a sentence.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -115,6 +116,7 @@ class Advice:
     cache: int | None = None
     title: str = "Advice"
     faster: float | None = None
+    caution: str = ""
 
     @property
     def metric(self) -> str:
@@ -248,6 +250,8 @@ class Advice:
 
     def __str__(self) -> str:
         lines = [str(self.table()), f"\n**{self.sentence}**\n"]
+        if self.caution:
+            lines.append(f"{self.caution}\n")
         if self.faster is None:
             in_batches, *alone = self.recommendations
             lines += [f"{text}\n" for text in (in_batches.by_speed, *(one.text for one in alone)) if text]

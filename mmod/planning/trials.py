@@ -16,7 +16,7 @@ from torch import nn
 from mmod.adapters import BlockStack, find_library, find_part, find_stacks
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
-from mmod.analysis.timing import Times, ratios, times_once
+from mmod.analysis.timing import Times, ratios, times_once, timing_caution
 from mmod.io.jobs import Callback, Runner
 from mmod.io.records import FolderTakenError, differences
 from mmod.io.store import STORE, Store
@@ -188,6 +188,7 @@ def advise(
         caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
+        timing_caution(table.times, table.waiting, DENSE),
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
@@ -205,7 +206,7 @@ def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, prog
     measure = partial(evaluate_once, results, entrants)
     changed = [name for name in entrants if name != DENSE]
     table.fill(runner.run(look_at(changed, 0, samples.first), measure))
-    table.times = _times(results, entrants)
+    table.times, table.waiting = _times(results, entrants)
     for looks in near_front(table, figure, len(samples)):
         table.fill(runner.run(looks, measure))
     return table
@@ -376,7 +377,7 @@ def evaluate_once(
     return measured_once(store, identity, lambda: samples.evaluate(model, start, stop))
 
 
-def _times(store: Store, entrants: Mapping[str, Entrant]) -> Times[str]:
+def _times(store: Store, entrants: Mapping[str, Entrant]) -> tuple[Times[str], float]:
     _, model, samples = entrants[DENSE]
     changed = {name: one.candidate for name, one in entrants.items() if name != DENSE}
     # Whatever shares a round is part of it: other neighbours slow a pass down differently.

@@ -246,8 +246,10 @@ def times_of(
     rounds: int,
     *,
     shown: bool,
-) -> Times[tuple[str, int]]:
+) -> tuple[Times[tuple[str, int]], float]:
     """Return the times of the final models of runs, by input and size of batches, in interleaved rounds.
+
+    And how long rounds waited, see `times_once`.
 
     Args:
         runs: By name; that of the dense model among them.

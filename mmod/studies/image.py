@@ -259,7 +259,9 @@ def recommendations(
             loss = Estimate(-difference.value / 100, -difference.high / 100, -difference.low / 100)
             measured = f"{difference:+.1f} points of {measure}"
             number = evaluated(table, name) if is_by_sample else len(table.runs[name])
-            control = candidates[candidate.control].label if candidate.control in candidates else candidate.control
+            compared = candidates.get(candidate.control or "")
+            # A control that has not run yet is known by its name alone.
+            control = candidate.control if compared is None else compared.label
             model = Alternative(candidate.label, speedups[size][name], loss, number, measured, control=control)
             if size == sizes[0]:
                 alone = speedups[1][name] if 1 in speedups and size > 1 else None

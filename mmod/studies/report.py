@@ -22,7 +22,7 @@ from mmod.analysis.table import (
     means_over_seeds,
     paired_by_sample,
 )
-from mmod.analysis.timing import Spread, ratios, relative_times
+from mmod.analysis.timing import Spread, ratios, relative_times, timing_caution
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, table_of, write_csv
 from mmod.planning.candidate import Candidate
@@ -146,7 +146,8 @@ def write_study(
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
-    parts = [*harm(table, config.score, names), told.text, *_cheaper(table, runs), *notes]
+    caution = timing_caution(table.times, table.waiting, DENSE)
+    parts = [*harm(table, config.score, names), told.text, caution, *_cheaper(table, runs), *notes]
     parts += _of_one_seed(config, table, names)
     beside = beside_controls({point.name: point.to_control for point in points}, TOLERANCE)
     text = "\n\n".join(filter(None, [*parts, beside]))

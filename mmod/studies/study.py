@@ -75,7 +75,9 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
                 runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
             is_announced = True
     sizes = list(config.size_suffixes)
-    table.times = times_of(done, measurer, study.readings, sizes, config.latency_rounds, shown=runner.progress)
+    table.times, table.waiting = times_of(
+        done, measurer, study.readings, sizes, config.latency_rounds, shown=runner.progress
+    )
     return write()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def test_times_are_of_a_sample_and_each_round_is_measured_once(tmp_path: Path, m
         return {"dense": {("image", 2): Reading(lambda: None, 2)}, "a": {("image", 2): Reading(lambda: None, 4)}}
 
     def timed(rounds: int = 3, **identity: str) -> timing.Times[tuple[str, int]]:
-        return times_once(Store(tmp_path / STORE), identity, readings, torch.device("meta"), rounds=rounds)
+        times, waiting = times_once(Store(tmp_path / STORE), identity, readings, torch.device("meta"), rounds=rounds)
+        assert waiting == 1
+        return times
 
     monkeypatch.setattr(timing, "interleave", interleave)
     killed, measured = {1}, list[tuple[int, int]]()
@@ -61,3 +64,24 @@ def test_times_are_of_a_sample_and_each_round_is_measured_once(tmp_path: Path, m
     # Times beside other candidates are of other turns.
     assert timed(models="others") == expected
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("waiting", [1.0, 1.9])
+@pytest.mark.parametrize("scatter", [0.0, 0.05, 0.4])
+def test_a_busy_machine_and_rounds_that_scatter_are_told(waiting: float, scatter: float) -> None:
+    rounds = [2.0, 2.0 * (1 - scatter), 2.0, 2.0 * (1 + scatter), 2.0 * (1 - scatter), 2.0 * (1 + scatter)]
+    caution = timing.timing_caution({"batch": {DENSE: [4.0] * 6, "a": rounds}}, waiting, DENSE)
+    assert ("the machine was busy, and passes took 1.9 times" in caution) == (waiting > 1.25)
+    assert ("rounds scatter" in caution) == (scatter > 0.1)
+    assert bool(caution) == (waiting > 1.25 or scatter > 0.1)
+
+
+def test_a_pass_that_waits_is_no_pass_that_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of several threads it is not known.
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    readings = {DENSE: {"batch": Reading(lambda: time.sleep(0.06), 1)}}
+    store = Store(tmp_path / STORE)
+    first = times_once(store, {}, lambda: readings, torch.device("cpu"), rounds=2)
+    assert first[1] > 1.25
+    # The rounds keep it: what is read again is as uncertain.
+    assert times_once(Store(tmp_path / STORE), {}, lambda: readings, torch.device("cpu"), rounds=2) == first

@@ -249,7 +249,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
             [
                 line
                 for line in (tmp_path / study / name).read_bytes().splitlines()[1:]
-                if b'"work": "times of a round"' not in line
+                if b'"work": "timed round"' not in line
             ]
             for study in ("whole", "stopped")
         )
