@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
 from itertools import chain
@@ -383,7 +383,7 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
     rules = [router.rule for router in routers]
     # Blocks with equal configs share one object.
     changed = {id(rule.config): change(rule.config) for rule in rules}
-    outer = [router.override(rule._replace(config=changed[id(rule.config)])) for router, rule in zip(routers, rules)]
+    outer = [router.override(replace(rule, config=changed[id(rule.config)])) for router, rule in zip(routers, rules)]
     try:
         yield
     finally:

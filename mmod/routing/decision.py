@@ -6,12 +6,13 @@ Axes: B images or samples, N tokens, K kept slots per image or sample.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import register_constant, tree_map_only
 
 from mmod.config import RoutingConfig
 from mmod.ops.select import Kept
@@ -167,15 +168,17 @@ class Joined(NamedTuple):
     bias: Tensor | None = None
 
 
-class Rule(NamedTuple):
-    """What a router decides by.
+@dataclass(frozen=True)
+class Rule:
+    """What a router decides by. It has no leaves in a decision's pytree, which are tensors and numbers.
 
     Args:
         config: How to score, select and gate; the score is the router's whatever the config says.
         capacity: Share of tokens kept.
     """
 
-    config: RoutingConfig
+    # Left out of the hash, as configs may hold mappings, and of the text, as they are long.
+    config: RoutingConfig = field(repr=False, hash=False)
     capacity: Fraction
 
     def matches(self, other: Rule | None) -> bool:
@@ -186,6 +189,10 @@ class Rule(NamedTuple):
         if self.config is not other.config and self.config != other.config:
             return False
         return self.capacity is other.capacity or self.capacity == other.capacity
+
+
+# Not as the tuple of its values, which would be leaves that compiling, exporting and checkpointing take for inputs.
+register_constant(Rule)
 
 
 class Routing(NamedTuple):

@@ -6,6 +6,7 @@ Axes: B images, N tokens, K kept slots per image, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import NoReturn
 
@@ -82,7 +83,7 @@ class Router(nn.Module):
 
     @config.setter
     def config(self, config: RoutingConfig) -> None:
-        self._settings = self._settings._replace(config=config)
+        self._settings = replace(self._settings, config=config)
 
     @property
     def capacity(self) -> Fraction:
@@ -91,7 +92,7 @@ class Router(nn.Module):
 
     @capacity.setter
     def capacity(self, capacity: Fraction) -> None:
-        self._settings = self._settings._replace(capacity=capacity)
+        self._settings = replace(self._settings, capacity=capacity)
 
     @property
     def always_keeps(self) -> bool:

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import mmod
 from mmod import RoutingConfig
@@ -289,6 +290,24 @@ class Largest(TorchDispatchMode):
         sizes = [leaf.untyped_storage().nbytes() // 4 for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return result
+
+
+@pytest.mark.parametrize("router", ["linear", "attention", "random", "redundancy"])
+@pytest.mark.parametrize("skipped", ["follow", "merge"])
+def test_a_decision_holds_tensors_and_numbers_and_its_text_no_config(router: str, skipped: str) -> None:
+    model = mmod.route_(make_model("deit_tiny_patch16_224"), RoutingConfig(router=router, skipped=skipped))
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(make_images("deit_tiny_patch16_224", 2))
+    for decision in decisions.values():
+        assert decision.rule is not None
+        leaves, spec = tree_flatten(decision)
+        assert all(leaf is None or isinstance(leaf, torch.Tensor | bool | int) for leaf in leaves)
+        # What has no leaves is kept as it is.
+        assert tree_unflatten(leaves, spec).rule is decision.rule
+        assert decision.detach().rule is decision.rule
+        assert "RoutingConfig" not in repr(decision)
+        assert repr(decision.rule) == f"Rule(capacity={decision.rule.capacity!r})"
+        assert pickle.loads(pickle.dumps(decision)).rule == decision.rule
 
 
 @pytest.mark.parametrize("skipped", ["merge", "follow"])
