@@ -9,15 +9,18 @@
 - SIGINT is not ignored, as it is in a shell's background jobs.
 - Garbage collection is off, and what was imported, or left by the files of tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
+- Checks of 200 conversations are kept, and CLIP's tokeniser is made once.
 - A fork server starts before the first test, and synthetic sets share one folder.
 """
 
 import atexit
+import functools
 import gc
 import inspect
 import io
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -94,6 +97,24 @@ def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
             patched.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
             patched.setattr(Figure, "draw_without_rendering", lambda *_: None)
             patched.setattr("mmod.analysis.fronts.place_labels", lambda *_: None)
+        yield
+
+
+@functools.cache
+def _make_tokenizer(*args: Any, **options: Any) -> Any:
+    return sys.modules["open_clip.tokenizer"].SimpleTokenizer(*args, **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _made_once() -> Iterator[None]:
+    """Let runs share what each would make again, where their libraries are imported."""
+    with pytest.MonkeyPatch.context() as patched:
+        # The lengths of a set are checked once, and not by every run.
+        if "mmod.data.readers.lengths" in sys.modules:
+            patched.setattr("mmod.data.readers.lengths._WORTH_KEEPING", 200)
+        # Every run would read the same 49,000 merges.
+        if "open_clip.factory" in sys.modules:
+            patched.setattr("open_clip.factory.SimpleTokenizer", _make_tokenizer)
         yield
 
 

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 
 import mmod
-from mmod.data.readers import lengths
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.chat.config import ModelConfig, TrainConfig
 from tests.kit.sets import SETS
-
-# The lengths of a set are checked once, and not by every run.
-lengths._WORTH_KEEPING = 200
 
 TEXT = {
     "model_type": "llama",

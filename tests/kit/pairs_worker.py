@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-import open_clip
-
 from mmod.training import FitResult, fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
-
-# Every run would read the same 49,000 merges.
-open_clip.factory.SimpleTokenizer = functools.cache(open_clip.tokenizer.SimpleTokenizer)
 
 MODEL = {
     "embed_dim": 16,
