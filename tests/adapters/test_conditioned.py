@@ -199,13 +199,16 @@ def test_roles_of_arguments_do_not_depend_on_sizes_that_agree(name: str) -> None
 def test_an_example_is_a_tensor_a_tuple_or_a_mapping() -> None:
     model = make_conditioned("own dit")
     inputs = CONDITIONED["own dit"].inputs(2)
+    dense, outputs = run(model, inputs), []
     for example in (inputs, tuple(inputs.values()), dict(reversed(inputs.items()))):
         mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens(example=example))
-        run(model, inputs)
+        outputs.append(run(model, inputs))
         mmod.undo_(model)
-    mmod.route_(
-        make_conditioned("rotary video"), mmod.RoutingConfig(), tokens=mmod.Tokens(example=torch.zeros(1, 4, 3, 8, 10))
-    )
+    assert not torch.allclose(outputs[0], dense)
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+    video = make_conditioned("rotary video")
+    mmod.route_(video, mmod.RoutingConfig(), tokens=mmod.Tokens(example=torch.zeros(1, 4, 3, 8, 10)))
+    assert mmod.is_routed(video)
 
 
 _IMAGES = CONDITIONED["own dit"].inputs(1)

@@ -104,9 +104,10 @@ def test_dropout_divides_no_batch(name: str) -> None:
 
 
 def test_frozen_blocks_may_be_routed_inside_a_model_that_trains() -> None:
-    model = mmod.route_(make(), INSIDE["attention"]).train()
-    model.stages.eval()
-    model(make_own_images(2))
+    model, images = mmod.route_(make(), INSIDE["attention"]), make_own_images(2)
+    expected = model.eval()(images)
+    model.train().stages.eval()
+    assert torch.equal(model(images), expected)
 
 
 def test_a_trial_draws_nothing_and_changes_no_buffer() -> None:

@@ -49,9 +49,9 @@ def test_a_series_with_another_rule_is_refused_under_the_name_of_a_preset(fields
         {"search": {"router": "norm"}},
     ],
 )
-def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]) -> None:
-    study({"a-mod": fields})
-    study({"a-mod": fields}, ChatStudyConfig)
+@pytest.mark.parametrize("kind", [ImageStudyConfig, ChatStudyConfig])
+def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any], kind: type[StudyConfig]) -> None:
+    assert study({"a-mod": fields}, kind).routers == {"a-mod": fields}
 
 
 @pytest.mark.parametrize(
