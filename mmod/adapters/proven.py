@@ -6,7 +6,7 @@ Axes: B images, N tokens, K slots per image.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -50,7 +50,8 @@ class Proof(CallForm, Branches):
     projection: str
     prefix: int
     dim: int
-    patches: int = 0
+    # Of the example, and nothing that a model is.
+    patches: int = field(default=0, compare=False)
     windows: bool = False
     read: tuple[int, ...] = ()
     in_tuple: bool = False

@@ -94,7 +94,7 @@ class Advice:
         accuracy: Accuracy of the dense model where there are labels: top-1 of images; of prompts, the share that it
             answers right, greedily.
         milliseconds: Time of a batch of `batch_size` images or prompts in the dense model.
-        tolerance: Share of agreement, or of accuracy, that may be lost.
+        tolerance: Accuracy, agreement or cosine that may be lost; 0.02 are 2 points.
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
         note: Further facts about the data.
         cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
@@ -178,8 +178,7 @@ class Advice:
                 dataclasses.replace(model, speedup=row.speedups[of], alone=None, to_control=None)
                 for model, row in zip(models, self.rows)
             ]
-        unit = "%" if self.accuracy is None else "points"
-        return Recommendation(models, self.tolerance, unit, self.samples, where)
+        return Recommendation(models, self.tolerance, self.samples, where)
 
     def _alternative(self, row: AdviceRow) -> Alternative:
         return Alternative(

@@ -74,8 +74,7 @@ class Recommendation:
     """What to use of the models that were timed in one kind of pass.
 
     Args:
-        tolerance: Share that may be lost.
-        unit: Unit of losses, "points" or "%".
+        tolerance: What may be lost; 0.02 are 2 points.
         samples: What intervals are over, "images", "prompts" or `SEEDS`.
         where: The pass, such as "in batches of 8".
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
@@ -83,7 +82,6 @@ class Recommendation:
 
     models: Sequence[Alternative]
     tolerance: float
-    unit: str
     samples: str
     where: str
     harm: str = ""
@@ -245,7 +243,8 @@ class Recommendation:
     @property
     def limit(self) -> str:
         """The tolerance in words."""
-        return f"{100 * self.tolerance:g} {self.unit}"
+        points = f"{100 * self.tolerance:g}"
+        return f"{points} point" if points == "1" else f"{points} points"
 
     def _is_open(self, model: Alternative) -> bool:
         return not keeps(model.loss, self.tolerance) and not exceeds(model.loss, self.tolerance)
@@ -255,7 +254,7 @@ class Recommendation:
         if exceeds(model.loss, self.tolerance):
             return f"{model.measured}, which is clearly more lost than {self.limit}"
         if model.worst > self.tolerance and model.loss.has_interval:
-            return f"{model.measured}, but may lose up to {100 * model.worst:.1f} {self.unit}"
+            return f"{model.measured}, but may lose up to {100 * model.worst:.1f} points"
         return model.measured
 
     def _noted(self, model: Alternative) -> str:

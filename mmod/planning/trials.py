@@ -86,8 +86,8 @@ def advise(
         part: The part to make cheaper; None takes "language", or else "image".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
-        tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1): the fastest candidate is advised
-            whose whole 95 % interval is within it.
+        tolerance: Accuracy, agreement or cosine that may be lost, in [0, 1): 0.02 are 2 points, whatever the dense
+            model has. The fastest candidate is advised whose whole 95 % interval is within it.
         faster: A speed-up that is wanted, of an image model: few candidates of about that speed are tried, and the one
             that reaches it and loses least, by the worse end of its interval, is advised, whatever the tolerance.
         candidates: What to try. None takes

@@ -138,7 +138,10 @@ def _parser() -> OneLineParser:
     parser.add_argument("--number", type=int, default=256, help="images or prompts to use, spread evenly (256)")
     parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
-        "--tolerance", type=parse_option, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
+        "--tolerance",
+        type=parse_option,
+        default=0.02,
+        help="what may be lost of accuracy, agreement or cosine: 0.02 are 2 points (0.02)",
     )
     parser.add_argument(
         "--faster",

@@ -268,7 +268,7 @@ def recommendations(
                 to_control = gap(table, score, name, candidate.control)
                 model = dataclasses.replace(model, alone=alone, to_control=to_control)
             models.append(model)
-        found.append(Recommendation(models, TOLERANCE, "points", samples, in_batches_of(size), harm))
+        found.append(Recommendation(models, TOLERANCE, samples, in_batches_of(size), harm))
     return found
 
 

@@ -78,9 +78,9 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
     assert advice.best is None
     assert advice.sentence == (
-        "Undecided: keep the dense model in batches of 3 for now. The fastest that probably stays within 2 % is "
+        "Undecided: keep the dense model in batches of 3 for now. The fastest that probably stays within 2 points is "
         "smaller-image-0.7, 112 px, 2.00 times as fast at 100.0 [75.8, 100.0] % agreement with the dense model, but "
-        "may lose up to 24.2 %; about 180 more images would decide, probably for it."
+        "may lose up to 24.2 points; about 180 more images would decide, probably for it."
     )
     assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     shown = str(advice)
@@ -118,7 +118,7 @@ def test_advice_on_another_question_is_not_replaced(clock: Callable[..., None], 
     }
     mmod.advise(model, [images], **options)
     page = (tmp_path / "advice.md").read_bytes()
-    assert "10 %" in mmod.advise(model, [images], tolerance=0.1, **options).sentence
+    assert "10 points" in mmod.advise(model, [images], tolerance=0.1, **options).sentence
     mmod.advise(model, [images], **options)
     others: list[tuple[str, nn.Module, torch.Tensor, dict[str, Any]]] = [
         ("samples", model, pictures(4).flip(0) + 1, {}),
@@ -143,8 +143,8 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     assert advice.rows[0].loss.value > 0
     assert advice.best is None
     slow = mmod.advise(make(), [pictures(8)], candidates=[stride], progress=False)
-    assert "Nothing here pays in batches of 8 at a tolerance of 2 %: keep the dense model." in str(slow)
-    assert "Nothing here pays for single images at a tolerance of 2 %: keep the dense model." in str(slow)
+    assert "Nothing here pays in batches of 8 at a tolerance of 2 points: keep the dense model." in str(slow)
+    assert "Nothing here pays for single images at a tolerance of 2 points: keep the dense model." in str(slow)
     assert slow._repr_markdown_() == str(slow)
     assert slow.code == ""
 

@@ -27,7 +27,7 @@ def drawn(rng: np.random.Generator, samples: int, tolerance: float) -> Recommend
         score = share_of(rng.random(samples) >= lost)
         loss = Estimate(1 - score.value, 1 - score.high, 1 - score.low)
         models.append(Alternative(f"at {speed}", Spread(speed, speed, speed), loss, samples, f"{100 * score} %"))
-    return Recommendation(models, tolerance, "%", "images", "in batches of 8")
+    return Recommendation(models, tolerance, "images", "in batches of 8")
 
 
 def true_loss(model: Alternative) -> float:
@@ -78,7 +78,7 @@ def test_a_speed_is_reached_with_the_best_worse_end_and_a_warning() -> None:
             assert sentence.startswith(f"For {speed:g} times the speed use {chosen.name}: ") == kept
             nothing = f"Nothing tried is sure to stay within {choice.limit} at {speed:g} times the speed "
             assert (sentence.startswith(nothing) and f": least lost is {chosen.name}, " in sentence) != kept
-            worst = f", but may lose up to {100 * chosen.loss.high:.1f} %"
+            worst = f", but may lose up to {100 * chosen.loss.high:.1f} points"
             assert (worst in sentence) == (chosen.loss.low <= tolerance < chosen.loss.high)
             assert ("clearly more lost than" in sentence) == (chosen.loss.low > tolerance)
             # What keeps the tolerance is told beside what may not.
@@ -106,7 +106,7 @@ def test_of_what_is_undecided_the_fastest_that_probably_keeps_the_tolerance_is_n
         Alternative(name, Spread(speed, speed, speed), Estimate(loss, -0.04, high), 60, f"{-100 * loss:+.1f} points")
         for name, speed, loss, high in (("risky", 2.0, 0.04, 0.12), ("fast", 1.7, 0.01, 0.06), ("mild", 1.1, 0.0, 0.04))
     ]
-    choice = Recommendation(models, 0.02, "points", "images", "in batches of 8")
+    choice = Recommendation(models, 0.02, "images", "in batches of 8")
     assert choice.sentence == (
         "Undecided: keep the dense model in batches of 8 for now. The fastest that probably stays within 2 points is "
         "fast, 1.70 times as fast at -1.0 points, but may lose up to 6.0 points; about 440 more images would decide, "
@@ -114,7 +114,7 @@ def test_of_what_is_undecided_the_fastest_that_probably_keeps_the_tolerance_is_n
         "probably against it), mild (1.10 times as fast at -0.0 points; about 180 more images would decide, probably "
         "for it)."
     )
-    risky_alone = Recommendation(models[:1], 0.02, "points", "images", "in batches of 8")
+    risky_alone = Recommendation(models[:1], 0.02, "images", "in batches of 8")
     assert risky_alone.named is None
     assert risky_alone.sentence == (
         "Nothing is likely to stay within 2 points in batches of 8: keep the dense model. Not yet excluded: risky "
@@ -154,7 +154,7 @@ def test_about_as_many_samples_as_are_missing_decide_and_as_is_said(
         first_N = outcomes(kind, rate * tolerance, rng, samples)
         loss = rule(first_N)
         model = Alternative("a", Spread(2.0, 2.0, 2.0), loss, samples, "much")
-        choice = Recommendation([model], tolerance, "%", "images", "in batches of 8")
+        choice = Recommendation([model], tolerance, "images", "in batches of 8")
         missing = missing_samples(loss, tolerance, samples)
         if model not in choice.undecided or f"about {missing:,} more images would decide" not in choice.sentence:
             continue
@@ -202,7 +202,7 @@ def test_without_intervals_only_speeds_are_told() -> None:
         Alternative(name, Spread(speed, speed, speed), Estimate(loss), 100, f"{-100 * loss:+.1f} points")
         for name, speed, loss in (("a", 1.6, 0.02), ("b", 1.4, 0.01))
     ]
-    choice = Recommendation(models, 0.02, "points", "images", "for single images")
+    choice = Recommendation(models, 0.02, "images", "for single images")
     assert choice.best is None
     assert choice.text.splitlines() == [
         "Least lost for single images, by the worse end of each interval, speeds within 3 %:",
@@ -275,7 +275,7 @@ def test_what_a_choice_is_worse_in_is_said_in_words(
         "a", fast, Estimate(0.0, -0.01, 0.01), 256, "+0.0 points", alone, "random", to_control, agreement
     )
     control = Alternative("random", fast, Estimate(0.0, -0.01, 0.01), 64, "+0.0 points")
-    choice = Recommendation([model, control], 0.02, "points", "images", "in batches of 8")
+    choice = Recommendation([model, control], 0.02, "images", "in batches of 8")
     use = "Use a: 1.50 [1.40, 1.60] times as fast in batches of 8, at +0.0 points."
     assert choice.sentence == f"{use} {told}".rstrip()
     harmed = dataclasses.replace(choice, harm="but the dense model fell")
