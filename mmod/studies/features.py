@@ -166,7 +166,7 @@ class FeaturesStudy(ImageStudy):
                 start = _probe(config, measurer.store, run.config)
                 further[BEFORE] = start.figures[config.score]
                 outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
-            further["top1"] = fit(run.config, callback).best.top1
+            further["top1"] = fit(run.config, callback, measurer.store).best.top1
         classifier = self._classifier_of(run)
         rows = _probe(config, measurer.store, run.final_config, measurer.load, callback, classifier)
         return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})

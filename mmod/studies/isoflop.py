@@ -197,7 +197,7 @@ def _check_text(places: list[Place]) -> None:
 
 
 def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
-    return measured_of(fit(run.config, callback).best)
+    return measured_of(fit(run.config, callback, measurer.store).best)
 
 
 def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:

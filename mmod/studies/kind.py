@@ -18,7 +18,7 @@ from mmod.lazy import import_path
 from mmod.studies.compare import Measurer, Rates, identity_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, load
 from mmod.training.engine.run_folder import FitResult
@@ -151,7 +151,7 @@ def measure_run(
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
-    fitted = fit(run.config, callback)
+    fitted = fit(run.config, callback, measurer.store)
     rows = measured_of(fitted.best)
     if by_sample:
         evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
@@ -162,10 +162,16 @@ def measure_run(
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
-def fit(config: RunConfig, callback: Callback) -> FitResult[Any]:
-    """Train a run, or read the result of a finished one; refuse one without an evaluation."""
+def fit(config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
+    """Train a run, or read the result of a finished one; refuse one without an evaluation.
+
+    Args:
+        store: That of the comparison, whose runs share the check of their evaluation samples.
+    """
     kind = kind_of(config)
-    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total))
+    # The check of conversations is kept beside their data.
+    shared: dict[str, Any] = {"store": store} if isinstance(config, LoopConfig) else {}
+    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total), **shared)
     if fitted.best is None:
         raise ValueError("there is nothing to ask: set data.val")
     return fitted

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from mmod.analysis.table import DENSE, Measured, Table
+from mmod.data.corrupt import Fault
+from mmod.data.stream import BatchStream
 from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
@@ -132,3 +134,29 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     write_tensors(file, {name: torch.zeros_like(value) for name, value in state.items()}, header)
     assert evaluated(tmp_path / "moved", moved).figures["loss"] != first.figures["loss"]
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("faults", [[], [Fault("a.png", "", "no image")]])
+def test_evaluation_samples_that_all_can_be_read_are_read_by_one_run_before_it_trains(
+    faults: list[Fault], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config(tmp_path / "compared")
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, on_corrupt="skip"))
+    candidates = [Candidate(DENSE, is_trained=False), Candidate("norm", routing={"router": "norm"})]
+    comparison = Comparison(candidates=candidates, dense=config, train=config, train_dense=True, seeds=2)
+    reads: list[BatchStream] = []
+
+    def read(stream: BatchStream, shown: bool = False) -> list[Fault]:
+        reads.append(stream)
+        return faults
+
+    monkeypatch.setattr(BatchStream, "faults", read)
+    runs = comparison.checked_runs()
+    measurer = Measurer(measure_run, Store(tmp_path / STORE))
+    list(compare(runs, Table(), measurer, Runner(progress=False)))
+    assert len(runs) == 4
+    # Faults may be mended meanwhile, and every run counts its own.
+    assert len(reads) == (len(runs) if faults else 1)
+    # A run alone reads them, whatever was compared before.
+    fit(dataclasses.replace(config, output=str(tmp_path / "alone")), progress=False)
+    assert len(reads) == (len(runs) if faults else 1) + 1

@@ -93,7 +93,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     # As the first of the run's processes, by whose number the steps of an epoch go.
     stream, test = kind.create_streams(Process(0, world, device), model)
     kind.check_samples(model, stream)
-    check_evaluation(test, shown=True)
+    check_evaluation(test, config.data, shown=True)
     batch = config.step_samples(world)
     epoch_steps = config.steps_of_epoch(stream.steps_per_epoch)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]

@@ -26,6 +26,7 @@ from mmod.io.files import replacing
 from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
 from mmod.io.stop import heeding
+from mmod.io.store import Store
 from mmod.io.tables import write_csv
 from mmod.methods.base import as_evaluated, undo_training_only_
 from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS
@@ -64,8 +65,13 @@ def fit(
     streams: Streams | None = None,
     progress: bool = True,
     after_step: AfterStep = lambda step: None,
+    store: Store | None = None,
 ) -> FitResult[RoutedResult]:
-    """Train, or read the result of a finished run; see `mmod.training.fit`."""
+    """Train, or read the result of a finished run; see `mmod.training.fit`.
+
+    Args:
+        store: That of a comparison, whose runs read their evaluation samples once; see `check_evaluation`.
+    """
     config = kind.config
     shared = config.distributed
     with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
@@ -73,7 +79,8 @@ def fit(
         autocast(process.device, config.precision)
 
         def train(write_config: Callable[[], object]) -> FitResult[RoutedResult]:
-            trainer = _Trainer(kind, process, streams, write_config, after_step, progress=progress and process.is_first)
+            shown = progress and process.is_first
+            trainer = _Trainer(kind, process, streams, write_config, after_step, store, progress=shown)
             with heeding(StopRequest()) as trainer.stop:
                 return trainer.run()
 
@@ -90,6 +97,7 @@ class _Trainer:
         streams: Streams | None,
         write_config: Callable[[], object],
         after_step: AfterStep,
+        store: Store | None,
         *,
         progress: bool,
     ) -> None:
@@ -100,6 +108,7 @@ class _Trainer:
         self.progress = progress
         self.write_config = write_config
         self.after_step = after_step
+        self.store = store
         self.stop: StopRequest
         self.folder = Path(config.output)
 
@@ -160,7 +169,7 @@ class _Trainer:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
         # Streams of a caller may be anything that yields batches.
         if not self.step and isinstance(self.test_stream, BatchStream):
-            check_evaluation(self.test_stream, self.progress)
+            check_evaluation(self.test_stream, self.config.data, self.store, self.progress)
         with self._bar() as bar:
             while self.epoch < self.epochs:
                 evaluation, average = self._do_epoch(bar)
