@@ -48,7 +48,7 @@ class AdviceRow:
         images: Number of images; few for candidates that were far from the front.
         code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
             config that does, empty for a class of model that configs cannot name.
-        on_front: No other row is faster and loses less, and it is no control.
+        on_front: No other row that may be advised is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
         series: Name that it shares with the same model at other budgets; empty for none.
         speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,
@@ -56,6 +56,7 @@ class AdviceRow:
         control: Name of the candidate that keeps as many tokens by no choice, with the same FLOPs; None without one.
         to_control: Difference of the accuracy, or of the score without labels, to the control's.
         agreement_to_control: That of the agreement, where there are labels.
+        at_random: Chance chooses what it keeps: other rows are compared with it, and it is never advised.
     """
 
     name: str
@@ -73,6 +74,7 @@ class AdviceRow:
     control: str | None = None
     to_control: Estimate | None = None
     agreement_to_control: Estimate | None = None
+    at_random: bool = False
 
     @property
     def loss(self) -> Estimate:
@@ -191,6 +193,7 @@ class Advice:
             row.control,
             row.to_control and 100 * row.to_control,
             row.agreement_to_control and 100 * row.agreement_to_control,
+            row.at_random,
         )
 
     def _row_of(self, model: Alternative | None) -> AdviceRow | None:

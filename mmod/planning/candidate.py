@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+CONTROL = "random"
+"""Name of the series that others are compared with, unless a study names another, and of its score."""
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A model that is compared with the dense one; without changes it is the dense one.
@@ -55,6 +59,12 @@ class Candidate:
         has_router = self.routing is not None or self.search is not None
         # Only methods that learn what they choose are trained from scratch.
         return not has_router and not (self.methods and self.from_scratch)
+
+    @property
+    def at_random(self) -> bool:
+        """Whether chance chooses what it keeps: other models are compared with it, and it is never advised."""
+        # By its name where a user made it, as `models` of `mmod.advise`.
+        return CONTROL in (self.name, self.series) or _draws(self.routing) or any(map(_draws, self.methods))
 
     @property
     def label(self) -> str:
@@ -128,3 +138,13 @@ def _literal(value: object) -> str:
     """Return a value as Python code, with double quotes as in the docs."""
     text = repr(value)
     return text if '"' in text else text.replace("'", '"')
+
+
+def _draws(choice: Any) -> bool:
+    """Return whether a routing, of one part or of several, or a method draws what it keeps."""
+    if not isinstance(choice, Mapping):
+        return False
+    named = [choice.get(key) for key in ("router", "chosen")]
+    # A score with options is a mapping with its name.
+    named += [score.get("name") for score in named if isinstance(score, Mapping)]
+    return CONTROL in named or any(map(_draws, choice.values()))

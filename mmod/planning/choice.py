@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -42,9 +42,10 @@ class Alternative:
         samples: Number of samples, or of seeds, that the loss is from.
         measured: The loss in words.
         alone: Its speed-up for single samples, where it was timed in batches too.
-        control: Name of the model that keeps as many tokens by no choice: it is compared, and never advised.
+        control: Name of the model that it is compared with.
         to_control: Difference to it in points.
         agreement_to_control: That of the agreement with the dense model, where it is not what is lost.
+        at_random: Chance chooses what it keeps: it is compared, and never advised.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Alternative:
     control: str | None = None
     to_control: Estimate | None = None
     agreement_to_control: Estimate | None = None
+    at_random: bool = False
 
     @property
     def worst(self) -> float:
@@ -128,8 +130,8 @@ class Recommendation:
 
     def at_speed(self, speed: float) -> Alternative | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
-        # The best mean of many is often luck. What reaches the speed within the noise counts.
-        reaching = [model for model in self._advised if NOISE * model.speedup.median >= speed]
+        # The best mean of many is often luck.
+        reaching = filter(self._reaches(speed), self._advised)
         return min(reaching, key=lambda model: (model.worst, -model.speedup.median), default=None)
 
     @property
@@ -154,7 +156,17 @@ class Recommendation:
                 f"Nothing is likely to stay within {self.limit} {self.where}: keep the dense model. Not yet excluded: "
                 f"{', '.join(others)}."
             )
-        return f"Nothing here pays {self.where} at a tolerance of {self.limit}: keep the dense model."
+        nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
+        return f"{nothing} pays {self.where} at a tolerance of {self.limit}: keep the dense model."
+
+    def _nothing(self, holds: Callable[[Alternative], bool]) -> str:
+        """Return the subject of a sentence on what no model does, but perhaps one that chooses at random."""
+        is_by_chance = any(model.at_random and holds(model) for model in self.models)
+        return "Nothing tried but a choice at random" if is_by_chance else "Nothing tried"
+
+    def _reaches(self, speed: float) -> Callable[[Alternative], bool]:
+        # What reaches the speed within the noise counts.
+        return lambda model: NOISE * model.speedup.median >= speed
 
     def sentence_at(self, speed: float) -> str:
         """Return what to use for a speed-up that is wanted, or that nothing keeps the tolerance, and the nearest."""
@@ -164,7 +176,8 @@ class Recommendation:
             nearest = ""
             if fastest is not None:
                 nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
-            return f"Nothing tried is {speed:g} times as fast {self.where}{nearest}.{self._beside(fastest)}"
+            nothing = self._nothing(self._reaches(speed))
+            return f"{nothing} is {speed:g} times as fast {self.where}{nearest}.{self._beside(fastest)}"
         about = "" if chosen.speedup.median >= speed else "about "
         if chosen is self.used(speed):
             return (
@@ -197,7 +210,7 @@ class Recommendation:
     def by_speed(self) -> str:
         """The model that loses least at each of some speeds, a line each; a sentence where none reaches the first."""
         if self.at_speed(_SPEEDS[0]) is None:
-            return f"Nothing measured is {_SPEEDS[0]:g} times as fast {self.where}."
+            return f"{self._nothing(self._reaches(_SPEEDS[0]))} is {_SPEEDS[0]:g} times as fast {self.where}."
         told = [self.named] if self._is_tested else []
         lines = []
         for speed in _SPEEDS:
@@ -226,8 +239,7 @@ class Recommendation:
     @property
     def _advised(self) -> list[Alternative]:
         """The models that may be advised."""
-        controls = {model.control for model in self.models}
-        return [model for model in self.models if model.name not in controls]
+        return [model for model in self.models if not model.at_random]
 
     @property
     def _faster(self) -> list[Alternative]:

@@ -5,7 +5,7 @@ For `mmod.advise`; studies evaluate all candidates on all samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -65,9 +65,13 @@ def milliseconds(table: Table, of: str) -> dict[str, float]:
     return {name: ms for name, (ms, _) in relative_times(table.times[of], DENSE).items()}
 
 
-def front_in(table: Table, figure: str) -> list[str]:
-    """Return the candidates on the Pareto front of a figure and the time of a pass."""
-    ms = milliseconds(table, BATCH)
+def front_in(table: Table, figure: str, leave_out: Container[str] = ()) -> list[str]:
+    """Return the candidates on the Pareto front of a figure and the time of a pass.
+
+    Args:
+        leave_out: Candidates that are as if they had not been measured.
+    """
+    ms = {name: own for name, own in milliseconds(table, BATCH).items() if name not in leave_out}
     speedups = {name: ms[DENSE] / own for name, own in ms.items()}
     return shown_front(speedups, {name: mean_of(table, figure, name) for name in ms})
 

@@ -24,7 +24,7 @@ from mmod.methods.base import methods_of
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.choice import TOLERANCE
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front
@@ -36,8 +36,6 @@ from mmod.values import check_value
 ROUNDS = 5
 # Under which a store keeps what the advice beside it is on.
 _QUESTION = {"work": "question of advice"}
-# The name of the user's own model that chooses nothing; as in a study.
-_CONTROL = "random"
 # Why a study may say otherwise.
 _STUDY = (
     "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, and `--tune true` fine-tunes "
@@ -356,8 +354,8 @@ def _ready_models(
         except (RuntimeError, ValueError, AssertionError) as error:
             raise ValueError(f"the model {name!r} does not run as the dense one does: {error}") from error
         # A model without a router chooses no tokens that random ones could stand for.
-        is_controlled = _CONTROL in models and name != _CONTROL and is_routed(ready)
-        control = _CONTROL if is_controlled else None
+        is_controlled = CONTROL in models and name != CONTROL and is_routed(ready)
+        control = CONTROL if is_controlled else None
         entrants[name] = Entrant(Candidate(name, control=control), ready, as_read)
     return entrants
 
@@ -398,8 +396,7 @@ def rows_of(
 ) -> Iterator[AdviceRow]:
     """Yield the rows of the report, the fastest first; `is_only` is that of `Candidate.config`."""
     ms = milliseconds(table, BATCH)
-    # A control is never advised.
-    front = {*front_in(table, figure)} - {candidate.control for candidate in candidates.values()}
+    front = front_in(table, figure, [name for name, candidate in candidates.items() if candidate.at_random])
     times = table.times[BATCH]
     for name in sorted(ms, key=ms.__getitem__):
         if name == DENSE:
@@ -421,4 +418,5 @@ def rows_of(
             candidate.control,
             gap(table, figure, name, candidate.control),
             gap(table, AGREEMENT, name, candidate.control) if figure == CORRECT else None,
+            candidate.at_random,
         )

@@ -13,7 +13,7 @@ from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
 from mmod.plain import from_plain
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.options import FIT, PlanOptions
 from mmod.values import Checked, check_value, one_of, refuse_unknown
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 RUN_FIELDS = ("image_size", "changes", "tune")
 """Fields of a series or baseline that describe its runs instead of what makes the model cheaper."""
 # The control of series for which a study names no other.
-_CONTROL = "random"
 _TOWERS = ("image", "text")
 
 
@@ -181,7 +180,7 @@ class StudyConfig(Checked):
         refuse_set_by_study(f"{name}: changes", changes)
         check_value(f"{name}: tune", fields.get("tune", True), bool)
         # Baselines have a control only where the study names one.
-        control = self.controls.get(series, _CONTROL if series in self.routers else None)
+        control = self.controls.get(series, CONTROL if series in self.routers else None)
         return Candidate(
             name,
             series=series,

@@ -185,7 +185,7 @@ class ImageStudy(StudyKind):
         if found and rows:
             best = found[0].used()
             used = None if best is None else by_label[best.name]
-            rows = _starred(rows, score, {run.candidate.control for run in runs.values()}, used)
+            rows = _starred(rows, score, {name for name, run in runs.items() if run.candidate.at_random}, used)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
             batches = in_batches_of(config.latency_batch)
@@ -262,7 +262,15 @@ def recommendations(
             compared = candidates.get(candidate.control or "")
             # A control that has not run yet is known by its name alone.
             control = candidate.control if compared is None else compared.label
-            model = Alternative(candidate.label, speedups[size][name], loss, number, measured, control=control)
+            model = Alternative(
+                candidate.label,
+                speedups[size][name],
+                loss,
+                number,
+                measured,
+                control=control,
+                at_random=candidate.at_random,
+            )
             if size == sizes[0]:
                 alone = speedups[1][name] if 1 in speedups and size > 1 else None
                 to_control = gap(table, score, name, candidate.control)
@@ -306,17 +314,19 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     return f"{images}; {report}."
 
 
-def _starred(rows: Lines, score: str, controls: Container[str | None], used: str | None) -> Lines:
-    """Return rows with a star for each model on the Pareto front; a control is never advised, and has none.
+def _starred(rows: Lines, score: str, at_random: Container[str], used: str | None) -> Lines:
+    """Return rows with a star for each model on the Pareto front of those that may be advised.
 
     Args:
+        at_random: The others, which choose by chance.
         used: The model that the text says to use, which is marked too.
     """
-    front = shown_front({row["name"]: row["speedup"] for row in rows}, {row["name"]: row[score] for row in rows})
+    advised = [row for row in rows if row["name"] not in at_random]
+    front = shown_front({row["name"]: row["speedup"] for row in advised}, {row["name"]: row[score] for row in advised})
     starred = []
     for row in rows:
         name = row["name"]
-        marks = ["*" if name in front and name not in controls else "", USE if name == used else ""]
+        marks = ["*" if name in front else "", USE if name == used else ""]
         starred.append({**row, "front": " ".join(filter(None, marks))})
     return starred
 

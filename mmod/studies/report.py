@@ -307,11 +307,15 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     worse = [name for name in fallen if tuned[name].high < 0]
     # Some of many models fall by chance; where the dense one does, or most do, training is at fault.
     if DENSE not in worse and 2 * len(worse) <= len(tuned):
-        told = ", ".join(f"{name} ({tuned[name]:+.1f} points)" for name in fallen[:_GROUPS])
-        told += f" and {len(fallen) - _GROUPS} more" if len(fallen) > _GROUPS else ""
+        # A fall within the tolerance that is not clear is what chance does to every second model.
+        told = [name for name in fallen if name in worse or tuned[name].value < -100 * TOLERANCE]
+        if not told:
+            return []
+        names_told = ", ".join(f"{name} ({tuned[name]:+.1f} points)" for name in told[:_GROUPS])
+        names_told += f" and {len(told) - _GROUPS} more" if len(told) > _GROUPS else ""
         return [
-            f"After fine-tuning, {len(fallen)} of {len(tuned)} models are worse than before it, {len(worse)} of them "
-            f"beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less harm."
+            f"Fine-tuning may have done harm: {len(told)} of {len(tuned)} models fell, {len(worse)} of them beyond "
+            f"their 95 % intervals: {names_told}. A lower rate in `finetune`, or more steps, may do less."
         ]
     dense = f", and by {tuned[DENSE]} points the dense model" if DENSE in tuned else ""
     return [

@@ -143,8 +143,8 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     assert advice.rows[0].loss.value > 0
     assert advice.best is None
     slow = mmod.advise(make(), [pictures(8)], candidates=[stride], progress=False)
-    assert "Nothing here pays in batches of 8 at a tolerance of 2 points: keep the dense model." in str(slow)
-    assert "Nothing here pays for single images at a tolerance of 2 points: keep the dense model." in str(slow)
+    assert "Nothing tried pays in batches of 8 at a tolerance of 2 points: keep the dense model." in str(slow)
+    assert "Nothing tried pays for single images at a tolerance of 2 points: keep the dense model." in str(slow)
     assert slow._repr_markdown_() == str(slow)
     assert slow.code == ""
 

@@ -44,6 +44,25 @@ _CHANGES: list[dict[str, Any]] = [
 ]
 
 
+def test_what_chance_keeps_is_known_by_its_routing_its_method_or_its_name() -> None:
+    drawn: list[dict[str, Any]] = [
+        {"name": "random"},
+        {"name": "random-0.5", "series": "random"},
+        {"name": "a", "routing": {"preset": "gradual", "router": "random"}},
+        {"name": "a", "routing": {"router": {"name": "random", "seed": 3}}},
+        {"name": "a", "routing": {"image": {"router": "random"}, "text": {"router": "random"}}},
+        {"name": "a", "methods": ({"kind": "channels", "divisor": 4, "chosen": "random"},)},
+    ]
+    assert all(Candidate(**fields).at_random for fields in drawn)
+    chosen: list[dict[str, Any]] = [
+        {"routing": {"router": "stride"}},
+        {"routing": {"router": {"name": "linear"}}},
+        {"methods": ({"kind": "merge", "r": 2},), "series": "merge"},
+        {"control": "random"},
+    ]
+    assert not any(Candidate("a", **fields).at_random for fields in chosen)
+
+
 def test_a_method_of_another_package_is_printed_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmod.methods import METHODS, Merge
 

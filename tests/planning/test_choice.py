@@ -123,16 +123,30 @@ def test_of_what_is_undecided_the_fastest_that_probably_keeps_the_tolerance_is_n
 
 
 @pytest.mark.parametrize("samples", [64, 256, 1024])
-def test_a_control_is_compared_and_never_advised(samples: int) -> None:
+def test_a_choice_at_random_is_compared_and_never_advised(samples: int) -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
         choice = drawn(rng, samples, 0.02)
-        models = [dataclasses.replace(model, name="random", control="random") for model in choice.models]
+        models = [dataclasses.replace(model, name="a", at_random=True) for model in choice.models]
         both = dataclasses.replace(choice, models=[*models, *choice.models])
-        assert both.text == choice.text
-        assert both.sentence_at(1.4) == choice.sentence_at(1.4)
         assert both.recommended == choice.recommended
-        assert dataclasses.replace(choice, models=models).sentence.startswith("Nothing here pays ")
+        assert both.text.replace("Nothing tried but a choice at random", "Nothing tried") == choice.text
+
+
+@pytest.mark.parametrize("at_random", [True, False])
+def test_a_control_that_chooses_is_advised(at_random: bool) -> None:
+    """A method that others are compared with may be the best of all; what chance keeps is only told of."""
+    same = Estimate(0.0, -0.01, 0.01)
+    control = Alternative("b", Spread(2.0, 1.9, 2.1), same, 256, "+0.0 points", at_random=at_random)
+    lost = Estimate(0.3, 0.25, 0.35)
+    model = Alternative("a", Spread(1.05, 1.04, 1.06), lost, 256, "-30.0 points", control="b")
+    choice = Recommendation([control, model], 0.02, "images", "in batches of 8")
+    if not at_random:
+        assert choice.sentence.startswith("Use b: 2.00 [1.90, 2.10] times as fast")
+        return
+    assert choice.sentence.startswith("Nothing tried but a choice at random pays")
+    assert choice.sentence_at(1.5).startswith("Nothing tried but a choice at random is 1.5 times as fast")
+    assert choice.by_speed == "Nothing tried but a choice at random is 1.25 times as fast in batches of 8."
 
 
 def outcomes(kind: str, lost: float, rng: np.random.Generator, samples: int) -> np.ndarray:

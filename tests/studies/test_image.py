@@ -185,15 +185,23 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
     (choice,) = recommendations(table, "top1", "accuracy", {name: Candidate(name) for name in table.runs})
     assert bool(choice.harm) == (tuned[0] < 0.5)
     # Half of the models are no reason without the dense one.
-    (told,) = harm(table, "top1", ["dense", "a"])
+    told = harm(table, "top1", ["dense", "a"])
+    fallen = 100 * tuned[1] - 90
     if tuned[0] < 0.5:
-        assert f"changed {worse} of 2 models for the worse" in told
+        assert f"changed {worse} of 2 models for the worse" in told[0]
+    elif worse == 0 and seeds == 1:
+        # Every second model falls by less than the tolerance by chance.
+        assert told == []
     else:
-        fallen = 100 * tuned[1] - 90
-        assert told.startswith("After fine-tuning, 1 of 2 models are worse than before it, ")
+        assert told[0].startswith("Fine-tuning may have done harm: 1 of 2 models fell, ")
         if seeds == 1:
-            assert f" {worse} of them beyond their 95 % intervals: a ({fallen:+.1f} [" in told
+            assert f" {worse} of them beyond their 95 % intervals: a ({fallen:+.1f} [" in told[0]
     assert harm(Table({"dense": {0: Measured({"top1": 90.0})}}), "top1", ["dense"]) == []
+    few = Table()
+    for name, right in (("dense", 36), ("a", 34)):
+        outcomes = {"top1": (right_N[:40] < right / 200).astype(float), "before": (right_N[:40] < 0.18).astype(float)}
+        few.add(name, 0, Measured({"top1": 2.5 * right, "before": 90.0}, samples=40, outcomes=outcomes))
+    assert harm(few, "top1", ["dense", "a"])[0].startswith("Fine-tuning may have done harm: 1 of 2 models fell, 0 of ")
 
 
 def test_an_evaluation_of_another_routing_is_not_taken(
@@ -296,9 +304,11 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
         ("image", size): {"dense": [3.0], "lucky": [2.0], "same": [2.1 if size > 1 else 3.1], "chance": [1.9]}
         for size in (1, 16)
     }
-    # What chooses nothing is never advised, however fast.
+    # What chance keeps is never advised, however fast.
+    routings = {"chance": {"router": "random"}}
     controls = {"same": "chance"}
-    runs = {name: Run(name, 0, None, candidate=Candidate(name, control=controls.get(name))) for name in table.runs}
+    candidates = [Candidate(one, routing=routings.get(one), control=controls.get(one)) for one in table.runs]
+    runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, [], {"images": []})
     assert told.text.startswith(
         "Undecided: keep the dense model in batches of 16 for now. The fastest that probably stays within 2 points is "
@@ -339,12 +349,17 @@ def test_a_table_stars_the_front_and_says_why_few_flops_save_little_time(study: 
     for size, column in ((1, "speedup_b1"), (16, "speedup")):
         table.times["image", size] = {row["name"]: [3.0 / row[column]] for row in rows}
     controls = {"cheap": "chance"}
-    runs = {name: Run(name, 0, None, candidate=Candidate(name, control=controls.get(name))) for name in table.runs}
+    candidates = [Candidate(name, control=controls.get(name)) for name in table.runs]
+    runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, rows[:3], {"images": []})
     assert {row["name"] for row in told.rows if row["front"]} == {"cheap"}
     whole = image_study(config).tell(table, runs, rows, {"images": []})
-    # The control is faster and better than all, and no star of a table that advises.
-    assert not any(row["front"] for row in whole.rows)
+    assert {row["name"] for row in whole.rows if row["front"]} == {"chance"}
+    # What is faster and better than all, and chooses at random, has no star, and takes none from others.
+    drawn = dataclasses.replace(runs["chance"].candidate, routing={"router": "random"})
+    runs["chance"] = dataclasses.replace(runs["chance"], candidate=drawn)
+    whole = image_study(config).tell(table, runs, rows, {"images": []})
+    assert {row["name"] for row in whole.rows if row["front"]} == {"cheap"}
     assert "cheap has 27 % of the FLOPs and is 1.29 times as fast, single images 0.70 times: a part" in told.text
     assert (list(told.summary or {})[:2], "before" in (told.summary or {})) == (["name", "front"], False)
     tuned = image_study(config).tell(table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
