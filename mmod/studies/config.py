@@ -114,6 +114,10 @@ class StudyConfig(Checked):
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
+        model = self.finetune.get("model")
+        if self.train_dense and isinstance(model, Mapping):
+            # Fine-tuning starts from the dense model that the study has trained.
+            refuse_set_by_study("finetune.model", model, "checkpoint", "pretrained", "head")
 
     @property
     def series(self) -> list[str]:

@@ -4,8 +4,10 @@ What the config of a run is made of, each step over the one before:
 
 1. the file or run that a study's `dense` names, and the keys beside its `base`;
 2. the study's `changes`;
-3. of a model that is fine-tuned, the weights of the dense one and `finetune`; a model from scratch has neither;
-4. the candidate's `routing` or `methods`, then its `changes`, its `image_size`, and a folder and seed of its own;
+3. of a model that is fine-tuned, `finetune` and the weights of the dense one, in place of the model's `checkpoint`,
+   `pretrained` and `head`; a model from scratch has neither;
+4. the candidate's `routing` or `methods`, then its `changes`, its `image_size` as the keys that have it in its kind of
+   training (`data.image_size` and `model.args.img_size`), and a folder and seed of its own;
 5. just before it starts, the plan that a search has found and the best rate, see `compare`.
 
 In these steps null sets a key to null. Between files, where one names another as its `base`, it removes the key.

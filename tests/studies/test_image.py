@@ -482,6 +482,7 @@ UNTUNED = {"tune": False}
         ({"then": {"output": "b", "dense": "nowhere.yaml"}}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"then": {"output": "b", "finetune": {"epoch": 1}}}, ValueError, "unknown config key 'finetune.epoch'"),
         ({"changes": {"seed": 3}}, ValueError, "changes must not set seed: the study sets them"),
+        ({"finetune": {"model": {"checkpoint": "a"}}}, ValueError, "finetune.model must not set checkpoint: the study"),
         ({"dense": "nowhere.yaml"}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"dense": {**DENSE, "routing": {"preset": "a-mod"}}}, ValueError, "has no .* no routing, got routing: leave"),
         ({"train_dense": False, **UNTUNED}, ValueError, "dense config starts from no weights, .* does not train it"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -148,8 +149,8 @@ class StopRequest(Stop):
     def __init__(self) -> None:
         super().__init__()
         self._agreed = 0
-        # A separate group, so that no step waits for a GPU.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        # A separate group, so that no step waits for a GPU. Versions of torch differ in what they say it is.
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def agreed(self) -> bool:
         """Return whether any process got a signal to stop; collective over processes."""
