@@ -62,7 +62,7 @@ def test_mappings_merge_key_by_key_as_in_files_and_an_empty_one_empties() -> Non
 @pytest.mark.parametrize("words", ["--dense p.yaml --dense.a.b 1", "--dense.a.b 1 --dense p.yaml"])
 def test_keys_change_the_config_that_a_path_names_in_any_order(words: str) -> None:
     assert (
-        changed(words).dense == changed("--dense.a.b 1", {"plan": "p.yaml"}).dense == {"base": "p.yaml", "a": {"b": 1}}
+        changed(words).dense == changed("--dense.a.b 1", {"dense": "p.yaml"}).dense == {"base": "p.yaml", "a": {"b": 1}}
     )
     assert changed("--dense.base p.yaml", {"dense": {"base": "p.yaml", "a": 1}}).dense == {"base": "p.yaml", "a": 1}
     assert changed("--dense.base q.yaml", {"dense": {"base": "p.yaml", "a": 1}}).dense == {"base": "q.yaml"}

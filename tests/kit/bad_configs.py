@@ -211,7 +211,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatConfig, {"data.val": None, "trainer": {"eval_on_start": True}}, "eval_on_start asks questions"),
     (ChatConfig, {"data.val": None, "trainer": {"eval_strategy": "epoch"}}, "eval_strategy asks questions in training"),
     (ChatConfig, {"routing": {}}, "names no part"),
-    (ChatConfig, {"routing": {"vision": {}}}, "unknown part in routing vision; .* are language, image"),
+    (ChatConfig, {"routing": {"vision": {}}}, "unknown part in routing vision; valid ones are language, image"),
     (ChatConfig, {"routing": {"image": {}, "langage": {"plan": "p.json"}}}, "routing langage; near ones: language"),
     (ChatConfig, {"routing": {"preset": "p-mod"}}, "write routing: {language: {preset: p-mod}}, got"),
     (PairsConfig, {"routing": {"capacity": 0.5}}, "write routing: {image: {capacity: 0.5}}, got"),

@@ -324,7 +324,7 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
         ({"trainer": {"learning_rat": 1}}, "unknown argument of the trainer learning_rat; near ones: learning_rate"),
         ({"trainer": {"warmup_steps": 4}}, r"warmup_steps=4 is as long as the run, steps=4: .* to 0, or at most 3"),
         ({"lora": {"rank": 2}}, "unknown option of LoRA rank"),
-        ({"routing": {"text": {}}}, "no part text; it has"),
+        ({"routing": {"text": {}}}, "unknown part in routing text; valid ones are language, image"),
         ({"routing": {"language": {"capacity": 0.01}}}, "keeps none of 16 image tokens"),
         ({"max_new_tokens": 1}, r"of 72 answers in data\.val have more tokens than max_new_tokens=1 .* set it to 3"),
     ],
