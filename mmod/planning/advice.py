@@ -292,10 +292,13 @@ class Advice:
             front = "Rows with * are on the Pareto front: by the means, none is faster and loses less. "
             if self._used is not None:
                 front += f"{BY_INTERVALS} "
+        untrained = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
+        # Models of the user's own, which no line makes, may be trained.
+        are_made = any(row.code or row.config for row in self.rows)
         return [
             f"{dense}.",
             f"{front}{columns}",
-            "Nothing was trained here: fine-tuned models may lose less, and rank differently.",
+            *([untrained] if are_made else []),
             *filter(None, [self._beside_controls]),
             *too_small,
             *redundancy,

@@ -314,8 +314,9 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
         names_told = ", ".join(f"{name} ({tuned[name]:+.1f} points)" for name in told[:_GROUPS])
         names_told += f" and {len(told) - _GROUPS} more" if len(told) > _GROUPS else ""
         return [
-            f"Fine-tuning may have done harm: {len(told)} of {len(tuned)} models fell, {len(worse)} of them beyond "
-            f"their 95 % intervals: {names_told}. A lower rate in `finetune`, or more steps, may do less."
+            f"Fine-tuning may have done harm: {len(told)} of {len(tuned)} models fell by more than "
+            f"{100 * TOLERANCE:g} points or beyond their 95 % intervals ({len(worse)} of them): {names_told}. A lower "
+            "rate in `finetune`, or more steps, may do less."
         ]
     dense = f", and by {tuned[DENSE]} points the dense model" if DENSE in tuned else ""
     return [

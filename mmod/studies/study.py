@@ -132,7 +132,7 @@ def training_ahead(runs: Sequence[Run]) -> str:
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.
-    return f"{text}: about {Bar.format_interval(seconds * epochs)} at most by the dense model's run"
+    return f"{text}: about {Bar.format_interval(seconds * epochs)} of training by the dense model's run"
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
