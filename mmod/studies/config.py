@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 RUN_FIELDS = ("image_size", "changes", "tune")
 """Fields of a series or baseline that describe its runs instead of what makes the model cheaper."""
-# The control of series for which a study names no other.
 _TOWERS = ("image", "text")
 
 

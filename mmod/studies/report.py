@@ -298,7 +298,7 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
 
 
 def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
-    """Return a warning if fine-tuning made models worse than before, clearly or not; empty else."""
+    """Return a warning if fine-tuning made models worse, clearly or by more than the tolerance; empty else."""
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
     fallen = sorted((name for name, value in tuned.items() if value.value < 0), key=lambda name: tuned[name].value)
