@@ -50,7 +50,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
     attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
 
     def hooks(routing: RoutingConfig) -> list[tuple[nn.Module, ModelHook]]:
-        groups = GroupHook(entry, text, name.rpartition(".")[2], routing, plain)
+        groups = GroupHook(entry, text, routing, plain)
         needed: list[tuple[nn.Module, ModelHook]] = []
         if groups.tokens == "image" and routing.reads_attention(training=True):
             # Labels say where the answer begins, whose attention generation could not know.
