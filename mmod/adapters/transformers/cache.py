@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, check_cropping, marked
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, marked
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
@@ -154,7 +154,8 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, kept or not; the number is passed as a negative one."""
-        check_cropping(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
         if self.keys is not None:
             self._materialise(self.keys)
         self.length += tokens_to_remove

@@ -90,12 +90,6 @@ def marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
     return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
 
 
-def check_cropping(tokens_to_remove: int) -> None:
-    """Raise a ValueError unless the number of tokens to remove is negative or 0, as transformers passes it."""
-    if tokens_to_remove > 0:
-        raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
-
-
 def chosen_samples(cache: Any) -> Tensor | None:
     """Return in which samples cached tokens competed for selection (B); None for none."""
     chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutedCacheLayer)]

@@ -10,18 +10,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, check_cropping, marked
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, marked
 
 
 class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
     """A static cache layer of kept tokens.
 
     Prefill allocates it. A prompt of N tokens needs K slots, the largest kept count of a sample, and every later token
-    at most one. That makes `max_cache_len - N + K` slots; a dense layer has `max_cache_len`. Cropping a prompt adds
-    slots.
+    at most one. That makes `max_cache_len - N + K` slots; a dense layer has `max_cache_len`. Tokens cannot be removed.
 
     Args:
         max_cache_len: Maximum number of tokens, kept or not.
@@ -31,7 +30,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
     """
 
     supports_early_init = False
-    is_croppable = True
+    is_croppable = False
     keys: Any
     values: Any
     _by_sample = ("keys", "values", "position_BS", "kept_B1", "chosen_B1")
@@ -159,31 +158,8 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, kept or not; the number is passed as a negative one."""
-        check_cropping(tokens_to_remove)
-        self.cumulative_length.add_(tokens_to_remove)
-        if self.position_BS is None:
-            return
-        assert isinstance(self.kept_B1, Tensor)
-        removed_BS = self.position_BS >= self.cumulative_length
-        self.kept_B1.sub_(removed_BS.sum(1, keepdim=True))
-        self.position_BS.masked_fill_(removed_BS, EMPTY)
-        # Later tokens are written behind the last slot that a sample still fills.
-        number_S = torch.arange(1, removed_BS.shape[1] + 1, device=removed_BS.device)
-        self._written.copy_((number_S * (self.position_BS != EMPTY).any(0)).max())
-        self._grow(int(self._written) + self.max_cache_len - int(self.cumulative_length) - removed_BS.shape[1])
-
-    def _grow(self, slots: int) -> None:
-        """Add slots where tokens of the prompt that were not kept make room for others."""
-        if slots <= 0:
-            return
-        assert self.position_BS is not None
-        self.position_BS = nn.functional.pad(self.position_BS, (0, slots), value=EMPTY)
-        _mark_static(self.position_BS)
-        if self.is_initialized:
-            self.keys = nn.functional.pad(self.keys, (0, 0, 0, slots))
-            self.values = nn.functional.pad(self.values, (0, 0, 0, slots))
-            _mark_static(self.keys, self.values)
+        """Refuse to remove tokens: slots are written one behind the other."""
+        raise ValueError("a static cache of a routed layer cannot be cropped: use the default cache")
 
     def reset(self) -> None:
         """Clear the cache; the next prompt may need another number of slots."""
@@ -212,14 +188,8 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
         max_cache_len: Visible tokens of a query, including itself, or fewer if the sequence is shorter.
     """
 
-    is_croppable = False
-
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len, sliding_window=max_cache_len)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to remove tokens: those that they have overwritten are lost."""
-        raise ValueError("a static cache with a sliding window cannot be cropped: use the default cache")
 
     def _count(self, position_BK: Tensor, tokens: int) -> None:
         super()._count(position_BK, tokens)
