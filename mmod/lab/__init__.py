@@ -11,7 +11,7 @@ from mmod.lazy import lazy_names
 # For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.lab.capacity import LearnedCapacity, LearnedPlan, learn_capacity_, settle_capacity_
+    from mmod.lab.capacity import LearnedCapacity, learn_capacity_, settle_capacity_
     from mmod.lab.drafts import DraftReport, evaluate_drafts, full_pass
     from mmod.lab.image_horizon import Horizon, horizon
     from mmod.lab.runs import fit_capacity
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "mmod.lab.capacity": ["LearnedCapacity", "LearnedPlan", "learn_capacity_", "settle_capacity_"],
+        "mmod.lab.capacity": ["LearnedCapacity", "learn_capacity_", "settle_capacity_"],
         "mmod.lab.runs": ["fit_capacity"],
         "mmod.lab.drafts": ["DraftReport", "evaluate_drafts", "full_pass"],
         "mmod.lab.image_horizon": ["Horizon", "horizon"],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
 
-from mmod.lab.capacity import LearnedCapacity, learn_capacity_, settle_capacity_
+from mmod.io.processes import process_rank
+from mmod.lab.capacity import learn_capacity_, settle_capacity_
 from mmod.model import set_capacity_
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.kind import Step
@@ -24,7 +23,7 @@ PLAN = "plan.json"
 
 
 def fit_capacity(
-    config: TrainConfig, budget: float, steps: int, *, cost: str = "flops", rate: float = 100.0, **options: Any
+    config: TrainConfig, budget: float, steps: int, *, rate: float = 100.0, **options: Any
 ) -> FitResult[EvalResult]:
     """Train an image classifier as `mmod.training.fit` does, and learn its capacities in the first steps.
 
@@ -34,7 +33,7 @@ def fit_capacity(
 
     Args:
         config: A run with routing, in fp32 or bf16, not compiled and without gradient checkpointing, FSDP or `elastic`.
-        budget: See `learn_capacity_`, and for `cost` and `rate` too.
+        budget: See `learn_capacity_`, and for `rate` too.
         steps: Number of optimiser steps that end the learning, below that of the run.
         options: Further arguments of `mmod.training.fit`.
 
@@ -63,54 +62,44 @@ def fit_capacity(
     taken += ["precision='fp16'"] if config.precision == "fp16" else []
     if taken:
         raise ValueError(f"learned capacities cannot be combined with {', '.join(taken)}")
+    optimizer: torch.optim.Optimizer | None = None
 
-    def learn(model: nn.Module, example: Tensor) -> LearnedCapacity:
-        return learn_capacity_(model, budget, example, cost=cost, rate=rate)
-
-    result = ImageKind(config).fit(after_step=_Learning(config, steps, learn), **options)
-    return cast(FitResult[EvalResult], result)
-
-
-class _Learning:
-    """Learns the capacities of a run: `fit` calls it after each step."""
-
-    def __init__(self, config: TrainConfig, steps: int, learn: Callable[[nn.Module, Tensor], LearnedCapacity]) -> None:
-        self.config = config
-        self.steps = steps
-        self.learn = learn
-        self.optimizer: torch.optim.Optimizer | None = None
-
-    def __call__(self, step: Step) -> None:
-        if self.optimizer is None:
-            self._begin(step)
-        elif step.done <= self.steps:
-            self._update(step)
-        if step.done == self.steps:
-            plan = settle_capacity_(step.model).plan
+    def learn(step: Step) -> None:
+        nonlocal optimizer
+        if optimizer is None:
+            optimizer = _begin(config, step, steps, budget, rate)
+        elif step.done <= steps:
+            _update(optimizer, step)
+        if step.done == steps:
+            plan = settle_capacity_(step.model)
             if step.average is not None:
                 set_capacity_(step.average, plan.capacity)
-            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                plan.save(Path(self.config.output) / PLAN, overwrite=True)
+            if process_rank() == 0:
+                plan.save(Path(config.output) / PLAN, overwrite=True)
 
-    def _begin(self, step: Step) -> None:
-        if step.done > 1:
-            raise ValueError(
-                f"capacities are learned from the first step on, and {self.config.output!r} goes on after step "
-                f"{step.done - 1}: choose another output"
-            )
-        if self.steps >= step.total:
-            raise ValueError(f"steps must be below {step.total}, those of the run, got {self.steps}")
-        data = self.config.data
-        device = next(step.model.parameters()).device
-        example = torch.zeros(data.batch_size, data.channels, data.image_size, data.image_size, device=device)
-        self.optimizer = torch.optim.Adam(self.learn(step.model, example).parameters())
+    return cast(FitResult[EvalResult], ImageKind(config).fit(after_step=learn, **options))
 
-    def _update(self, step: Step) -> None:
-        assert self.optimizer is not None
-        (group,) = self.optimizer.param_groups
-        group["lr"] = max(other["lr"] for other in step.optimizer.param_groups)
-        for offsets in group["params"]:
-            # The sum serves as well as the mean: Adam's updates do not depend on the scale of gradients.
-            offsets.grad = sum_over_processes(offsets.grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+
+def _begin(config: TrainConfig, step: Step, steps: int, budget: float, rate: float) -> torch.optim.Optimizer:
+    """Begin to learn after the first step of a run; return the optimiser of the offsets."""
+    if step.done > 1:
+        raise ValueError(
+            f"capacities are learned from the first step on, and {config.output!r} goes on after step "
+            f"{step.done - 1}: choose another output"
+        )
+    if steps >= step.total:
+        raise ValueError(f"steps must be below {step.total}, those of the run, got {steps}")
+    data = config.data
+    device = next(step.model.parameters()).device
+    example = torch.zeros(data.batch_size, data.channels, data.image_size, data.image_size, device=device)
+    return torch.optim.Adam(learn_capacity_(step.model, budget, example, rate=rate).parameters())
+
+
+def _update(optimizer: torch.optim.Optimizer, step: Step) -> None:
+    (group,) = optimizer.param_groups
+    group["lr"] = max(other["lr"] for other in step.optimizer.param_groups)
+    for offsets in group["params"]:
+        # The sum serves as well as the mean: Adam's updates do not depend on the scale of gradients.
+        offsets.grad = sum_over_processes(offsets.grad)
+    optimizer.step()
+    optimizer.zero_grad()

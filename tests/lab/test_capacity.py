@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
-from mmod.lab import LearnedCapacity, capacity, fit_capacity, learn_capacity_, settle_capacity_
-from mmod.lab.capacity import LearnedRouter, PartialSlots, capacity_hook
-from mmod.routing import Router, Routing, TokenMasks, kept_count, select_topk
+from mmod.lab import LearnedCapacity, fit_capacity, learn_capacity_, settle_capacity_
+from mmod.lab.capacity import LearnedRouter
+from mmod.routing import Router, TokenMasks, kept_count
 from mmod.training import EmaConfig, FitResult, evaluate
 from tests.kit.engine_worker import TensorStream, run, tiny_config
 from tests.kit.zoo import make_images, make_model
@@ -90,14 +89,15 @@ def test_weights_are_those_of_a_loop(
     score_BN = numbers(seed, 3, tokens + prefix).mul(2).round()
     counts = torch.tensor([[tokens + prefix], [prefix + 1], [prefix + 1]])
     real_BN = torch.arange(tokens + prefix) < counts if padded else None
-    capacity, lower = Fraction(upper, 8), Fraction(upper - 1, 8)
     gate = "sigmoid" if gated else "identity"
-    kept, gate_BK = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
-    index_BK, valid_BK = kept.index_BK, kept.valid_BK
-    routing = Routing(kept, score_BN, gate_BK, tokens=TokenMasks(real_BN))
-    share = torch.tensor(0.25, dtype=torch.float64)
-    weight = PartialSlots(lower, share).weigh(routing, prefix)
-    assert weight.gate_BK is not None
+    lower = Fraction(upper - 1, 8)
+    config = mmod.RoutingConfig(router=lambda x_BND: x_BND[:, :, 0], gate=gate)
+    router: Any = Router(config, dim=1, block=0, capacity=0.5, prefix=prefix)
+    module = learner([[0.0, 0.25, 0.5, 0.75, 1.0]], float(lower) + 0.25 / 8)
+    router.__class__ = LearnedRouter
+    router.learning = module, 0
+    weight = router(score_BN[:, :, None], tokens=TokenMasks(real_BN))
+    index_BK, valid_BK = weight.kept.index_BK, weight.kept.valid_BK
     for image in range(3):
         number = tokens + prefix if real_BN is None else int(real_BN[image].sum())
         order = sorted(range(number), key=lambda token: (token >= prefix, -float(score_BN[image, token]), token))
@@ -108,7 +108,7 @@ def test_weights_are_those_of_a_loop(
                 continue
             expected = 1.0 if token in fully_kept else 0.25
             expected *= float(torch.sigmoid(score_BN[image, token])) if gated else 1.0
-            assert float(weight.gate_BK[image, slot]) == pytest.approx(expected)
+            assert float(weight.gate_BK[image, slot].detach()) == pytest.approx(expected)
 
 
 def learning_model(
@@ -155,19 +155,12 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
     assert torch.equal(other, expected)
     plan = settle_capacity_(model)
     assert torch.equal(model(images), expected)
-    assert plan.plan.capacity == tuple(mmod.capacities(model).values())
-    counted = mmod.flops(model, tuple(images.shape[1:])).share
+    assert plan.capacity == tuple(mmod.capacities(model).values())
     # Few tokens: a block's next one may not fit any more.
-    assert counted <= 0.7 + 1e-6
-    assert counted == pytest.approx(plan.share, abs=2e-3)
-    assert len(set(plan.learned)) == len(plan.learned)
+    assert 0.6 < mmod.flops(model, tuple(images.shape[1:])).share <= 0.7 + 1e-6
+    assert len(set(plan.capacity)) > 1
     mmod.save_pretrained(model, tmp_path / "saved")
     assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), expected)
-    assert f"for a budget of {0.7:.4g}" in str(plan)
-    plan.plot(tmp_path / "plan.png")
-    with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
-        plan.plot(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").stat().st_size
 
 
 def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
@@ -175,25 +168,7 @@ def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
     routed = mmod.route_(make_model(MODELS[0]), LINEAR)
     assert model.state_dict().keys() == routed.state_dict().keys()
     mmod.unroute_(model)
-    assert capacity_hook(model) is None
     assert torch.equal(model.eval()(images), make_model(MODELS[0])(images))
-
-
-def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopwatch(model: nn.Module, part: str, batch: Tensor) -> Any:
-        assert not mmod.is_routed(model)
-        # Half of the time is outside of the blocks.
-        return lambda configs: (20.0, [0.5 + 0.5 * float(config.capacity) for config in configs])
-
-    monkeypatch.setattr(capacity, "stopwatch", stopwatch)
-    model = mmod.route_(make_model(MODELS[0]), LINEAR)
-    learn_capacity_(model, 15.0, make_images(MODELS[0], 2), cost="milliseconds")
-    hook = capacity_hook(model)
-    assert hook is not None
-    assert hook.learned() == pytest.approx([0.5] * 4, abs=1e-3)
-    plan = settle_capacity_(model)
-    assert 0.74 < plan.share <= 0.75
-    assert "dense model's milliseconds" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +178,6 @@ def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         (mmod.RoutingConfig(skipped="merge"), {}, "got 'topk' and 'merge'"),
         (LINEAR, {"budget": 1.5}, r"budget must be a number in \(0, 1\)"),
         (LINEAR, {"budget": 0.001}, r"budget must be in \(0\.\d+, 1\.\d+\)"),
-        (LINEAR, {"cost": "cache"}, "cost must be one of"),
         (LINEAR, {"rate": 0.0}, "rate must be"),
         (LINEAR, {"example": None}, "example must be a Tensor, got None"),
         (LINEAR, {"example": torch.rand(3, 32, 32)}, r"\(B, C, H, W\), got \(3, 32, 32\)"),
@@ -217,46 +191,11 @@ def test_what_cannot_be_learned_is_refused(config: mmod.RoutingConfig, options: 
 
 def test_learning_begins_and_ends_once() -> None:
     model, _, images = learning_model(MODELS[0], LINEAR)
-    with pytest.raises(ValueError, match="being learned already"):
+    with pytest.raises(ValueError, match=r"learned once.* has a LearnedRouter"):
         learn_capacity_(model, 0.5, images)
     settle_capacity_(model)
     with pytest.raises(ValueError, match="learns no capacities"):
         settle_capacity_(model)
-
-
-def test_a_pass_changes_no_settings_that_other_threads_read() -> None:
-    model, learned, images = learning_model(MODELS[0], LINEAR)
-    learned.offsets.data = numbers(3, len(learned.offsets)).float()
-    routers = [block.router for block in mmod.routed_blocks(model).values()]
-    settings = [router.capacity for router in routers]
-    inside: list[list[Fraction]] = []
-    with ThreadPoolExecutor(1) as pool:
-
-        def look(*_: Any) -> None:
-            inside.append([router.capacity for router in routers])
-            inside.append(pool.submit(lambda: [router.capacity for router in routers]).result())
-
-        model.blocks[0].register_forward_hook(look)
-        model(images).sum().backward()
-    in_pass, elsewhere = inside
-    assert in_pass != settings
-    assert elsewhere == settings == [router.capacity for router in routers]
-
-
-def test_passes_of_other_threads_do_not_end_the_weights_of_this_one() -> None:
-    model, learned, images = learning_model(MODELS[0], LINEAR)
-    learned.offsets.data = numbers(3, len(learned.offsets)).float()
-    expected = model(images)
-    started: list[None] = []
-    with ThreadPoolExecutor(1) as pool:
-
-        def run_beside(*_: Any) -> None:
-            if not started:
-                started.append(None)
-                pool.submit(model, images).result()
-
-        model.blocks[0].register_forward_hook(run_beside)
-        assert torch.equal(model(images), expected)
 
 
 def test_copies_learn_and_routers_get_their_class_back() -> None:
