@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -141,8 +140,6 @@ class TrainConfig(RunConfig):
     eval_batch_size: Annotated[int, "[1, inf)"] = 32
     max_new_tokens: Annotated[int, "[1, inf)"] = 16
 
-    length_keys = frozenset({"trainer.num_train_epochs", "trainer.max_steps"})
-
     def __post_init__(self) -> None:
         self.check()
         for group, limits in _LIMITS.items():
@@ -203,11 +200,3 @@ class TrainConfig(RunConfig):
     def finished(self, folder: str) -> TrainConfig:
         """Return the config of a final model, which was saved with its methods and merged adapters."""
         return dataclasses.replace(self.plain().started_from(folder), routing=None, methods=[])
-
-    def continued(self, folder: str, length: Mapping[str, object]) -> TrainConfig:
-        """Return the config of a run that trains on; the final model has its methods. See `RunConfig.continued`."""
-        trainer = {**self.trainer, **{key.removeprefix("trainer."): value for key, value in length.items()}}
-        model = self.model.started_from(folder)
-        return dataclasses.replace(
-            self, output=f"{folder}-more", model=model, routing=None, methods=[], trainer=trainer
-        )

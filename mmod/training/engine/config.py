@@ -95,8 +95,6 @@ class RunConfig:
     routing: Any = None
     methods: list[dict[str, Any]] = field(default_factory=list)
 
-    length_keys: ClassVar[frozenset[str]] = frozenset()
-    """Keys of the length of a run, on which its schedule depends."""
     part: ClassVar[str] = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
@@ -151,18 +149,6 @@ class RunConfig:
     def plain(self) -> Self:
         """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
         raise NotImplementedError
-
-    def continued(self, folder: str, length: Mapping[str, object]) -> Self:
-        """Return the config of a new run that trains the final model of a run folder on, with a schedule of its own.
-
-        Args:
-            folder: The folder of a run of this config.
-            length: Values of `length_keys`.
-
-        Raises:
-            ValueError: A run of this config cannot be continued so.
-        """
-        raise ValueError(f"a run of kind {self.kind!r} is not continued")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""
@@ -254,8 +240,6 @@ class LoopConfig(RunConfig):
     trained: Literal["routers"] | None = None
     training_only_epochs: Annotated[int | None, "[1, inf)"] = None
 
-    length_keys = frozenset({"epochs"})
-
     def __post_init__(self) -> None:
         self.check()
         if self.optim.lr_per is None:
@@ -339,27 +323,6 @@ class LoopConfig(RunConfig):
         kinds = [method.kind for method in self.applied if method.training_only]
         if kinds:
             raise ValueError(f"{reason}, and {', '.join(kinds)} has training_only: true: leave one of them out")
-
-    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
-        """Return the config of a run that trains on; with the same teacher. See `RunConfig.continued`."""
-        if self.training_only_epochs is not None:
-            # It describes the first epochs alone.
-            raise ValueError("a continued run cannot be combined with training_only_epochs")
-        teacher = self.teacher() or "none"
-        if teacher == "dense":
-            # That of the new run would be its own starting weights.
-            if self.model.checkpoint is None:
-                raise ValueError(
-                    "distill.teacher='dense' is a copy of published weights, which no later run starts from"
-                )
-            teacher = self.model.checkpoint
-        return dataclasses.replace(
-            self,
-            output=f"{folder}-more",
-            model=self.model.started_from(folder),
-            distill=dataclasses.replace(self.distill, teacher=teacher),
-            **length,
-        )
 
     def plain(self) -> Self:
         """Return the config without teacher and gradient checkpointing; see `RunConfig.plain`."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ from mmod.io.files import (
     write_atomically,
     write_json,
 )
-from mmod.io.records import FolderTakenError, check_same, differences, flatten, read_record
+from mmod.io.records import check_same, read_record
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
 from mmod.training.engine.config import RunConfig
@@ -87,12 +85,7 @@ def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[s
     """Raise a ValueError if the run of a folder's record is not that of the config."""
     equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
     free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
-    there = portable(existing)
-    here = portable(record)
-    # Only the length differs: the user wants to train on, and is told how.
-    if differences(there, here, free_keys) and not differences(there, here, free_keys | config.length_keys):
-        _refuse_length(config, flatten(existing), flatten(record))
-    check_same(Path(config.output), there, here, kind="a run", free_keys=free_keys)
+    check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys)
 
 
 def run_once(
@@ -132,44 +125,6 @@ def run_once(
         if result is None:
             result = train(write_config)
         return result
-
-
-def _refuse_length(config: RunConfig, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise a FolderTakenError that says how to train a run for longer: its schedule depends on its length."""
-    folder = config.output
-    changed = [key for key in sorted(config.length_keys) if there.get(key) != here.get(key)]
-    length = ", ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in changed)
-    start = f"{folder!r} holds a run of another length ({length}), on which its schedule depends."
-    advice = "It is not finished: the command with its own length goes on; or choose another folder"
-    if (Path(folder) / _RESULT).exists():
-        advice = _advice_on_more(config, there, here, changed)
-    raise FolderTakenError(f"{start} {advice}")
-
-
-def _advice_on_more(
-    config: RunConfig, there: Mapping[str, Any], here: Mapping[str, Any], changed: Sequence[str]
-) -> str:
-    """Return what to do where a finished run has another length, by some keys: train its model on if that is more."""
-    folder = config.output
-    pairs = [(there.get(key), here.get(key)) for key in changed]
-    if not all(isinstance(old, int) and isinstance(new, int) and 0 < old < new for old, new in pairs):
-        return "It is finished: choose another folder"
-    more = {key: here[key] - there[key] for key in changed}
-    # The config is made and checked here, so that the command in the message works.
-    try:
-        continued = flatten(config.continued(folder, more).to_dict())
-    except ValueError as error:
-        return f"It is finished: choose another folder. Not continued: {error}"
-    # A group that becomes null has keys of its own there.
-    nested = [key for key in there if "." in key]
-    groups = {key.rpartition(".")[0] for key in nested} | {key.partition(".")[0] for key in nested}
-    options = {key: value for key, value in continued.items() if value != there.get(key) or key in groups}
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in options.items()}
-    words = " ".join(f"--{key} {shlex.quote(text)}" for key, text in texts.items())
-    return (
-        "It is finished. A new run trains its model on, with a schedule of its own: "
-        f"mmod train {config.kind} {shlex.quote(str(Path(folder) / RUN_CONFIG))} {words}"
-    )
 
 
 def _step_samples(record: Mapping[str, Any]) -> int | None:

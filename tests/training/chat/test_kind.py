@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shlex
 import shutil
 import signal
 from contextlib import ExitStack
@@ -19,13 +18,11 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, Trainer
 
 import mmod
-from mmod.config.parse import parse_config
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.synthetic.questions import export_questions
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
-from mmod.io.records import FolderTakenError
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
@@ -36,7 +33,6 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
 from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.health import FIGURES
-from mmod.training.kinds import config_class
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk
 from tests.kit.sets import SETS
@@ -418,17 +414,3 @@ def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[st
     config = vlm_config(tmp_path, "asking", asking, data=replace(config.data, train=broken["train"]))
     with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
         fit(config, progress=False)
-
-
-def test_a_longer_run_on_conversations_says_how_to_go_on(folder: Path) -> None:
-    config = vlm_config(folder, "short", {"max_steps": 1}, routing=GAMMA, data=vlm_config(folder).data)
-    config = replace(config, data=replace(config.data, val=None))
-    fit(config, progress=False)
-    with pytest.raises(FolderTakenError, match=r"trainer\.max_steps: 1 there, 3 now.* It is finished") as caught:
-        fit(replace(config, trainer={**config.trainer, "max_steps": 3}), progress=False)
-    command = shlex.split(str(caught.value).partition("mmod train chat ")[2])
-    continued = parse_config(command, config_class("chat"))
-    assert continued.trainer["max_steps"] == 2
-    result = fit(continued, progress=False)
-    assert (result.steps, result.folder) == (2, f"{folder}/short-more")
-    assert len(mmod.routed_blocks(mmod.load_pretrained(folder / "short-more" / "model"))) == 2

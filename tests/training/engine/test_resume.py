@@ -25,6 +25,7 @@ import torch
 from timm.utils import ModelEmaV3
 
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
+from mmod.io.records import FolderTakenError
 from mmod.opening.weights import find_weights, list_checkpoints
 from mmod.training import EmaConfig, TrainConfig, evaluate
 from mmod.training.engine.kind import Step
@@ -323,6 +324,9 @@ def test_a_run_goes_on_with_the_data_elsewhere_and_damaged_samples_allowed(tmp_p
     data = replace(config.data, on_corrupt="skip", root="elsewhere", max_corrupt=3, workers=2)
     assert run(replace(config, data=data, log_every=7, checkpoint_every=3)).reused
     assert finished.folder == str(tmp_path / "run")
+    # Its schedule depends on its length.
+    with pytest.raises(FolderTakenError, match=r"another config.* epochs: 1 there, 2 now"):
+        run(replace(config, epochs=2))
 
 
 @pytest.mark.parametrize("average", [None, EmaConfig(), EmaConfig(decay=0.5), EmaConfig(0.5, use_warmup=False)])
