@@ -34,7 +34,6 @@ class SpanPass:
         shape: Shape of the first module's input (B, N).
         patches: What is known of the images' patches, where a score reads it.
         uninterrupted: See `StackCall`.
-        is_first: See `StackCall.is_first`.
         ends_for_head: See `StackCall`.
         read_blocks: Numbers of the blocks whose output the host collects in an uninterrupted pass.
         busy: A module was entered and not left: it runs, or it failed.
@@ -57,7 +56,6 @@ class SpanPass:
         self.shape: tuple[int, ...] = ()
         self.patches = Patches()
         self.uninterrupted = False
-        self.is_first = False
         self.ends_for_head = False
         self.read_blocks: Collection[int] = ()
         self.busy = False

@@ -161,9 +161,9 @@ class Span:
             if match is not None and match.look == look:
                 started.patches = match.found.patches
             return started
-        started.is_first = call.is_first(self)
-        started.ends_for_head = started.is_first and call.ends_for_head
-        started.uninterrupted = started.is_first and call.uninterrupted
+        is_first = call.is_first(self)
+        started.ends_for_head = is_first and call.ends_for_head
+        started.uninterrupted = is_first and call.uninterrupted
         if started.uninterrupted and call.read_blocks is not None:
             # Known only now: hosts decide what to collect inside their forward.
             read = call.read_blocks()

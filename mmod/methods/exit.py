@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -19,12 +19,10 @@ from mmod.blocks import (
     BlockOwner,
     BlockState,
     Deciding,
-    Span,
-    SpanPass,
     convert,
     parameters_of,
 )
-from mmod.blocks.calls import StackCall
+from mmod.blocks.calls import StackCall, StackCalls
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.symbolic import check_once
 from mmod.config.plan import check_blocks
@@ -32,6 +30,7 @@ from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Kept, Routing
 from mmod.routing.added import Added
+from mmod.threads import PerThread
 
 # The modules of timm's models that `reset_classifier` replaces.
 _CLASSIFIER = ("head", "head_dist")
@@ -77,16 +76,15 @@ class Exit(Method):
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
         first = self.blocks[0]
-        span = Span(stack.calls, stack.names[first:])
         head = find_head(model, stack)
         heads = {index: ExitHead(model, head) for index in self.blocks}
         for index in range(first, len(stack.blocks)):
             block = stack.blocks[index]
             state = ExitState(
                 call=stack.call_of(block, None),
-                span=span,
-                position=index - first,
                 number=index,
+                calls=stack.calls,
+                is_last=index == len(stack.blocks) - 1,
                 confidence=self.confidence,
                 turn=self.blocks.index(index) if index in heads else None,
                 turns=len(heads) + 1,
@@ -143,11 +141,14 @@ class ExitState(BlockState):
     """Plain state of a block at or after the first exit.
 
     Args:
+        calls: The calls of the stack, by thread.
+        is_last: No block follows.
         turn: Number of the exit after this block; None for none.
         turns: Number of exits, including the final head.
     """
 
-    span: Span
+    calls: PerThread[StackCalls] = field(repr=False)
+    is_last: bool
     confidence: float
     turn: int | None
     turns: int
@@ -159,7 +160,8 @@ class ExitCall(StackCall):
     Attributes:
         args: The arguments that its heads take.
         total: Number of images.
-        index_B: Batch indices of the remaining ones; None for all.
+        latest: Number of the block that ran last; -1 for none.
+        index_B: Batch indices of the remaining images; None for all.
         answers: Batch indices of the images that exited, and what their head returned, by exit.
     """
 
@@ -168,8 +170,23 @@ class ExitCall(StackCall):
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         self.total = 0
+        self.latest = -1
         self.index_B: Tensor | None = None
         self.answers: list[tuple[Tensor, Any]] = []
+
+    def enter(self, x_BND: Tensor, number: int) -> None:
+        """Note that a block runs on the remaining images."""
+        # Compilers would guard on the number of each block.
+        if not torch.compiler.is_compiling():
+            remaining = self.total if self.index_B is None else len(self.index_B)
+            if number <= self.latest or (self.latest >= 0 and x_BND.shape[0] != remaining):
+                raise RuntimeError(
+                    "a block of an early-exit model got other images than the running call of the model has left, as "
+                    "from a hook: call the model itself on a second batch, which keeps their images apart"
+                )
+            self.latest = number
+        if self.index_B is None:
+            self.total = x_BND.shape[0]
 
     def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor) -> Any:
         """Return what an exit's head makes of the tokens of some images."""
@@ -214,20 +231,19 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
         check_once(self, x)
         state = self.mod_state
-        call = state.span.calls.value.running
+        call = state.calls.value.running
         if not isinstance(call, ExitCall):
             # Outside a call of the model no image exits.
             self._trace(x, x.shape[0], None)
             return super().forward(x, *args, **kwargs) if x.shape[0] else x
-        span_pass = self._enter(x, call)
+        call.enter(x, state.number)
         self._trace(x, call.total, call.index_B)
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
             masks = {name: call.of_remaining(x, value) for name, value in kwargs.items()}
             y = super().forward(x, *(call.of_remaining(x, value) for value in args), **masks)
-        span_pass.busy = False
-        if state.ends and call.index_B is not None and y.shape[0] < call.total:
+        if state.is_last and call.index_B is not None and y.shape[0] < call.total:
             # The code behind the blocks may read masks of all images. It finds zeros for those that exited.
             return y.new_zeros(call.total, *y.shape[1:]).index_copy(0, call.index_B, y)
         if state.turn is not None and y.is_meta:
@@ -235,22 +251,7 @@ class ExitBlock(Deciding, ConvertedBlock):
             self.exit(y, call.args, call.kwargs)
         elif state.turn is not None and y.shape[0]:
             y = self._leave(y, call)
-            span_pass.shape = tuple(y.shape[:2])
-        return state.span.leave(y, span_pass, state)
-
-    def _enter(self, x: Tensor, call: ExitCall) -> SpanPass:
-        """Return the pass of a block's input, which the first block begins."""
-        state = self.mod_state
-        span_pass = state.span.enter(x, state) or state.span.begin(x)
-        if not span_pass.is_first:
-            raise RuntimeError(
-                "the blocks of an early-exit model got a second batch while the model ran on a first one, as from a "
-                "hook: call the model itself on the second batch, which keeps their images apart"
-            )
-        span_pass.busy = True
-        if call.index_B is None:
-            call.total = x.shape[0]
-        return span_pass
+        return y
 
     def _trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
         """Record which images the block runs on, if a trace asks for it."""

@@ -283,7 +283,7 @@ def test_a_call_may_be_interrupted_between_any_modules(way: str) -> None:
         actual = alone(model, [images])[0], model(images), model.forward_features(images)
         for output, baseline in zip(actual, (expected[2], *expected[:2]), strict=True):
             assert torch.equal(output, baseline), at
-    assert model.blocks[3].mod_state.span.calls.value.running.outer is None
+    assert model.mod_owner.calls.value.running.outer is None
 
 
 @pytest.mark.parametrize("place", ["blocks.0", "blocks.0.mlp", "blocks.3.mlp", "blocks.3.norm1", "blocks.4.attn"])

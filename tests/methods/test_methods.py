@@ -67,12 +67,12 @@ def test_a_second_batch_in_the_blocks_of_a_running_call_is_refused() -> None:
     for place in (1, 2):
         other = model.norm_pre(model._pos_embed(model.patch_embed(images)))
         handle = model.blocks[place].mlp.register_forward_hook(lambda *_, other=other: model.blocks[0](other))
-        with pytest.raises(RuntimeError, match="call the model itself on the second batch"):
+        with pytest.raises(RuntimeError, match="call the model itself on a second batch"):
             model(images)
         handle.remove()
         assert torch.equal(model(images), expected)
     handle = model.blocks[0].register_forward_hook(lambda module, args, x: x.repeat(2, 1, 1))
-    with pytest.raises(ValueError, match=r"= \(6, 17\), and the pass that it continues has \(3, 17\)"):
+    with pytest.raises(RuntimeError, match="other images than the running call"):
         model(images)
     handle.remove()
     assert torch.equal(model(images), expected)
