@@ -291,13 +291,11 @@ class Attended(NamedTuple):
     Args:
         shape: Shape of the map: that of the queries without their channels, and the number of keys.
         fused: It is a call of `scaled_dot_product_attention`, and no map of the host's own softmax.
-        biased: The call had a mask or bias, which no argument may have brought.
         modules: Names of the modules that ran around it.
     """
 
     shape: tuple[int, ...]
     fused: bool
-    biased: bool
     modules: tuple[str, ...]
 
 
@@ -319,12 +317,12 @@ class AttentionWatch(AttentionIntercept):
     def attend(self, call: AttentionCall) -> Tensor:
         """Note a call of `scaled_dot_product_attention`, and run it."""
         shape = (*call.query.shape[:-1], call.key.shape[-2])
-        self.seen.append(Attended(shape, True, call.attn_mask is not None, tuple(self.running)))
+        self.seen.append(Attended(shape, True, tuple(self.running)))
         return call.run()
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Note a map of the host's own softmax."""
-        self.seen.append(Attended(tuple(attention.shape), False, False, tuple(self.running)))
+        self.seen.append(Attended(tuple(attention.shape), False, tuple(self.running)))
 
 
 def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:

@@ -82,10 +82,6 @@ class _NoTokens(Exception):
     """Says what a block gets instead of tokens, or that it gets nothing."""
 
 
-class _Maps(_NoTokens):
-    """Says that a block gets maps of features."""
-
-
 class _Call(NamedTuple):
     """What a block got in a call of its model.
 
@@ -190,14 +186,7 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
             torch.default_generator.manual_seed(0)
             read, reasons = first_that_runs(model, lambda inputs: inputs_of_call(model, blocks, inputs), example)
     except _NoTokens as refusal:
-        advice = ""
-        if isinstance(refusal, _Maps):
-            reader = "convolutions" if _convolves(model.get_submodule(blocks)) else "windows of attention"
-            advice = (
-                f". It is a map of rows and columns, of which {reader} need every place. Smaller images make such a "
-                "model cheaper; a ResNet of timm takes mmod.methods.Channels() too"
-            )
-        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}{advice}") from None
+        raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
     if read is not None:
         return read
     plain = [value.replace(annotation=inspect.Parameter.empty) for value in parameters_of(model).values()]
@@ -208,11 +197,6 @@ def read_inputs(model: nn.Module, blocks: str, example: Example | None = None) -
         f"cannot route {title}: no input reached the first of its {blocks} ({reasons}). Its forward takes "
         f"{inspect.Signature(plain)}: {advice}, as a tensor, a tuple, or a mapping by name"
     )
-
-
-def _convolves(blocks: nn.Module) -> bool:
-    """Return whether blocks have convolutions between places of a map."""
-    return any(isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1 for module in blocks.modules())
 
 
 def first_that_runs(
@@ -287,8 +271,11 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         x, arguments = _as_batch(call)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        refusal = _Maps if getattr(x, "ndim", 0) == 4 else _NoTokens
-        raise refusal(f"gets {got} for two images: blocks must get tokens (images, tokens, channels)")
+        raise _NoTokens(
+            f"gets {got} for two images: blocks must get tokens (images, tokens, channels). Convolutions and windows "
+            "read every place of a map: smaller images make such a model cheaper, and mmod.methods.Channels() a ResNet "
+            "of timm"
+        )
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
         raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")
@@ -311,12 +298,10 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
 
 def _check_windows(windows: Segments, call: _Call, model: nn.Module, blocks: str) -> None:
     """Refuse blocks with windows unless these are of images whose sizes the module that runs the blocks gets."""
-    if not windows.divides(call.two_images):
-        raise _NoTokens(f"shares its tokens with blocks that attend within {windows.longest} tokens of several images")
-    if "." in blocks or GRIDS not in parameters_of(model):
+    if "." in blocks or GRIDS not in parameters_of(model) or not windows.divides(call.two_images):
         raise _NoTokens(
-            f"shares its tokens with blocks that attend within windows of {windows.longest}, and the module that runs "
-            f"them takes no {GRIDS}, which would say where images begin"
+            f"shares its tokens with blocks that attend within windows of {windows.longest}: these must lie within "
+            f"images, and the module that runs the blocks must take {GRIDS}, which says where images begin"
         )
 
 

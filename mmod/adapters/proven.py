@@ -55,7 +55,8 @@ class Proof(CallForm, Branches):
     windows: bool = False
     read: tuple[int, ...] = ()
     in_tuple: bool = False
-    divides: bool = False
+    # The rate of stochastic depth may begin at zero.
+    divides: bool = field(default=False, compare=False)
 
     @property
     def form(self) -> dict[str, Any]:
@@ -87,22 +88,22 @@ def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = No
         sequence=sequence,
         # A host that takes the index of tokens passes none for all of them.
         narrows_always=bool(proof.index_argument),
-        shell=Shell(_outer(proof), _inner(proof)),
+        shell=Shell(
+            outer=next(iter(outer_mixins(proof).values()), None),
+            inner=FlatBlock if proof.layout in ("flat", "bare") else InterceptedBlock,
+        ),
     )
 
 
-def _outer(proof: Proof) -> type[Mixin] | None:
-    if proof.suffix:
-        return SuffixBlock
-    if proof.boundaries:
-        return SegmentsBlock
-    if proof.tokens:
-        return NamedBlock
-    return TupleBlock if proof.in_tuple else None
-
-
-def _inner(proof: Proof) -> type[Mixin]:
-    return FlatBlock if proof.layout in ("flat", "bare") else InterceptedBlock
+def outer_mixins(proof: Proof) -> dict[str, type[Mixin]]:
+    """Return the mixins in front of a method's that a block needs, by what it has; only one can be there."""
+    forms = {
+        "tokens at the end that are no patches": (proof.suffix, SuffixBlock),
+        "all images in one sequence": (proof.boundaries, SegmentsBlock),
+        "tokens that come by name": (proof.tokens, NamedBlock),
+        "a tuple of tokens and more": (proof.in_tuple, TupleBlock),
+    }
+    return {what: mixin for what, (has_it, mixin) in forms.items() if has_it}
 
 
 def stack_of(proof: Proof, model: nn.Module, library: str) -> BlockStack:

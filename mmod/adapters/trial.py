@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mmod.adapters.base import MASKED
 from mmod.adapters.halves import AttentionWatch, Branches, find_branches, is_close, shapes_inside
 from mmod.adapters.probe import LAYOUTS, BlockInputs, runnable, without_hooks
-from mmod.adapters.proven import Proof, call_of
+from mmod.adapters.proven import Proof, call_of, outer_mixins
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
 from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
 from mmod.blocks.converted import ConvertedBlock
@@ -35,6 +33,11 @@ ALONE = 5
 # Passes of a trial in training, in which some images may be dropped.
 DRAWS = 16
 _PLAIN = (str, int, float, bool, type(None), type)
+# Why a block may not run on some of its tokens.
+_POSITIONS = (
+    ", because it computes with their positions: by windows, a bias for each pair of positions, a convolution, layers "
+    "across tokens, or rotary positions that it makes itself"
+)
 
 
 def prove(inputs: BlockInputs, block_list: Sequence[nn.Module], title: str) -> Proof:
@@ -43,30 +46,27 @@ def prove(inputs: BlockInputs, block_list: Sequence[nn.Module], title: str) -> P
     Raises:
         ValueError: A block lacks a property, or blocks differ in how they are called.
     """
-    proofs: dict[Proof, str] = {}
+    proofs: dict[str, Proof] = {}
     alike: dict[tuple[object, ...], list[int]] = {}
-    for index in range(len(block_list)):
-        alike.setdefault(settings_of(block_list[index]), []).append(index)
-    divides = False
+    for index, block in enumerate(block_list):
+        alike.setdefault(settings_of(block), []).append(index)
     for numbers in alike.values():
         # What stochastic depth does shows where it drops most.
         index = max(numbers, key=lambda number: drop_rate(block_list[number]))
         block = block_list[index]
         name = f"{inputs.seen.blocks}.{index}"
         try:
-            proof = _prove_block(inputs, block)
+            proofs[name] = _prove_block(inputs, block)
         except _Refused as refusal:
             raise ValueError(f"cannot route {title}: {name} ({host_class(block).__name__}) {refusal}") from None
-        # Its rate may begin at zero.
-        divides = divides or proof.divides
-        proofs.setdefault(dataclasses.replace(proof, divides=False), name)
-    if len(proofs) > 1:
-        first, second, *_ = proofs.values()
-        raise ValueError(
-            f"cannot route {title}: {first} and {second} differ in how they are called, so what a span shares would "
-            "not fit both"
-        )
-    return dataclasses.replace(next(iter(proofs)), divides=divides)
+    first, *others = proofs
+    for name in others:
+        if proofs[name] != proofs[first]:
+            raise ValueError(
+                f"cannot route {title}: {first} and {name} differ in how they are called, so what a span shares would "
+                "not fit both"
+            )
+    return dataclasses.replace(proofs[first], divides=any(proof.divides for proof in proofs.values()))
 
 
 def drop_rate(block: nn.Module) -> float:
@@ -93,8 +93,6 @@ def _comparable(value: object) -> object:
     """
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
-    if isinstance(value, functools.partial):
-        return value.func, _comparable(value.args), _comparable([*value.keywords.items()])
     if isinstance(value, _PLAIN):
         return value
     attributes = getattr(value, "__dict__", {"": value})
@@ -156,10 +154,9 @@ def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, watch: Attent
             return trial(x, **arguments)
     # A host may raise anything where the model was called with too little, or with images of another size.
     except Exception as error:
-        absent = ", ".join(name for name, value in arguments.items() if value is None)
         raise _Refused(
-            f"does not run on tokens {tuple(x.shape)}{f' with None for {absent}' if absent else ''}: {error}. Give an "
-            "example of all that the model's forward takes: pass tokens=mmod.Tokens(example=...)"
+            f"does not run on tokens {tuple(x.shape)}: {error}. Give an example of all that the model's forward takes: "
+            "pass tokens=mmod.Tokens(example=...)"
         ) from error
 
 
@@ -183,29 +180,25 @@ def _as_host(proof: Proof, x_BND: Tensor, arguments: Arguments) -> tuple[Tensor,
     return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
 
 
-def _check_output(output: object, x_BND: Tensor, arguments: Arguments) -> None:
-    streams = [tuple(value.shape) for value in tree_leaves(output) if isinstance(value, Tensor) and value.ndim == 3]
-    for name, value in arguments.items():
-        if len(streams) > 1 and isinstance(value, Tensor) and tuple(value.shape) in streams:
-            raise _Refused(
-                f"returns new values of its argument {name} beside the tokens: it is a double-stream block, as in "
-                "FLUX, SD3 and Qwen-Image, in which tokens and text change each other. Blocks must return tokens alone"
-            )
-    tokens = output[0] if isinstance(output, tuple) and output else output
-    if not isinstance(tokens, Tensor) or tokens.shape != x_BND.shape:
-        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise _Refused(f"returns {shape} for tokens {tuple(x_BND.shape)}: it must keep their number and their order")
+def _check_output(output: object, x: Tensor, arguments: Arguments) -> None:
+    outputs = output if isinstance(output, tuple) else (output,)
+    shapes = [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]
+    given = [tuple(value.shape) for value in arguments.values() if isinstance(value, Tensor) and value.ndim == 3]
+    if shapes[:1] != [tuple(x.shape)] or {*shapes[1:]} & {*given}:
+        raise _Refused(
+            f"returns {', '.join(map(str, shapes)) or type(output).__name__} for tokens {tuple(x.shape)}: it must "
+            "return the tokens alone, all of them and in their order. Double-stream blocks, as in FLUX, SD3 and "
+            "Qwen-Image, change the text too"
+        )
 
 
 def _check_form(proof: Proof) -> None:
-    """Raise `_Refused` for forms of tokens that no two of the mixins around blocks give together."""
-    if proof.suffix and (proof.rows or proof.in_tuple):
-        others = ", ".join(proof.rows) or "a tuple"
-        raise _Refused(f"has {proof.suffix} tokens at the end that are no patches, beside {others}")
-    if proof.tokens and (proof.suffix or proof.boundaries or proof.in_tuple):
-        raise _Refused(f"gets its tokens by the name {proof.tokens}: let the model pass them first, without a name")
-    if proof.boundaries and proof.in_tuple:
-        raise _Refused("returns a tuple, while all images come as one sequence")
+    """Raise `_Refused` for forms that no mixin around the block gives."""
+    forms = list(outer_mixins(proof))
+    if proof.suffix:
+        forms += [f"{name} with a row for each token" for name in proof.rows]
+    if len(forms) > 1:
+        raise _Refused(f"has {' and '.join(forms)}, of which a block may have one alone")
     if proof.boundaries and not proof.fused:
         raise _Refused(
             "computes attention without scaled_dot_product_attention, so images in one sequence cannot be told apart "
@@ -336,7 +329,7 @@ class _Trial:
                 # It ran on as many tokens before, when none was hidden.
                 raise _Refused(f"does not run with tokens hidden from attention: {error}", 3) from error
             raise _Refused(
-                f"does not run on {index_BK.shape[1]} of its {self.x_BND.shape[1]} tokens{self._why()}: {error}"
+                f"does not run on {index_BK.shape[1]} of its {self.x_BND.shape[1]} tokens{_POSITIONS}: {error}"
             ) from error
         return y
 
@@ -357,7 +350,7 @@ class _Trial:
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
         if not is_close(self.run(index_BK[:, order]), y_BKD[:, order]):
-            raise _Refused(f"gives tokens in another order another result{self._why()}", 1)
+            raise _Refused(f"gives tokens in another order another result{_POSITIONS}", 1)
         self._check_all_tokens()
         alone = prefix + ALONE
         valid_BK = (torch.arange(index_BK.shape[1]) < alone).expand_as(index_BK)
@@ -394,7 +387,7 @@ class _Trial:
         order = torch.cat([torch.arange(prefix), order, torch.arange(last, tokens)])
         y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
         if not is_close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
-            raise _Refused(f"gives all {tokens} tokens in another order another result{self._why()}", 2)
+            raise _Refused(f"gives all {tokens} tokens in another order another result{_POSITIONS}", 2)
 
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:
         """Return the output for some tokens of one image, beside itself: so both draw what they draw together."""
@@ -410,13 +403,3 @@ class _Trial:
             y_BND = self.block.run_host(self.x_BND, **self.arguments)
         if not is_close(self.run(index_BN), y_BND):
             raise _Refused(f"does not take the index of each token as {self.proof.index_argument}")
-
-    def _why(self) -> str:
-        """Return the likely reason for a dependence on positions."""
-        if any(attended.biased for attended in self.watch.seen):
-            return ", because its attention adds a bias for each pair of positions, which does not know the kept tokens"
-        if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in self.block.modules()):
-            return ", because it has a convolution between tokens"
-        if not self.watch.seen:
-            return ", because tokens reach each other by their positions, without attention"
-        return ", because it computes with their positions: a window, a position bias, or rotary positions made inside"

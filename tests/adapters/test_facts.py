@@ -60,14 +60,18 @@ def test_facts_of_timm_are_what_a_trial_finds(name: str) -> None:
 
 
 def test_blocks_that_make_a_bias_are_left_to_a_trial_which_refuses_them() -> None:
-    with pytest.raises(ValueError, match="adds a bias for each pair of positions, which does not know the kept tokens"):
+    with pytest.raises(
+        ValueError, match="computes with their positions: by windows, a bias for each pair of positions"
+    ):
         find_stack(timm.create_model("beit_base_patch16_224", depth=2, img_size=32))
 
 
 def test_a_bias_that_an_adapter_narrows_is_refused_by_a_trial() -> None:
     model = make_model("beit_base_patch16_224")
     assert find_stack(model).call_of(find_stack(model).blocks[0], None).mask == "shared_rel_pos_bias"
-    with pytest.raises(ValueError, match="adds a bias for each pair of positions, which does not know the kept tokens"):
+    with pytest.raises(
+        ValueError, match="computes with their positions: by windows, a bias for each pair of positions"
+    ):
         tokens.find_blocks(model, "timm")
 
 

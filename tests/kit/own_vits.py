@@ -330,7 +330,7 @@ REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
     ),
     "rotary inside": (lambda: OwnViT(lambda _: OwnBlock(RotaryInside)), "in another order"),
     "reordering": (lambda: OwnViT(lambda _: ReorderingBlock()), "in another order"),
-    "convolution": (lambda: OwnViT(lambda _: ConvolvedBlock()), "convolution between tokens"),
+    "convolution": (lambda: OwnViT(lambda _: ConvolvedBlock()), "in another order.* a convolution"),
     "pooling": (lambda: OwnViT(lambda _: PooledBlock()), "another way than attention"),
     "batch": (lambda: OwnViT(lambda _: BatchBlock()), "another batch"),
     "no attention": (
@@ -338,12 +338,15 @@ REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
         "with tokens hidden from attention: no attention was seen",
     ),
     "one matrix": (lambda: OwnViT(lambda _: nn.Linear(DIM, DIM)), r"stages\.0 \(Linear\).*no attention was seen"),
-    "token mixing": (lambda: OwnViT(lambda _: MixingBlock(), prefix=0), "by their positions, without attention"),
+    "token mixing": (
+        lambda: OwnViT(lambda _: MixingBlock(), prefix=0),
+        "computes with their positions.* layers across tokens",
+    ),
     "another size": (
         lambda: OwnViT(lambda _: MixingBlock()),
         r"does not run on tokens \(2, 65, 32\): .*example=\.\.\.\)",
     ),
-    "convolution alone": (lambda: OwnViT(lambda _: Convolution()), r"stages\.0 .* a convolution between tokens"),
+    "convolution alone": (lambda: OwnViT(lambda _: Convolution()), r"stages\.0 .* a convolution"),
     "any children": (lambda: OwnViT(lambda _: ChildrenBlock()), "would run the router that a method adds"),
     "one windowed block": (
         lambda: OwnViT(lambda index: WindowedBlock() if index == 3 else OwnBlock(), prefix=0),
