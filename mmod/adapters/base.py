@@ -113,7 +113,6 @@ class BlockStack:
         proof: What a trial showed of the blocks; None where the adapter knows them.
     """
 
-    library: str
     names: tuple[str, ...]
     blocks: tuple[nn.Module, ...]
     prefix: int
@@ -160,15 +159,9 @@ class BlockStack:
         """The converted blocks, by name."""
         return {name: block for name, block in zip(self.names, self.blocks) if is_converted(block)}
 
-    def below(self, path: str, library: str = "") -> BlockStack:
-        """Return the same blocks as a part of a model in which theirs has a name.
-
-        Args:
-            path: Name of their model in the one around it; empty for that model itself.
-            library: Library of the model around it; empty for the same.
-        """
-        names = tuple(f"{path}.{name}" for name in self.names) if path else self.names
-        return replace(self, names=names, library=library or self.library)
+    def below(self, path: str) -> BlockStack:
+        """Return the same blocks as a part of a model around theirs, in which it has a name; empty for that itself."""
+        return replace(self, names=tuple(f"{path}.{name}" for name in self.names)) if path else self
 
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
         """Let a module begin and end the calls of the blocks, after these were converted."""
@@ -183,9 +176,7 @@ class BlockStack:
         """
         if self.grid is not None and not getattr(self.proof, "boundaries", ""):
             name, block = next(iter(blocks.items()))
-            # `mmod.Tokens` is refused for models of the other libraries, so no advice names it there.
-            accepts_tokens = self.library in ("", "timm")
-            attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix, accepts_tokens))
+            attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix))
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

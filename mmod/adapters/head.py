@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
+from mmod.adapters.find import find_library
 from mmod.adapters.probe import first_that_runs, light_copy, split_inputs
 from mmod.blocks import Arguments, TupleBlock, host_class, parameters_of
 
@@ -126,15 +127,15 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
     title = host_class(model).__name__
     name = stack.block_list
     owner = model.get_submodule(stack.owner)
-    if hasattr(owner, "forward_head"):
-        # timm's own count; classifiers around a timm model have another.
-        if not getattr(owner, "num_classes", 0):
-            raise ValueError(f"this {title} is no classifier: early exit needs class probabilities")
+    # timm's own count; classifiers around a timm model have another.
+    classes = getattr(owner, "num_classes", 0)
+    is_of_timm = hasattr(owner, "forward_head")
+    reads_text = find_library(model) == "open_clip" or "input_ids" in parameters_of(model)
+    if reads_text or (is_of_timm and not classes):
+        raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
+    if is_of_timm:
         present = [module for module in _TIMM_HEAD if isinstance(getattr(owner, module, None), nn.Module)]
         return Head(name, False, (), tuple(f"{stack.owner}.{module}".strip(".") for module in present))
-    reads_text = "input_ids" in parameters_of(model)
-    if stack.library == "open_clip" or reads_text:
-        raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         trial, reasons = first_that_runs(model, lambda inputs: _Trial(model, stack, name, inputs))
         if trial is None:

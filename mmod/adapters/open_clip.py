@@ -71,7 +71,7 @@ def find_parts(model: Any) -> dict[str, Part]:
 
 def _image_tower(tower: Any, name: str) -> BlockStack:
     if isinstance(tower, TimmModel):
-        stack = timm_adapter.find_blocks(tower.trunk).below(f"{name}trunk", "open_clip")
+        stack = timm_adapter.find_blocks(tower.trunk).below(f"{name}trunk")
         if stack.grid is None or not hasattr(tower, "image_std"):
             return stack
         # open_clip normalises images for the tower, whatever timm says of the trunk.
@@ -116,7 +116,6 @@ def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None) -> 
     if not tower.batch_first:
         raise ValueError(f"cannot route {name}: it runs with batch_first=False, so that tokens are not its second axis")
     return BlockStack(
-        library="open_clip",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
         blocks=blocks,
         prefix=prefix,

@@ -106,12 +106,8 @@ def outer_mixins(proof: Proof) -> dict[str, type[Mixin]]:
     return {what: mixin for what, (has_it, mixin) in forms.items() if has_it}
 
 
-def stack_of(proof: Proof, model: nn.Module, library: str) -> BlockStack:
-    """Return the proven blocks of a model.
-
-    Args:
-        library: Name of the model's library, whose code runs the blocks; empty for none.
-    """
+def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
+    """Return the proven blocks of a model; `host` is as in `BlockStack`."""
     block_list: Any = model.get_submodule(proof.blocks)
     grid = None
     if proof.projection:
@@ -123,7 +119,6 @@ def stack_of(proof: Proof, model: nn.Module, library: str) -> BlockStack:
             ) from error
         grid = GridSource(projection, grid_of_map)
     stack = BlockStack(
-        library=library,
         names=tuple(f"{proof.blocks}.{number}" for number in range(len(block_list))),
         blocks=tuple(block_list),
         prefix=proof.prefix + proof.suffix,
@@ -131,7 +126,7 @@ def stack_of(proof: Proof, model: nn.Module, library: str) -> BlockStack:
         call_of=lambda block, config: call_of(proof, block),
         class_token=proof.prefix > 0,
         # Tokens at the end are brought to the front around each block, so blocks cannot pass on rows.
-        host="" if proof.suffix else library,
+        host="" if proof.suffix else host,
         grid=grid,
         proof=proof,
     )

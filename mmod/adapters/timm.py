@@ -69,7 +69,6 @@ def find_blocks(model: nn.Module) -> BlockStack:
     block_list: Any = model.get_submodule(known[0])
     blocks = tuple(block_list)
     return BlockStack(
-        library="timm",
         names=tuple(f"{known[0]}.{index}" for index in range(len(blocks))),
         blocks=blocks,
         prefix=int(prefix),

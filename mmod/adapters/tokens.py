@@ -93,18 +93,15 @@ def is_declared(model: nn.Module) -> bool:
     return _TOKENS in vars(model) or any(_PROOF in vars(module) for module in model.modules())
 
 
-def find_blocks(model: nn.Module, library: str = "") -> BlockStack:
-    """Return the blocks of a model as their structure shows, after a trial of each.
-
-    Args:
-        library: Name of the model's library, whose code runs the blocks; empty for none.
+def find_blocks(model: nn.Module, host: str = "") -> BlockStack:
+    """Return the blocks of a model as their structure shows, after a trial of each; `host` is as in `BlockStack`.
 
     Raises:
         ValueError: No list of blocks is found, or a block lacks a property that routing needs.
     """
     known = [name for name, module in model.named_modules() if _PROOF in vars(module)]
     if known:
-        return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, library)
+        return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, host)
     tokens: Tokens = vars(model).get(_TOKENS, Tokens())
     # Attention and MLP have a matrix each; a list of single layers is a stack only where there is no other.
     names = [tokens.blocks] if tokens.blocks else _lists(model, 2) or _lists(model, 1)
@@ -114,7 +111,7 @@ def find_blocks(model: nn.Module, library: str = "") -> BlockStack:
             f"cannot route {title}: it has no list of blocks, a ModuleList or Sequential of modules with weights whose "
             "first argument is the tokens (B, N, D)"
         )
-    return stack_of(_prove(model, names[0], tokens, title), model, library)
+    return stack_of(_prove(model, names[0], tokens, title), model, host)
 
 
 def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:

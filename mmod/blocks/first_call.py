@@ -116,17 +116,13 @@ class FirstGrid(OnceHook):
         block: The first changed block.
         name: Its name in the model.
         prefix: Number of tokens that are always kept.
-        accepts_tokens: `mmod.Tokens` may say the number of these.
     """
 
-    def __init__(
-        self, read: Callable[[Any], Grid | None], block: nn.Module, name: str, prefix: int, accepts_tokens: bool
-    ) -> None:
+    def __init__(self, read: Callable[[Any], Grid | None], block: nn.Module, name: str, prefix: int) -> None:
         self.read = read
         self.block = block
         self.name = name
         self.prefix = prefix
-        self.accepts_tokens = accepts_tokens
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Hand the grid to the block; there is no output of a call that failed."""
@@ -156,13 +152,11 @@ class _FirstInput(OnceHook):
         tokens = x_BND.shape[1]
         beside = tokens - rows * columns
         name = self.source.name
-        remedy = "only models of timm and of your own class can have more of them, by mmod.Tokens(prefix=...)"
-        if self.source.accepts_tokens:
-            block_list = name.rpartition(".")[0]
-            remedy = f"put them in front of the patches and pass tokens=mmod.Tokens({block_list!r}, prefix={beside})"
+        block_list = name.rpartition(".")[0]
         warnings.warn(
             f"{name} gets {tokens} tokens, but {rows} x {columns} patches and {self.source.prefix} tokens that are "
             f"always kept make {rows * columns + self.source.prefix}: the others, such as learned prompts, are skipped "
-            f"like patches. To keep them, {remedy}",
+            f"like patches. To keep them in a model of timm or of your own class, put them in front of the patches and "
+            f"pass tokens=mmod.Tokens({block_list!r}, prefix={beside})",
             stacklevel=2,
         )

@@ -62,7 +62,6 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         return needed if groups.image_reader is None else [*needed, *groups.image_reader.hooks]
 
     return BlockStack(
-        library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
         blocks=tuple(layers),
         prefix=0,

@@ -121,4 +121,4 @@ def find_wrapped(path: str, inner: nn.Module) -> BlockStack:
     """Return the blocks of a timm model that a model of transformers wraps."""
     from mmod.adapters import timm
 
-    return timm.find_blocks(inner).below(path, "transformers")
+    return timm.find_blocks(inner).below(path)
