@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint atomically, then remove all but those of the newest two steps; collective over processes.
+    """Write a checkpoint atomically, then remove all but the newest two; collective over processes.
 
     The first process writes what all have; of a state dict with shards each process writes its own. An existing
     checkpoint is not written again: the position determines the content.
@@ -90,21 +90,11 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
     if first:
         # What killed processes left: no later save would rename it.
         unfinished = [path for path in checkpoint_folders(folder) if "partial" in path.name]
-        for path in (*_superseded(list_checkpoints(folder)), *unfinished):
+        for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
             shutil.rmtree(path)
     # No process may load, or save again, before the old ones are gone.
     wait_for_all()
     return target
-
-
-def _superseded(newest_first: Sequence[Path]) -> list[Path]:
-    """Return all checkpoints but the newest of each of the last steps: one may be saved before and after evaluation."""
-    by_step: dict[str, Path] = {}
-    for path in newest_first:
-        # The newest comes first, and `setdefault` keeps it.
-        by_step.setdefault(path.name.partition("-epoch")[0], path)
-    kept = list(by_step.values())[:_KEPT]
-    return [path for path in newest_first if path not in kept]
 
 
 def write_sums(folder: Path, *, together: bool = False) -> None:

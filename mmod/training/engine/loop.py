@@ -110,6 +110,7 @@ class _Trainer:
         self.after_step = after_step
         self.store = store
         self.stop: StopRequest
+        self.evaluated: tuple[Evaluated, Evaluated | None]
         self.folder = Path(config.output)
 
         self.usage = Usage(process.device)
@@ -164,7 +165,6 @@ class _Trainer:
 
     def run(self) -> FitResult[RoutedResult]:
         """Train the remaining epochs and write the result."""
-        evaluation = average = None
         if self.step and self.progress:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
         # Streams of a caller may be anything that yields batches.
@@ -172,12 +172,8 @@ class _Trainer:
             check_evaluation(self.test_stream, self.config.data, self.store, self.progress)
         with self._bar() as bar:
             while self.epoch < self.epochs:
-                evaluation, average = self._do_epoch(bar)
-        if evaluation is None:
-            # Interrupted between its last epoch and its result, a run has nothing left to train.
-            self.parallel.average_statistics()
-            evaluation, average = self._evaluate()
-        return self._finish(evaluation, average)
+                self._do_epoch(bar)
+        return self._finish(*self.evaluated)
 
     def _bar(self) -> Bar:
         """Return a bar over the samples of all epochs, and say what no epoch reads."""
@@ -203,9 +199,8 @@ class _Trainer:
         """Finished steps of the present epoch."""
         return self.step - self.epoch * self.steps_per_epoch
 
-    def _do_epoch(self, bar: Bar) -> tuple[Evaluated | None, Evaluated | None]:
-        """Train an epoch, evaluate the model and its moving average where they are due, and save."""
-        evaluation = average = None
+    def _do_epoch(self, bar: Bar) -> None:
+        """Train an epoch, save, and evaluate the model and its moving average where they are due."""
         # A resumed run begins with the methods of its config, and undoes them once more.
         if self.epoch >= (self.config.training_only_epochs or self.epochs):
             undo_training_only_(self.model)
@@ -213,37 +208,30 @@ class _Trainer:
         is_due = self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0
         if is_due:
             self.parallel.average_statistics()
-            # An evaluation may fail, or outlast what a signal leaves.
-            self._save()
-            # Agreed by all: a process that left alone would leave the others waiting.
-            if self.stop.agreed():
-                self._leave()
+        # Before the evaluation, which may fail, or outlast what a signal leaves; a run that goes on repeats it.
+        self._save()
+        # Agreed by all: a process that left alone would leave the others waiting.
+        if self.stop.agreed():
+            self._leave()
         row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
-        # Behind that save, which leaves all sums to the first process: gathered before it, they would be added twice.
+        # Behind the save, which leaves all sums to the first process: gathered before it, they would be added twice.
         self.meters.gather(keep=True)
         row |= {f"train_{name}": value for name, value in self.meters.means().items()}
         if is_due:
-            evaluation, average = self._evaluate()
-            row |= self._record_evaluation("val", "", evaluation)
-            row |= self._record_evaluation("ema", "ema_", average)
+            self.evaluated = self._evaluate()
+            for data, prefix, evaluated in zip(("val", "ema"), ("", "ema_"), self.evaluated):
+                if evaluated is not None:
+                    row |= self._record_evaluation(data, prefix, evaluated.result)
         row |= self.usage.figures()
         self.history.append(row)
-        # Before the save, which belongs to the next epoch.
         self.meters = Meters(self.process.device)
         self.epoch += 1
-        self._save()
         if self.process.is_first:
             write_csv(self.folder / "metrics.csv", self.history)
         self.board.write(row, self.step)
-        if self.epoch < self.epochs and self.stop.agreed():
-            self._leave()
-        return evaluation, average
 
-    def _record_evaluation(self, data: str, prefix: str, evaluated: Evaluated | None) -> dict[str, float]:
-        """Return the figures of an evaluation for the history, and note them and what routers kept; none for None."""
-        if evaluated is None:
-            return {}
-        result = evaluated.result
+    def _record_evaluation(self, data: str, prefix: str, result: RoutedResult) -> dict[str, float]:
+        """Return the figures of an evaluation for the history, and note them and what routers kept."""
         self.routers += evaluation_rows(self.step, data, result.kept)
         if self.progress:
             of_average = " of the moving average" if prefix else ""

@@ -310,8 +310,7 @@ def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: py
         with pytest.raises(OSError, match="a damaged image"):
             run(config)
     kept = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
-    # The last step before its evaluation, and the one before it after its own.
-    assert kept == ["step-000000012-epoch-00001", "step-000000006-epoch-00001"]
+    assert kept == ["step-000000012-epoch-00001", "step-000000006-epoch-00000"]
     assert run(config).evaluation == expected.evaluation
     for name in ("model", "last"):
         left, right = weights(tmp_path / "run" / name), weights(tmp_path / "other" / name)
