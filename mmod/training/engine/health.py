@@ -5,13 +5,12 @@ Axes: B images or samples, N tokens, K slots, F tokens of an image that may be s
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,31 +24,8 @@ from mmod.routing import Router, Routing, TokenGroups, only_free
 Row = dict[str, Any]
 
 
-class Figures(NamedTuple):
-    """Statistics of one decision on a batch; None where one is undefined.
-
-    Args:
-        kept: Share of tokens kept; in language models, of the tokens that may be skipped.
-        load: Share kept of the tokens that may be skipped.
-        same_positions: Agreement of images on the kept positions beyond chance: 0 for independent choices, 1 for equal.
-        spread: Standard deviation of scores within an image, mean over images; over images if each has one score.
-        level: Root mean square of the scores.
-        gate: Mean gate of the kept tokens.
-        gradient: Share of the tokens that may be skipped whose score receives a gradient.
-    """
-
-    kept: float
-    load: float | None
-    same_positions: float | None
-    spread: float | None
-    level: float
-    gate: float | None
-    gate_std: float | None
-    gradient: float | None = None
-
-
 FIGURES = ("kept", "gradient", "same_positions", "spread", "gate", "gate_std")
-"""The statistics in a row of `routers.csv`, in order."""
+"""The statistics in a row of `routers.csv`, in order; see `figures_of`."""
 
 
 class RouterHealth:
@@ -62,10 +38,10 @@ class RouterHealth:
         self._model = model
         self._blocks: dict[str, RoutedBlock] = {}
         self._measured = measured
-        self._figures: dict[str, Figures] = {}
+        self._figures: dict[str, dict[str, float | None]] = {}
         self._gradients: dict[str, Tensor] = {}
-        # Logged steps in a row that show a collapse, by block and reason.
-        self._since: dict[tuple[str, str], list[int]] = {}
+        # Why a block counts as collapsed, the first logged step that shows it, and how many in a row do.
+        self._streaks: dict[str, tuple[str | None, int, int]] = {}
 
     def read(self) -> None:
         """Read the decisions of the last forward pass, before its backward pass."""
@@ -89,33 +65,28 @@ class RouterHealth:
         rows = []
         for name, figures in self._figures.items():
             if name in self._gradients:
-                figures = figures._replace(gradient=float(self._gradients[name]))
+                figures["gradient"] = float(self._gradients[name])
             self._warn_of_collapse(name, figures, step)
-            rows.append(_row(step, "train", name, figures._asdict()))
+            rows.append(_row(step, "train", name, figures))
         self._figures = {}
         self._gradients = {}
         return rows
 
-    def _warn_of_collapse(self, block: str, figures: Figures, step: int) -> None:
-        """Warn of a collapsed router: once per block and reason, after three logged steps in a row that show it."""
+    def _warn_of_collapse(self, block: str, figures: Mapping[str, float | None], step: int) -> None:
+        """Warn of a collapsed router after three logged steps in a row that show it."""
         config = self._blocks[block].router.config
         reason = _reason(config, figures)
         blocks = list(self._model.get_submodule(block.rpartition(".")[0]).children())
         if reason == "gradient" and config.gate.weighs and blocks[-1] is self._blocks[block]:
             # Often nothing reads what the last gate weighs, such as image tokens where the loss is that of the text.
             reason = None
-        # Another reason, or none, starts the count anew.
-        for key in [key for key in self._since if key[0] == block and key[1] != reason]:
-            # A complete list stays: it was reported.
-            if len(self._since[key]) < _PATIENCE:
-                del self._since[key]
-        steps = [] if reason is None else self._since.setdefault((block, reason), [])
-        if reason is None or len(steps) >= _PATIENCE:
-            return
-        steps.append(step)
-        if len(steps) == _PATIENCE:
-            says = f"the router of {block} has collapsed: since step {steps[0]} {_SAYS[reason]}"
-            warnings.warn(f"{says}. {_advice(reason, config)}", stacklevel=3)
+        before, since, count = self._streaks.get(block, (None, step, 0))
+        if reason != before:
+            since, count = step, 0
+        self._streaks[block] = reason, since, count + 1
+        if reason is not None and count + 1 == _PATIENCE:
+            says, advice = _COLLAPSES[reason]
+            warnings.warn(f"the router of {block} has collapsed: since step {since} {says}. {advice}", stacklevel=3)
 
 
 def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gradient_BN: Tensor) -> None:
@@ -156,22 +127,29 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 
 
 @torch.no_grad()
-def figures_of(routing: Routing, router: Router) -> Figures:
-    """Return the statistics of a decision."""
+def figures_of(routing: Routing, router: Router) -> dict[str, float | None]:
+    """Return the statistics of a decision on a batch; None where one is undefined.
+
+    - "kept": share of tokens kept; in language models, of the tokens that may be skipped, as "load" is everywhere.
+    - "same_positions": agreement of images on the kept positions beyond chance: 0 for independent choices, 1 for equal.
+    - "spread": standard deviation of scores within an image, mean over images; over images if each has one score.
+    - "level": root mean square of the scores.
+    - "gate", "gate_std": mean and deviation of the gates of kept tokens.
+    """
     keep_BN = routing.keep_BN
     free_BN = routing.free(router.prefix)
     per_image = router.config.router.per_image
     gate_S = _gates(routing)
     spread, level = _spread(routing.score_BN, free_BN, per_image=per_image)
-    return Figures(
-        kept=_share(keep_BN, routing.counted_BN) or 0.0,
-        load=_share(keep_BN, free_BN),
-        same_positions=None if per_image else _same_positions(keep_BN, free_BN),
-        spread=spread,
-        level=level,
-        gate=float(gate_S.mean()) if len(gate_S) else None,
-        gate_std=float(gate_S.std(correction=0)) if len(gate_S) else None,
-    )
+    return {
+        "kept": _share(keep_BN, routing.counted_BN) or 0.0,
+        "load": _share(keep_BN, free_BN),
+        "same_positions": None if per_image else _same_positions(keep_BN, free_BN),
+        "spread": spread,
+        "level": level,
+        "gate": float(gate_S.mean()) if len(gate_S) else None,
+        "gate_std": float(gate_S.std(correction=0)) if len(gate_S) else None,
+    }
 
 
 def _row(step: int, data: str, block: str, figures: Mapping[str, float | None]) -> Row:
@@ -200,22 +178,16 @@ def _gates(routing: Routing) -> Tensor:
 
 def _spread(score_BN: Tensor, free_BN: Tensor, *, per_image: bool) -> tuple[float | None, float]:
     """Return standard deviation within an image, and root mean square, of the scores that compete."""
-    counted_BN = free_BN & score_BN.isfinite()
-    score_BN = torch.where(counted_BN, score_BN, 0.0).double()
+    score_BN = score_BN.double().masked_fill(~(free_BN & score_BN.isfinite()), torch.nan)
     if per_image:
         # One score for an image, in each of its tokens; the last is no prefix token. Transposed, images compete.
         score_BN = score_BN[:, -1:].T
-        counted_BN = counted_BN[:, -1:].T
-    count_B = counted_BN.sum(1)
-    several_B = count_B > 1
-    level = math.sqrt(float(score_BN.square().sum()) / max(1, int(count_B.sum())))
-    if not bool(several_B.any()):
+    level = float(score_BN.square().nanmean().sqrt())
+    score_BN = score_BN[(~score_BN.isnan()).sum(1) > 1]
+    if not len(score_BN):
         return None, level
-    score_BN = score_BN[several_B]
-    counted_BN = counted_BN[several_B]
-    count_B1 = count_B[several_B, None]
-    deviation_BN = torch.where(counted_BN, score_BN - score_BN.sum(1, keepdim=True) / count_B1, 0.0)
-    return float((deviation_BN.square().sum(1, keepdim=True) / count_B1).sqrt().mean()), level
+    variance_B = (score_BN - score_BN.nanmean(1, keepdim=True)).square().nanmean(1)
+    return float(variance_B.sqrt().mean()), level
 
 
 def _same_positions(keep_BN: Tensor, free_BN: Tensor) -> float | None:
@@ -239,54 +211,39 @@ _CONSTANT = 1e-5
 _SAME = 0.95
 _ALL = 0.95
 _NOTHING = 0.01
-_CONTENT = "'attention', 'norm' or 'linear'"
-_SAYS = {
-    "scores": "its scores are the same for all tokens, so that positions decide",
-    "positions": "it keeps the same positions in every image of a batch, as a fixed pattern would",
-    "all": "it keeps nearly all tokens that it may skip, so that little is saved",
-    "nothing": "it keeps hardly any of the tokens that it may skip",
-    "gradient": "no score has a gradient, so that it does not learn",
+_FLAT = (
+    "router='attention' needs no training, losses={'importance': 1.0} teaches a score what attention finds, a smaller "
+    "losses.membership makes it less firm, and router='stride' keeps fixed positions at no cost."
+)
+_COLLAPSES = {
+    "scores": ("its scores are the same for all tokens, so that positions decide", _FLAT),
+    "positions": ("it keeps the same positions in every image of a batch, as a fixed pattern would", _FLAT),
+    "all": (
+        "it keeps nearly all tokens that it may skip, so that little is saved",
+        # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
+        "Raise select.threshold; losses={'capacity': 1.0} pulls the share to the capacity, losses.load alone may not.",
+    ),
+    "nothing": (
+        "it keeps hardly any of the tokens that it may skip",
+        "Lower select.threshold, or set losses={'capacity': 1.0}; select.min_tokens keeps a few in any case.",
+    ),
+    "gradient": (
+        "no score has a gradient, so that it does not learn",
+        "Set gate to 'tanh', 'sigmoid' or 'linear', or losses such as {'importance': 1.0}, or leave the block out of "
+        "blocks.",
+    ),
 }
+"""What is said of a collapse, and what to do, by its reason."""
 
 
-def _reason(config: RoutingConfig, figures: Figures) -> str | None:
+def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str | None:
     """Return the reason of a collapse, None for a healthy block; the first that applies explains the others."""
-    load = figures.load
-    spread = figures.spread
-    same = figures.same_positions
+    load, spread, level, same = (figures[name] for name in ("load", "spread", "level", "same_positions"))
     reads = not config.router.positional
-    if config.router.learns and load and figures.gradient == 0:
+    if config.router.learns and load and figures.get("gradient") == 0:
         return "gradient"
-    if reads and spread is not None and spread <= _CONSTANT * figures.level:
+    if reads and spread is not None and level is not None and spread <= _CONSTANT * level:
         return "scores"
     if isinstance(config.select, Threshold) and load is not None and not _NOTHING < load < _ALL:
         return "all" if load >= _ALL else "nothing"
     return "positions" if reads and same is not None and same >= _SAME else None
-
-
-def _advice(reason: str, config: RoutingConfig) -> str:
-    threshold = config.select.single if isinstance(config.select, Threshold) else None
-    if reason == "all":
-        # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
-        pull = f"losses={{'capacity': 1.0}} pulls the share to capacity={config.capacity}"
-        pull = f"the loss 'load' alone may leave it there, and {pull}" if "load" in config.losses else pull
-        return f"Raise select.threshold above {threshold:g}" + (f"; {pull}." if config.router.learns else ".")
-    if reason == "nothing":
-        loss = " and, for a score that learns, losses={'capacity': 1.0}" if config.router.learns else ""
-        return f"Lower select.threshold below {threshold:g}; select.min_tokens keeps a few in any case{loss}."
-    if reason == "gradient":
-        if config.gate.weighs:
-            why = "Nothing reads what its gate weighs: leave the block out of blocks"
-        else:
-            gate = f"gate={config.gate.name!r} of scale {config.gate.scale:g}"
-            why = f"{gate} sends none: set 'tanh', 'sigmoid' or 'linear'"
-        return f"{why}, or set losses such as {{'importance': 1.0}}."
-    if not config.router.learns:
-        return f"router={config.router.name!r} does not tell these tokens apart: try another of {_CONTENT}."
-    kept = ""
-    if "membership" in config.losses:
-        kept = f" losses.membership={config.losses['membership']:g} makes firm what is kept already: lower it."
-    return (
-        "losses={'importance': 1.0} teaches it what attention finds; router='attention' needs no training, and "
-        f"router='stride' keeps fixed positions at no cost.{kept}"
-    )

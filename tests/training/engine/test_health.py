@@ -67,13 +67,13 @@ LOAD_ALONE = {"select": mmod.Threshold(0.5), "gate": "sigmoid", "losses": {"load
     ("config", "says", "advises"),
     [
         (routed(constant), "its scores are the same for all tokens", "router='attention'"),
-        (routed(constant, losses={"membership": 0.1}), "its scores are the same", r"losses\.membership=0\.1"),
+        (routed(constant, losses={"membership": 0.1}), "its scores are the same", r"losses\.membership"),
         (routed(position), "keeps the same positions in every image", "router='stride'"),
-        (routed(high, **LOAD_ALONE), "keeps nearly all tokens", "the loss 'load' alone may leave it there"),
-        (routed(high, **STEP, gate="step"), "keeps nearly all tokens", r"Raise select\.threshold above 0\.5"),
-        (routed(high, select=mmod.Threshold(0.99)), "keeps hardly any", r"Lower select\.threshold below 0\.99"),
-        (routed(content, gate="identity"), "no score has a gradient", "set 'tanh', 'sigmoid'"),
-        (routed(content, gate=mmod.Gate("tanh", 0.0)), "no score has a gradient", "gate='tanh' of scale 0"),
+        (routed(high, **LOAD_ALONE), "keeps nearly all tokens", r"losses\.load alone may not"),
+        (routed(high, **STEP, gate="step"), "keeps nearly all tokens", r"Raise select\.threshold"),
+        (routed(high, select=mmod.Threshold(0.99)), "keeps hardly any", r"Lower select\.threshold"),
+        (routed(content, gate="identity"), "no score has a gradient", "Set gate to 'tanh', 'sigmoid'"),
+        (routed(content, gate=mmod.Gate("tanh", 0.0)), "no score has a gradient", "losses such as"),
     ],
 )
 def test_a_planted_collapse_is_told_once_for_each_block(config: mmod.RoutingConfig, says: str, advises: str) -> None:
@@ -134,12 +134,12 @@ def test_agreement_of_positions_counts_pairs_of_images(images: int, tokens: int)
     pairs = [(i, j) for i in range(images) for j in range(images) if i != j]
     kept = sum(len(keep[i]) for i, _ in pairs)
     if not kept:
-        assert figures.same_positions is None
+        assert figures["same_positions"] is None
         return
     again, chance = sum(len(keep[i] & keep[j]) for i, j in pairs) / kept, sum(map(len, keep)) / int(free.sum())
-    assert figures.same_positions == pytest.approx((again - chance) / (1 - chance))
-    assert figures.load == pytest.approx(chance)
-    assert figures.spread == pytest.approx(float(routing.score_BN[:, 1:].std(1, correction=0).mean()), rel=1e-5)
+    assert figures["same_positions"] == pytest.approx((again - chance) / (1 - chance))
+    assert figures["load"] == pytest.approx(chance)
+    assert figures["spread"] == pytest.approx(float(routing.score_BN[:, 1:].std(1, correction=0).mean()), rel=1e-5)
 
 
 def test_tokens_of_groups_are_counted_by_their_order() -> None:
@@ -148,8 +148,8 @@ def test_tokens_of_groups_are_counted_by_their_order() -> None:
     valid = torch.tensor([[True] * 6, [True] * 5 + [False]])
     routing = router(torch.randn(2, 6, 4), tokens=assign_groups(free, free & valid, valid))
     figures = figures_of(routing, router)
-    assert figures.kept == figures.load == pytest.approx(0.5)
-    assert figures.same_positions is not None
+    assert figures["kept"] == figures["load"] == pytest.approx(0.5)
+    assert figures["same_positions"] is not None
 
 
 def test_rows_survive_logs() -> None:
