@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value
 
+if TYPE_CHECKING:
+    from mmod.training.engine.kind import Kind
+    from mmod.training.engine.run_folder import FitResult
+
 _DRY = "--dry-run"
+# What advice reads besides the model.
+ADVISED = {"image": "--images FOLDER", "chat": "--prompts FILE"}
 
 
 def main(arguments: Sequence[str], kind: str) -> None:
@@ -22,9 +30,8 @@ def main(arguments: Sequence[str], kind: str) -> None:
     if not dry:
         run = kind_of(config)
         result = run.fit()
-        # They import torch, which `--help` answers without.
+        # It imports torch, which `--help` answers without.
         from mmod.training.engine.distributed import is_first_process
-        from mmod.training.engine.following import next_commands
 
         if is_first_process():
             print(f"{result}\n{next_commands(run, result)}")
@@ -36,3 +43,25 @@ def main(arguments: Sequence[str], kind: str) -> None:
     print(estimate)
     if rate is not None:
         print(f"{estimate.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")
+
+
+def next_commands(kind: Kind, result: FitResult[Any]) -> str:
+    """Return the commands that may follow a finished run, and where its model is."""
+    from mmod.methods.route import is_routed
+
+    config = kind.config
+    folder = shlex.quote(result.folder)
+    saved = "final model" if result.average is None else "final model, the moving average of the weights,"
+    commands = {}
+    if result.evaluation is not None:
+        commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
+        # Methods for training alone leave the final model dense.
+        if is_routed(kind.sketch().eval()):
+            commands[f"mmod audit {folder}"] = "what its routers learned"
+        elif config.routing is None and not config.methods:
+            commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
+            if config.kind in ADVISED:
+                commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
+    width = max(map(len, commands), default=0)
+    lines = [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
+    return "\n".join([f"next: the {saved} is in {folder}/model", *lines])

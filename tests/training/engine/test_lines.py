@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 import shutil
@@ -18,7 +17,7 @@ from PIL import Image
 from mmod.cli import main
 from mmod.config.parse import parse_config
 from mmod.training import TrainConfig, fit
-from mmod.training.engine.following import ADVISED, next_commands
+from mmod.training.command import ADVISED, next_commands
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import KINDS, config_class, kind_of
 from tests.kit.engine_worker import MODEL
@@ -64,31 +63,6 @@ def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
     assert not lines_of(capsys)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "accumulate", "steps", "seen", "whole"),
-    [
-        (64, 1, None, 256, 256),
-        (60, 3, None, 240, 240),
-        (200, 1, None, 200, 200),
-        (60, 1, 2, 120, 240),
-    ],
-)
-def test_an_epoch_says_how_many_samples_it_leaves_out(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    batch_size: int,
-    accumulate: int,
-    steps: int | None,
-    seen: int,
-    whole: int,
-) -> None:
-    config = digits_config(tmp_path / "run", epochs=1, accumulate=accumulate, epoch_steps=steps)
-    fit(replace(config, data=replace(config.data, batch_size=batch_size)))
-    *told, line = itertools.takewhile(lambda line: "validation" not in line, lines_of(capsys))
-    assert told == ([f"each epoch leaves out {256 - whole} of 256 samples, which fill no batch"] if whole < 256 else [])
-    assert line.startswith(f"epoch 1/1: {seen} of {seen} samples, ")
-
-
 def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = digits_config(tmp_path / "run", epochs=2, checkpoint_every=1)
     steps = fit(config, progress=False).steps
@@ -111,7 +85,6 @@ def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 PRUNE = {"kind": "prune", "keep": 0.5, "blocks": [1]}
-RESNET = {"model": {"name": "resnet10t", "args": {"num_classes": 10, "in_chans": 1}}}
 
 
 @pytest.mark.parametrize(
@@ -121,9 +94,8 @@ RESNET = {"model": {"name": "resnet10t", "args": {"num_classes": 10, "in_chans":
         ({"routing": ROUTED}, ["audit"]),
         ({"methods": [PRUNE]}, []),
         ({"methods": [{**PRUNE, "training_only": True}]}, []),
-        (RESNET, []),
     ],
-    ids=["dense", "routed", "pruned", "pruned in training", "resnet"],
+    ids=["dense", "routed", "pruned", "pruned in training"],
 )
 def test_a_finished_run_names_commands_that_can_follow(
     tmp_path: Path,
