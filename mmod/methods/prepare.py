@@ -122,78 +122,71 @@ def _make_span(
 
 
 def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int]) -> None:
+    """Raise a ValueError that names what a config asks of a part of another kind."""
     first = stack.names[0]
-    if not stack.language and spelled(config.language):
-        options = ", ".join(f"language.{name}" for name in spelled(config.language))
-        for_images = presets("image")
-        for_language = [name for name in presets() if name not in for_images]
-        raise ValueError(
-            f"{first} is no layer of a language model: remove the options {options}, or the preset that sets them. "
-            f"Presets for language models alone are {', '.join(map(repr, for_language))}; presets for images are "
-            f"{', '.join(map(repr, for_images))}"
-        )
-    if config.router.tied and not stack.language:
-        raise ValueError(f"router.tied is for layers of a language model, and {first} is none")
-    if config.router.learns and config.router.shared and stack.language:
-        raise ValueError(f"router.shared is for images and captions, and {first} generates text")
-    if config.router.per_image and stack.language:
-        raise ValueError(
-            f"a score per sequence is for images and captions: {first} generates text, so its router must decide per "
-            "token"
-        )
-    if not config.protect_prefix and not config.router.per_image:
-        for index in blocks:
-            if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
-                raise ValueError(
-                    "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
-                )
-    if config.router.reads_frames and not stack.language:
-        raise ValueError(
-            f"router {config.router.name!r} compares frames of videos in language models: {first} is no layer of one"
-        )
-    # A language model reads the pixels of its tower's patches, and some towers get pixels in rows.
-    elsewhere = config.router.reads_pixels and (stack.language or stack.rows is not None)
-    if config.router.reads_grid and stack.grid is None and not elsewhere:
-        raise ValueError(
-            f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "
-            "show: it is no block of an image model, or of one whose patches are not made by one projection; or its "
-            "patches are rows in an order that the tower does not tell, by a spatial_merge_size and, if blocks see "
-            "windows, by calling transformers' get_vision_window_index"
-        )
-    if config.router.reads_pixels and stack.grid is not None:
-        check_pixels(stack.grid, config.router, first)
-    elif config.router.reads_pixels and stack.rows is not None:
-        config.router.see(torch.zeros(1, 1, 1, stack.rows.channels, 1), None)
-    if config.router.reads_grid and stack.prefix and not config.protect_prefix:
-        raise ValueError(
-            f"protect_prefix must be True: router {config.router.name!r} reads the grid of patches, and {stack.prefix} "
-            f"leading tokens of {first} are none"
-        )
+    score = config.router
     importance = config.importance if config.wants_importance(training=True) else ""
+    # What one kind of part has, and the other lacks.
+    for_text = [f"language.{name}" for name in spelled(config.language)] if spelled(config.language) else []
+    for_text += ["router.tied"] if score.tied else []
+    for_text += [f"router={score.name!r}, which compares frames of videos"] if score.reads_frames else []
+    for_text += [f"router.importance={importance!r}"] if importance in ("last_token", "vision_tower") else []
+    for_images = ["router.shared"] if score.learns and score.shared else []
+    for_images += ["router.per='sequence'"] if score.per_image else []
+    if not stack.language and for_text:
+        others = presets("image")
+        own = [name for name in presets() if name not in others]
+        raise ValueError(
+            f"{first} is no layer of a language model: remove {', '.join(for_text)}, or the preset that sets it. "
+            f"Presets for language models alone are {', '.join(map(repr, own))}; presets for images are "
+            f"{', '.join(map(repr, others))}"
+        )
+    if stack.language and for_images:
+        raise ValueError(
+            f"{' and '.join(for_images)} is for images and captions, and {first} generates text, one token at a time"
+        )
+    unprotected = not config.protect_prefix and bool(stack.prefix)
+    if unprotected and score.reads_grid:
+        raise ValueError(
+            f"protect_prefix must be True: router {score.name!r} reads the grid of patches, and {stack.prefix} leading "
+            f"tokens of {first} are none"
+        )
+    rotary = unprotected and any(stack.call_of(stack.blocks[index], None).needs_prefix for index in blocks)
+    if rotary and not score.per_image:
+        raise ValueError("protect_prefix must be True: rotary positions need the prefix tokens first in every block")
     if importance == "class_token" and not stack.class_token:
         raise ValueError(f"router.importance='class_token': the tokens of {first} do not begin with a class token")
-    if importance in ("last_token", "vision_tower") and not stack.language:
-        raise ValueError(f"router.importance={importance!r} is for language models: {first} is no layer of one")
+    _check_grid(stack, config, first)
+
+
+def _check_grid(stack: BlockStack, config: RoutingConfig, first: str) -> None:
+    """Raise a ValueError unless a part shows what the score reads of its images."""
+    score = config.router
+    # A language model reads the pixels of its tower's patches, and some towers get pixels in rows.
+    elsewhere = score.reads_pixels and (stack.language or stack.rows is not None)
+    if score.reads_grid and stack.grid is None and not elsewhere:
+        raise ValueError(
+            f"router {score.name!r} needs the rows and columns of an image's patches, which {first} does not show: it "
+            "is no block of an image model, or of one whose patches are not made by one projection; or its patches are "
+            "rows in an order that the tower does not tell, by a spatial_merge_size and, if blocks see windows, by "
+            "calling transformers' get_vision_window_index"
+        )
+    if score.reads_pixels and stack.grid is not None:
+        check_pixels(stack.grid, score, first)
+    elif score.reads_pixels and stack.rows is not None:
+        score.see(torch.zeros(1, 1, 1, stack.rows.channels, 1), None)
 
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[PlannedBlock]) -> dict[int, RoutingConfig]:
     """Return the config of every routed block; blocks with equal configs share one object."""
-    options: list[dict[str, Any]] = [{"operator": row.operator, "context": row.context} for row in rows]
-    if isinstance(config.select, Threshold) and isinstance(config.select.threshold, tuple):
-        for fields, threshold in zip(options, config.select.threshold):
-            fields["select"] = dataclasses.replace(config.select, threshold=threshold)
-    shared = [config]
-    configs = {}
-    for row, fields in zip(rows, options):
-        chosen = next((other for other in shared if _has(other, fields)), None) or config.replace(**fields)
-        if chosen not in shared:
-            shared.append(chosen)
-        configs[row.block] = chosen
+    configs: dict[int, RoutingConfig] = {}
+    for number, row in enumerate(rows):
+        select = config.select
+        if isinstance(select, Threshold) and isinstance(select.threshold, tuple):
+            select = dataclasses.replace(select, threshold=select.threshold[number])
+        own = config.replace(operator=row.operator, context=row.context, select=select)
+        configs[row.block] = next((other for other in (config, *configs.values()) if other == own), own)
     return configs
-
-
-def _has(config: RoutingConfig, fields: dict[str, Any]) -> bool:
-    return all(getattr(config, name) == value for name, value in fields.items())
 
 
 def _takes_rows(following: RoutingConfig | None, config: RoutingConfig) -> bool:
@@ -208,70 +201,60 @@ def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: Blo
     """Raise a ValueError that names the option of a config that a block does not support, and says why."""
     name = stack.names[index]
     block = stack.blocks[index]
-    if config.context not in call.contexts:
-        raise ValueError(
-            f"context={config.context!r} is not possible in {name}, which supports {', '.join(call.contexts)}: 'all' "
-            "needs fused attention in a block of timm or open_clip or in a decoder layer"
-        )
-    if config.operator not in ("block", *call.operators):
-        raise ValueError(
-            f"operator={config.operator!r} is not possible in {name}, which has no such residual branch; possible are "
-            f"{', '.join(('block', *call.operators))}"
-        )
-    if config.joins and (stack.language or stack.sequence is not None):
-        raise ValueError(
-            f"skipped={spelled(config.skipped)!r} is not possible in {name}, which reads text: only tokens of images "
-            "can be grouped"
-        )
-    if isinstance(config.skipped, Merged) and not call.weighs_keys:
-        raise ValueError(f"skipped='merge' is not possible in {name}, whose attention takes no bias for group sizes")
-    if config.merges_inside and call.halves is None:
-        raise ValueError(
-            f"skipped.before='mlp' is not possible in {name}, whose attention and MLP cannot run separately; use "
-            "before='block'"
-        )
     # Modules of other methods in the block, such as a mixture of experts.
     others = [module for module in block.modules() if isinstance(module, Mixin)]
-    if others:
-        _check_others(name, block, config, call, others)
+    unfit = _unfit(stack, config, call) or (_unfit_beside(block, config, call, others) if others else None)
+    if unfit is not None:
+        option, reason = unfit
+        raise ValueError(f"{option} is not possible in {name}, {reason}")
 
 
-def _check_others(name: str, block: nn.Module, config: RoutingConfig, call: BlockCall, others: Sequence[Mixin]) -> None:
-    """Raise a ValueError that names the option that does not fit the modules of other methods in a block."""
-    in_training = any(module.chooses_together(True) for module in others)
-    in_evaluation = any(module.chooses_together(False) for module in others)
-    together = in_training or in_evaluation
-    is_mixture = block.get_submodule(call.operators["mlp"]) in others
-    if is_mixture and (config.operator == "mlp" or (config.merges_inside and together)):
-        raise ValueError(
-            f"operator='mlp' or skipped.before='mlp' is not possible in {name}, whose MLP is a mixture of experts: "
-            "route its block, or give it experts that do nothing"
+def _unfit(stack: BlockStack, config: RoutingConfig, call: BlockCall) -> tuple[str, str] | None:
+    """Return an option that a host's block does not support, and why; None for none."""
+    if config.context not in call.contexts:
+        return f"context={config.context!r}", (
+            f"which supports {', '.join(call.contexts)}: 'all' needs fused attention in a block of timm or open_clip "
+            "or in a decoder layer"
         )
+    operators = ("block", *call.operators)
+    if config.operator not in operators:
+        return f"operator={config.operator!r}", (
+            f"which has no such residual branch; possible are {', '.join(operators)}"
+        )
+    if config.joins and (stack.language or stack.sequence is not None):
+        return f"skipped={spelled(config.skipped)!r}", "which reads text: only tokens of images can be grouped"
+    if isinstance(config.skipped, Merged) and not call.weighs_keys:
+        return "skipped='merge'", "whose attention takes no bias for group sizes"
+    if config.merges_inside and call.halves is None:
+        return "skipped.before='mlp'", "whose attention and MLP cannot run separately; use before='block'"
+    return None
+
+
+def _unfit_beside(
+    block: nn.Module, config: RoutingConfig, call: BlockCall, others: Sequence[Mixin]
+) -> tuple[str, str] | None:
+    """Return an option that does not fit the modules of other methods in a block, and why; None for none."""
+    in_evaluation = any(module.chooses_together(False) for module in others)
+    together = in_evaluation or any(module.chooses_together(True) for module in others)
+    is_mixture = block.get_submodule(call.operators["mlp"]) in others
     branch = call.operators.get(str(config.operator))
     if branch is not None and is_converted(block.get_submodule(branch)):
-        raise ValueError(
-            f"operator={config.operator!r} is not possible in {name}, whose residual branch another method has "
-            "changed: route its block"
-        )
+        return f"operator={config.operator!r}", "whose residual branch another method has changed: route its block"
+    if is_mixture and config.merges_inside and together:
+        return "skipped.before='mlp'", "whose MLP is a mixture of experts: use before='block'"
     gate_on = config.language.gate_on
-    if is_mixture and gate_on != "update":
-        # Only decoder layers have an option of language models.
-        weighed = cast(Any, call).branches(block, gate_on)
-        if any(branch in others for branch in weighed):
-            raise ValueError(
-                f"gate_on={gate_on!r} is not possible in {name}, whose MLP is a mixture of experts with its own gates: "
-                "use gate_on='update'"
-            )
+    # Only decoder layers have an option of language models.
+    if is_mixture and gate_on != "update" and any(one in others for one in cast(Any, call).branches(block, gate_on)):
+        return f"gate_on={gate_on!r}", ("whose MLP is a mixture of experts with its own gates: use gate_on='update'")
     if together and config.select != "topk" and not config.router.per_image:
-        raise ValueError(
-            f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: the number "
-            "of kept tokens would vary"
+        return "select=Threshold", (
+            "where experts share the kept tokens of an image: the number of kept tokens would vary"
         )
     if in_evaluation and config.language.inference_threshold is not None:
-        raise ValueError(
-            f"inference_threshold is not possible in {name}, where experts share the kept tokens in evaluation too: "
-            "give them choice='score', 'predictor' or 'tokens'"
+        return "inference_threshold", (
+            "where experts share the kept tokens in evaluation too: give them choice='score', 'predictor' or 'tokens'"
         )
+    return None
 
 
 def check_zero(name: str, router: Router, capacity: Fraction) -> None:
