@@ -178,7 +178,7 @@ class ExitCall(StackCall):
         """Note that a block runs on the remaining images."""
         # Compilers would guard on the number of each block.
         if not torch.compiler.is_compiling():
-            remaining = self.total if self.index_B is None else len(self.index_B)
+            remaining = self.total if self.index_B is None else self.index_B.shape[0]
             if number <= self.latest or (self.latest >= 0 and x_BND.shape[0] != remaining):
                 raise RuntimeError(
                     "a block of an early-exit model got other images than the running call of the model has left, as "
