@@ -20,11 +20,10 @@ from mmod.adapters.masks import (
     narrow_batch,
     narrow_pairs,
     narrow_queries,
-    narrow_rope,
     pack_batch,
-    pack_rope,
     show_all_keys,
     weigh_groups,
+    with_prefix,
 )
 from mmod.blocks import (
     KEY_BIAS,
@@ -244,6 +243,11 @@ def by_name(names: Collection[str], args: tuple[Any, ...], kwargs: Arguments) ->
     return {**dict(zip(names, args)), **kwargs} if args else kwargs
 
 
+def _behind_images(rows: Tensor) -> Tensor:
+    """Return rows (B or 1, N, H or 1, E) from (N, E), (H, N, E) or (B, H or 1, N, E)."""
+    return rows[(None,) * (4 - rows.ndim)].transpose(1, 2)
+
+
 def required_arguments(block: nn.Module) -> tuple[str, ...]:
     """Return a block's arguments after the tokens that have no default."""
     parameters = parameters_of_block(block)
@@ -364,17 +368,24 @@ class NamedArguments(CallForm, BlockCall):
                 packed[name] = map_rows(self._pack_rows, packed[name], name, packing.row_T, x_BND.shape[1])
         return packed
 
+    def _pack_rows(self, rows: Tensor, name: str, row_T: Tensor, tokens: int) -> Tensor:
+        if self._begins_with_images(name, rows):
+            return pack_batch(rows, row_T, tokens)
+        rows = _behind_images(rows)
+        if self.rope_prefix:
+            # The host leaves out the prefix of the sequence, which is that of the first image.
+            rows = with_prefix(rows, self.rope_prefix)
+            row_T = row_T[self.rope_prefix :]
+        packed = self._as_host(pack_batch(rows, row_T, tokens))
+        return packed[0] if self.layout == "flat" else packed
+
     def _begins_with_images(self, name: str, rows: Tensor) -> bool:
         """Return whether the axis of rows is the second, behind that of images or of one for all."""
         return self.layout == "batch" and (rows.ndim > 2 or name in self.images)
 
-    def _pack_rows(self, rows: Tensor, name: str, row_T: Tensor, tokens: int) -> Tensor:
-        if self._begins_with_images(name, rows):
-            return pack_batch(rows, row_T, tokens)
-        packed = pack_rope(rows, row_T, tokens, self.rope_prefix)
-        if self.layout == "heads":
-            return packed
-        return packed[0, 0] if self.layout == "flat" else packed[:, 0]
+    def _as_host(self, rows: Tensor) -> Tensor:
+        """Return rows (B, K, H or 1, E) as the block takes those that differ by image."""
+        return rows.transpose(1, 2) if self.layout == "heads" else rows.squeeze(2)
 
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
@@ -419,8 +430,7 @@ class NamedArguments(CallForm, BlockCall):
     def _narrow_rows(self, rows: Tensor, name: str, index_BK: Tensor) -> Tensor:
         if self._begins_with_images(name, rows):
             return narrow_batch(rows, index_BK, self.rope_prefix)
-        narrowed = narrow_rope(rows, index_BK, self.rope_prefix)
-        return narrowed if self.layout == "heads" else narrowed[:, 0]
+        return self._as_host(narrow_batch(_behind_images(rows), index_BK, self.rope_prefix))
 
     def with_mask(self, arguments: Arguments, mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias of keys."""

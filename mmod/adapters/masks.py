@@ -52,21 +52,10 @@ def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     return key_columns(narrow_queries(bias, index_BK, tokens), index_BK)
 
 
-def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
-    """Return the rotary embeddings at the positions of kept tokens.
-
-    Args:
-        rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E).
-    """
-    rope = rope[(None,) * (4 - rope.ndim)].expand(index_BK.shape[0], -1, -1, -1)
-    position = (index_BK[:, prefix:] - prefix)[:, None, :, None]
-    return rope.gather(2, position.expand(-1, rope.shape[1], -1, rope.shape[3]))
-
-
 def narrow_batch(rows: Tensor, index_BK: Tensor, prefix: int = 0) -> Tensor:
     """Return the rows of kept tokens (B, K, ...) of rows (B or 1, N - prefix, ...)."""
     position_BK = index_BK[:, prefix:] - prefix if prefix else index_BK
-    if len(rows) == 1:
+    if rows.shape[0] == 1:
         # One look-up for all images: their rows are the same.
         return rows[0].index_select(0, position_BK.flatten()).unflatten(0, position_BK.shape)
     if rows.ndim == 3:
@@ -77,23 +66,18 @@ def narrow_batch(rows: Tensor, index_BK: Tensor, prefix: int = 0) -> Tensor:
 
 def pack_batch(rows: Tensor, row_T: Tensor, tokens: int) -> Tensor:
     """Return the rows (1, T, ...) of packed tokens, of rows (B or 1, N, ...) that images may share."""
-    position_T = row_T if len(rows) > 1 else row_T % tokens
+    position_T = row_T if rows.shape[0] > 1 else row_T % tokens
     return rows.flatten(0, 1).index_select(0, position_T).unsqueeze(0)
 
 
-def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
-    """Return the rotary embeddings of packed rows, from those of `narrow_rope` with sines before cosines.
+def with_prefix(rope: Tensor, prefix: int) -> Tensor:
+    """Return rotary embeddings (B or 1, N, H or 1, E) in which prefix tokens in front have the identity.
 
-    The host leaves out the first `prefix` rows of the sequence, the prefix of the first image. Prefix tokens of the
-    other images get the identity: sine 0 and cosine 1.
+    Sines, which are 0 then, come before cosines, which are 1.
     """
-    rope = rope[(None,) * (4 - rope.ndim)]
     channels = rope.shape[-1]
-    # Zeros for the sines, ones for the cosines.
     identity = (torch.arange(channels, device=rope.device) >= channels // 2).to(rope.dtype)
-    complete = torch.cat([identity.expand(*rope.shape[:2], prefix, -1), rope], dim=2)
-    position_T = row_T if rope.shape[0] > 1 else row_T % tokens
-    return complete.transpose(0, 1).flatten(1, 2).index_select(1, position_T[prefix:]).unsqueeze(0)
+    return torch.cat([identity.expand(rope.shape[0], prefix, rope.shape[2], -1), rope], dim=1)
 
 
 def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.dtype) -> Tensor | None:
