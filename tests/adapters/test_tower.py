@@ -13,12 +13,14 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.kit.towers import ALL, make_deep, tower_of
+from mmod.adapters.transformers.tower import IN_SQUARES, TowerImportance, by_square
+from tests.kit.towers import make_deep, tower_of
 from tests.kit.vlm_types import FAMILIES
 from tests.kit.vlm_zoo import (
     IMAGE,
     LINEAR,
     VIDEO,
+    lively,
     make_joint,
     make_language,
     merged_embeddings,
@@ -28,6 +30,7 @@ from tests.kit.vlm_zoo import (
     video,
 )
 
+PLAIN = ("llava", "internvl", "idefics3", "smolvlm", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
 GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
@@ -87,27 +90,23 @@ def test_it_is_what_the_tower_attends_to(tower: str, attention: str) -> None:
     assert torch.equal(mmod.unroute_(model)(**batch).logits, dense)
 
 
-def merged_map(name: str, pixels_ICHW: Tensor, sizes: dict[str, Tensor]) -> Tensor:
+def merged_map(name: str, pixels_ICHW: Tensor) -> Tensor:
     """Return the mean importance (I, T) of 2 x 2 of 6 x 6 patches in the last layer of a tower, by its own map."""
     tower = tower_of(make_joint(name, attention="eager"))
-    map_IHNN = tower(pixels_ICHW, **sizes, output_attentions=True).attentions[-1].double()
+    map_IHNN = tower(pixels_ICHW, output_attentions=True).attentions[-1].double()
     if name == "internvl":
         received_IN = map_IHNN.mean(1)[:, 0, 1:]
-    elif name == "mistral3":
-        # All images in one sequence: a query of one sees none of the others.
-        received_IN = map_IHNN.mean(1).sum(1).view(-1, 36) / 36
     else:
         received_IN = map_IHNN.mean((1, 2))
     return received_IN.view(-1, 3, 2, 3, 2).mean((2, 4)).flatten(1)
 
 
-@pytest.mark.parametrize("name", ["internvl", "idefics3", "smolvlm", "mistral3"])
+@pytest.mark.parametrize("name", ["internvl", "idefics3", "smolvlm"])
 @torch.no_grad()
 def test_a_token_of_several_patches_has_their_mean(name: str) -> None:
     batch = prompt(name, (1, 2), side="right")
     pixels = batch["pixel_values"].view(3, 3, 24, 24)
-    sizes = {"image_sizes": batch["image_sizes"]} if name == "mistral3" else {}
-    expected = merged_map(name, pixels, sizes)
+    expected = merged_map(name, pixels)
     model = mmod.route_(make_joint(name), language=CONFIG)
     with mmod.trace(model) as trace:
         model(**batch)
@@ -152,7 +151,52 @@ def test_patches_that_are_reordered_are_found() -> None:
         torch.testing.assert_close(routing.score_BN[ids == IMAGE].double(), torch.cat(expected), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [*ALL, "gemma3-vision", "paligemma", "vipllava", "perception_lm", "janus", "glm4v"])
+# Fields of configs by which several patches become a token.
+SQUARES: dict[str, dict[str, Any]] = {
+    "aya_vision": {"downsample_factor": 2},
+    "cohere2_vision": {"downsample_factor": 2},
+    "gemma3": {"mm_tokens_per_image": 9},
+    "ovis2": {"vision_config": {"hidden_stride": 2}},
+}
+NAMES = {"gemma3": "gemma3-vision"}
+
+
+@pytest.mark.parametrize("kind", IN_SQUARES)
+def test_image_tokens_stand_for_squares_of_patches(kind: str) -> None:
+    config: Any = make_joint(NAMES.get(kind, kind)).config
+    for field, value in SQUARES.get(kind, {}).items():
+        if isinstance(value, dict):
+            vars(config)[field].update(value)
+        else:
+            setattr(config, field, value)
+    if kind in SQUARES:
+        config.vision_config.image_size = 24
+    torch.manual_seed(0)
+    model: Any = lively(transformers.AutoModelForImageTextToText.from_config(config))
+    reader = TowerImportance(model.model)
+    starts: list[Tensor] = []
+
+    def begin(module: nn.Module, args: object, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        starts.append(first.detach().requires_grad_())
+        return (starts[-1], *output[1:]) if isinstance(output, tuple) else starts[-1]
+
+    reader.reads.register_forward_hook(begin)
+    pictures = FAMILIES[kind].pictures
+    side = 2 if kind in SQUARES else pictures.pixels[-1] // 12
+    pixels = torch.randn(1, *pictures.pixels[:-2], 12 * side, 12 * side)
+    output = model.model.get_image_features(pixel_values=pixels[None] if pictures.together else pixels)
+    features = getattr(output, "pooler_output", output)
+    parts = [features] if isinstance(features, Tensor) else features
+    feature_TD = torch.cat([part.flatten(0, -2) for part in parts])
+    patch_1RC = torch.arange((3 * side) ** 2).view(1, 3 * side, 3 * side)
+    for row, patches in zip(feature_TD, by_square(patch_1RC, side), strict=True):
+        (gradient_1PD,) = torch.autograd.grad(row.sum(), starts, retain_graph=True)
+        reached = gradient_1PD[0, reader.stack.prefix :].abs().sum(-1).nonzero().flatten()
+        assert torch.equal(reached, patches.sort().values)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, "gemma3-vision", "paligemma", "vipllava", "perception_lm", "janus", "glm4v"])
 @torch.no_grad()
 def test_every_family_whose_tokens_are_made_of_patches_of_their_own_is_routed_by_it(name: str, tmp_path: Path) -> None:
     model, batch = make_joint(name), prompt(name, (1, 2))
@@ -163,8 +207,7 @@ def test_every_family_whose_tokens_are_made_of_patches_of_their_own_is_routed_by
         logits = model(**batch).logits
     assert torch.equal(torch.get_rng_state(), random)
     for routing in trace.values():
-        # Ends of lines stand for no patch.
-        tokens = {"llava-next": 27, "llava-onevision": 18}.get(name, FAMILIES[type_of(name)[0]].pictures.tokens)
+        tokens = FAMILIES[type_of(name)[0]].pictures.tokens
         assert (routing.score_BN > 0).sum(1).tolist() == [tokens, 2 * tokens]
     place = batch["attention_mask"][0].bool()
     torch.testing.assert_close(logits[0, place], model(**sample_of(batch, 0, (1, 2))).logits[0], atol=2e-5, rtol=0)
@@ -224,12 +267,12 @@ def test_scores_learn_from_it_under_checkpointing() -> None:
 
 
 def test_models_and_calls_without_it_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs a model with a vision tower and a method get_image_features"):
+    with pytest.raises(ValueError, match="needs a model with a vision tower"):
         mmod.route_(make_language("llama"), language=CONFIG)
-    # A resampler mixes the patches of an image.
-    for name, router in itertools.product(("aria", "idefics2"), (CONFIG.router, "duplicate")):
-        with pytest.raises(ValueError, match=r"a patch reaches several image tokens. Choose another score, such as"):
-            mmod.route_(make_joint(name), language=CONFIG.replace(router=router))(**prompt(name, (1, 2)))
+    # A resampler mixes the patches of an image, and tiles leave out those of padding.
+    for name, router in itertools.product(("aria", "llava-next"), (CONFIG.router, "duplicate")):
+        with pytest.raises(ValueError, match=r"image tokens that stand for squares of patches.* Choose another score"):
+            mmod.route_(make_joint(name), language=CONFIG.replace(router=router))
     model = make_joint("llava")
     with pytest.raises(ValueError, match="route with tokens='image'"):
         mmod.route_(model, language=CONFIG.replace(language={"tokens": "all"}))

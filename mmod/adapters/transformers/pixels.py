@@ -1,8 +1,7 @@
 """A score of pixels for the image tokens of a language model: the largest of the patches that a token is made of.
 
-Axes: B samples or frames, I images, P patches of an image, Q patches of all images, N tokens of a prompt or patches of
-an image, T image tokens, R rows and C columns of patches, H channels of a pixel, E pixels of a patch, Y rows and X
-columns of pixels.
+Axes: B samples, I images or frames, N tokens of a prompt or patches of an image, T image tokens, R rows and C columns
+of patches, H channels of a pixel, E pixels of a patch, Y rows and X columns of pixels.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters.transformers.images import KINDS, pixels_of
-from mmod.adapters.transformers.tower import Noted, TowerReader, scatter_values
+from mmod.adapters.transformers.tower import TowerReader, by_square, scatter_values, side_of
 from mmod.adapters.transformers.vision import row_source, takes_rows
 from mmod.blocks import Arguments, ModelHook, RowSource, check_pixels, cut_patches
 from mmod.blocks.record import recomputing
@@ -27,7 +25,7 @@ from mmod.threads import PerThread
 class PixelsHook(ModelHook):
     """Hook of the patch embedding: notes the pixels of each patch (I, R, C, H, E)."""
 
-    def __init__(self, noted: PerThread[Noted]) -> None:
+    def __init__(self, noted: PerThread[list[Tensor]]) -> None:
         self.noted = noted
 
     def after(self, module: Any, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
@@ -35,7 +33,7 @@ class PixelsHook(ModelHook):
         if output is None or recomputing():
             return
         (image_IHYX,) = args or kwargs.values()
-        self.noted.value.calls.append(cut_patches(module, image_IHYX.detach()))
+        self.noted.value.append(cut_patches(module, image_IHYX.detach()))
 
 
 class TowerPixels(TowerReader):
@@ -46,7 +44,7 @@ class TowerPixels(TowerReader):
     """
 
     def __init__(self, entry: Any, score: Score) -> None:
-        super().__init__(entry, f"router={score.name!r}", "amax", FIRST)
+        super().__init__(entry, f"router={score.name!r}", FIRST)
         source = self.stack.grid
         if source is None:
             raise ValueError(
@@ -65,12 +63,9 @@ class TowerPixels(TowerReader):
         return [*super().hooks, (self.source.module, self.pixels)]
 
     @torch.no_grad()
-    def _values(self, calls: list[Tensor], side: int) -> Tensor:
-        scores = []
-        for pixels_IRCHE in calls:
-            score_IP, *_ = self.score.see(pixels_IRCHE, self.source.std, side=side)
-            scores.append(F.pad(score_IP, (self.stack.prefix, 0), value=FIRST).flatten())
-        return torch.cat(scores)
+    def _values(self, calls: list[Tensor], tokens: int, grids: Tensor | None) -> Tensor:
+        side = side_of(sum(pixels_IRCHE.shape[:3].numel() for pixels_IRCHE in calls), tokens)
+        return torch.cat([best_of_squares(self.score, pixels_IRCHE, side, self.source.std) for pixels_IRCHE in calls])
 
 
 class RowPixels:
@@ -101,15 +96,19 @@ class RowPixels:
             if arguments.get(f"{name}_compression_mask") is not None:
                 raise ValueError(f"{self.option} needs all tokens of a {name}, and {name}_compression_mask drops some")
             pictures = self.source.pictures(rows, grids, arguments.get(f"{name}_merge_sizes"))
-            score_T = torch.cat([self._scores(pixels, side) for pixels, side in pictures])
+            score_T = torch.cat(
+                [best_of_squares(self.score, pixels, side, None, frames=len(pixels)) for pixels, side in pictures]
+            )
             score_BN = torch.where(image_BN, scatter_values(score_T, image_BN, FIRST), score_BN)
         return score_BN
 
-    def _scores(self, pixels_BRCHE: Tensor, side: int) -> Tensor:
-        """Return the scores of the tokens of a picture or of all frames of a video (T)."""
-        rows, columns = pixels_BRCHE.shape[1:3]
-        score_BN, *_ = self.score.see(pixels_BRCHE, None, frames=pixels_BRCHE.shape[0], side=side)
-        return score_BN.unflatten(1, (rows // side, side, columns // side, side)).amax(dim=(2, 4)).flatten()
+
+def best_of_squares(
+    score: Score, pixels_IRCHE: Tensor, side: int, std: tuple[float, ...] | None, **options: Any
+) -> Tensor:
+    """Return the largest score of the patches that each token stands for (T)."""
+    score_IN, *_ = score.see(pixels_IRCHE, std, side=side, **options)
+    return by_square(score_IN.view(pixels_IRCHE.shape[:3]), side).amax(1)
 
 
 def pixel_scores(entry: nn.Module, score: Score) -> TowerPixels | RowPixels:

@@ -21,6 +21,7 @@ from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook
 from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
+from mmod.adapters.transformers.tower import TowerReader
 from mmod.blocks import (
     Deciding,
     Mixin,
@@ -147,6 +148,9 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
         image_BN = hook.images.kinds(model, {"input_ids": given["input_ids"]}, None)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
+    if isinstance(hook.image_reader, TowerReader):
+        # `generate` may run the tower before any pass, which would begin anew.
+        hook.image_reader.forget()
     with hook.running.value.generating(GeneratedFrom(given, image_BN, layout, drafts)):
         return host_generate(inputs, *args, **options)
 
