@@ -1,7 +1,6 @@
 """What was tried and does not pay by the figures of our pages: learned capacities, drafts, thresholds, the horizon.
 
-Nothing else in the package imports from here. The functions use public names of mmod, and of training one hook:
-`after_step` of `mmod.training.fit`.
+Nothing else in the package imports from here. In a run, they work in a function of `after_step` of `mmod.training.fit`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,17 +11,15 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.lab.capacity import LearnedCapacity, learn_capacity_, settle_capacity_
-    from mmod.lab.drafts import DraftReport, evaluate_drafts, full_pass
+    from mmod.lab.drafts import full_pass
     from mmod.lab.image_horizon import Horizon, horizon
-    from mmod.lab.runs import fit_capacity
     from mmod.lab.thresholds import calibrate_thresholds, match_topk_
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "mmod.lab.capacity": ["LearnedCapacity", "learn_capacity_", "settle_capacity_"],
-        "mmod.lab.runs": ["fit_capacity"],
-        "mmod.lab.drafts": ["DraftReport", "evaluate_drafts", "full_pass"],
+        "mmod.lab.drafts": ["full_pass"],
         "mmod.lab.image_horizon": ["Horizon", "horizon"],
         "mmod.lab.thresholds": ["calibrate_thresholds", "match_topk_"],
     },

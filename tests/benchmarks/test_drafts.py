@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from mmod.lab import DraftReport
 from mmod.training import fit
 from tests.kit.text_configs import PREDICTOR, text_config
 from tools.benchmarks.command import main
@@ -48,7 +47,8 @@ def test_a_command_generates_the_same_with_drafts_of_any_length(
 
 
 def test_a_row_adds_the_prompts_up() -> None:
-    reports = [DraftReport(10, 8, 6, 4, 2.0, 1.0, True), DraftReport(10, 4, 0, 10, 1.0, 2.0, False)]
+    names = ("new_tokens", "drafted", "accepted", "passes", "plain_seconds", "draft_seconds", "identical")
+    reports = [dict(zip(names, values)) for values in ((10, 8, 6, 4, 2.0, 1.0, True), (10, 4, 0, 10, 1.0, 2.0, False))]
     row = summarise(4, reports)
     assert (row["identical"], row["acceptance"], row["per_pass"]) == (1, 0.5, 20 / 14)
     assert (row["plain_rate"], row["rate"], row["speedup"].median) == (20 / 3, 20 / 3, 1.25)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import signal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
-from mmod.lab import LearnedCapacity, fit_capacity, learn_capacity_, settle_capacity_
+from mmod.lab import LearnedCapacity, learn_capacity_, settle_capacity_
 from mmod.lab.capacity import LearnedRouter
 from mmod.routing import Router, TokenMasks, kept_count
-from mmod.training import EmaConfig, FitResult, evaluate
-from tests.kit.engine_worker import TensorStream, run, tiny_config
+from mmod.training import Step
+from tests.kit.engine_worker import run, tiny_config
 from tests.kit.zoo import make_images, make_model
 
 LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
@@ -222,50 +221,27 @@ def test_routers_that_peft_copies_learn() -> None:
     assert not any(isinstance(module, LearnedRouter) for module in wrapped.modules())
 
 
-ROUTING = {"router": "linear", "blocks": "all"}
+def test_a_run_learns_capacities_in_its_first_steps_and_keeps_them(tmp_path: Path) -> None:
+    optimizers: list[torch.optim.Optimizer] = []
+    plans: list[mmod.RoutingConfig] = []
 
+    def learn(step: Step) -> None:
+        if step.done == 1:
+            learned = learn_capacity_(step.model, 0.7, torch.zeros(8, 1, 16, 16), rate=50.0)
+            optimizers.append(torch.optim.Adam(learned.parameters(), lr=1e-3))
+        elif step.done <= 8:
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        if step.done == 8:
+            plans.append(settle_capacity_(step.model))
 
-def fit_tiny(output: Path, budget: float = 0.7, steps: int = 8, **changes: Any) -> FitResult:
-    config = tiny_config(output=output, **{"routing": ROUTING, "epochs": 2, **changes})
-    streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
-    return fit_capacity(config, budget, steps, rate=50.0, streams=streams, progress=False)
-
-
-def test_a_run_learns_capacities_and_keeps_them(tmp_path: Path) -> None:
-    result = fit_tiny(tmp_path / "run", ema=EmaConfig(0.5))
-    plan = mmod.RoutingConfig.load(tmp_path / "run/plan.json")
+    config = tiny_config(output=tmp_path / "run", routing={"router": "linear", "blocks": "all"}, epochs=2)
+    result = run(config, after_step=learn)
+    (plan,) = plans
     assert len(set(plan.capacity)) > 1
-    for folder in ("model", "last"):
-        model = mmod.load_pretrained(tmp_path / "run" / folder)
-        assert tuple(mmod.capacities(model).values()) == plan.capacity
+    model = mmod.load_pretrained(tmp_path / "run/model")
+    assert tuple(mmod.capacities(model).values()) == plan.capacity
     assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
-    assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation  # type: ignore[arg-type]
     # Images have 17 tokens.
     kept = [max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacity]
     assert list(result.evaluation.kept.values()) == kept
-    # A finished run is read.
-    assert fit_tiny(tmp_path / "run", ema=EmaConfig(0.5)).evaluation == result.evaluation
-
-
-def test_a_run_that_resumes_learns_no_capacities(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        run(tiny_config(output=tmp_path, routing=ROUTING), signals={3: signal.SIGTERM})
-    with pytest.raises(ValueError, match="goes on after step 4: choose another output"):
-        fit_tiny(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"routing": None}, "set routing"),
-        ({"compile": True}, "cannot be combined with compile"),
-        ({"grad_checkpointing": True, "precision": "fp16"}, "with grad_checkpointing, precision='fp16'"),
-        ({"distributed": {"kind": "fsdp"}}, "with distributed.kind='fsdp'"),
-        ({"steps": 1}, "steps must be an integer of at least 2, got 1"),
-        ({"steps": 12}, "steps must be below 12, those of the run, got 12"),
-        ({"budget": 2.0}, r"budget must be a number in \(0, 1\)"),
-    ],
-)
-def test_runs_that_cannot_learn_capacities_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        fit_tiny(tmp_path, **changes)

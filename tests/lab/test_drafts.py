@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.lab import evaluate_drafts, full_pass
+from mmod.lab import full_pass
 from mmod.methods.route import every_token
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import make_language
@@ -86,19 +86,3 @@ def test_weights_are_shared_and_the_model_is_left_as_it_was() -> None:
     assert mmod.routing_config(full).select == mmod.Threshold(0.0)
     with pytest.raises(ValueError, match="routed"):
         full_pass(make_language("llama"))
-
-
-def test_a_report_counts_what_was_drafted_and_accepted() -> None:
-    model, prompt = make("llama", "threshold"), torch.randint(3, 80, (1, 6))
-    model.generation_config.eos_token_id = None
-    report = evaluate_drafts(model, prompt, new_tokens=12, rounds=1)
-    assert report.identical
-    assert report.accepted + report.passes == 12
-    assert 0 <= report.accepted <= report.drafted
-    assert "the same tokens" in str(report)
-    # A draft by every token is accepted whole.
-    full_report = evaluate_drafts(full_pass(model), prompt, new_tokens=12, rounds=1)
-    assert full_report.acceptance == pytest.approx(1, abs=0.25)
-    assert full_report.passes < 12
-    with pytest.raises(ValueError, match="one sample"):
-        evaluate_drafts(model, prompt.expand(2, -1))

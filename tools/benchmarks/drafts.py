@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.analysis.timing import Spread
 from mmod.config.parse import read_config
 from mmod.data.loader import TextReader, read_corpus
 from mmod.io.tables import Column
-from mmod.lab import DraftReport, evaluate_drafts
+from mmod.lab import full_pass
 from mmod.opening.runs import RUN_CONFIG
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_distinct
@@ -87,22 +90,81 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-def summarise(draft_tokens: int, reports: Sequence[DraftReport]) -> Row:
-    """Return the row of drafts of one length, from the reports of several prompts."""
-    tokens = sum(report.new_tokens for report in reports)
-    drafted = sum(report.drafted for report in reports)
+def summarise(draft_tokens: int, reports: Sequence[Row]) -> Row:
+    """Return the row of drafts of one length, from those of several prompts; see `evaluate_drafts`."""
+    totals = {name: sum(report[name] for report in reports) for name in reports[0]}
     return {
         "drafted": str(draft_tokens or "transformers' choice"),
         "draft_tokens": draft_tokens,
         "prompts": len(reports),
-        "identical": sum(report.identical for report in reports),
-        "acceptance": sum(report.accepted for report in reports) / max(drafted, 1),
-        "per_pass": tokens / sum(report.passes for report in reports),
-        "plain_rate": tokens / sum(report.plain_seconds for report in reports),
-        "rate": tokens / sum(report.draft_seconds for report in reports),
-        "speedup": Spread.of([report.speedup for report in reports]),
-        "reports": list(map(asdict, reports)),
+        "identical": totals["identical"],
+        "acceptance": totals["accepted"] / max(totals["drafted"], 1),
+        "per_pass": totals["new_tokens"] / totals["passes"],
+        "plain_rate": totals["new_tokens"] / totals["plain_seconds"],
+        "rate": totals["new_tokens"] / totals["draft_seconds"],
+        "speedup": Spread.of([report["plain_seconds"] / report["draft_seconds"] for report in reports]),
+        "reports": list(reports),
     }
+
+
+@torch.no_grad()
+def evaluate_drafts(model: Any, input_ids: Tensor, new_tokens: int, rounds: int, draft_tokens: int) -> Row:
+    """Generate greedily with the full pass of a routed model, with and without its drafts; return what it took.
+
+    "accepted" counts drafted tokens that the full pass accepted, and "passes" its own, prefill included. Times are the
+    fastest of the rounds.
+
+    Args:
+        input_ids: A prompt (1, N); transformers drafts for one sample.
+        draft_tokens: Drafted tokens for each full pass; 0 follows transformers, at most 20.
+    """
+    full = full_pass(model)
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    modes: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"assistant_model": model}}
+    seconds = dict.fromkeys(modes, float("inf"))
+    tokens = {}
+    before = copy.deepcopy(model.generation_config)
+    if draft_tokens:
+        # No draft ends early.
+        fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+        model.generation_config.update(num_assistant_tokens=draft_tokens, **fixed)
+    try:
+        # A first run is counted and not timed; it warms up as well.
+        with _counted(full) as full_passes, _counted(model) as drafts:
+            full.generate(**inputs, **options, assistant_model=model)
+        for _ in range(rounds):
+            for name, mode_options in modes.items():
+                start = time.perf_counter()
+                tokens[name] = full.generate(**inputs, **options, **mode_options)
+                if input_ids.is_cuda:
+                    torch.cuda.synchronize(input_ids.device)
+                # The fastest of some rounds: noise only ever adds time.
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    finally:
+        # Drafting changes it too.
+        model.generation_config = before
+    return {
+        "new_tokens": new_tokens,
+        "drafted": len(drafts),
+        # Every full pass also generates one token itself.
+        "accepted": new_tokens - len(full_passes),
+        "passes": len(full_passes),
+        "plain_seconds": seconds["plain"],
+        "draft_seconds": seconds["draft"],
+        "identical": bool(torch.equal(tokens["plain"], tokens["draft"])),
+    }
+
+
+@contextmanager
+def _counted(model: nn.Module) -> Iterator[list[None]]:
+    """Context in which a list gets an entry for every forward pass of a model."""
+    passes: list[None] = []
+    handle = model.register_forward_hook(lambda *_: passes.append(None))
+    try:
+        yield passes
+    finally:
+        handle.remove()
 
 
 def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
@@ -113,7 +175,7 @@ def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
 
 
 def _run(config: DraftConfig, model: Any, prompts: Sequence[Tensor], length: int) -> list[Row]:
-    reports = [evaluate_drafts(model, prompt, config.new_tokens, config.rounds, length or None) for prompt in prompts]
+    reports = [evaluate_drafts(model, prompt, config.new_tokens, config.rounds, length) for prompt in prompts]
     return [summarise(length, reports)]
 
 
