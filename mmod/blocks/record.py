@@ -61,7 +61,6 @@ class Record:
         decisions: The last decision of each place.
         losses: The last passes in training mode whose losses were not collected, oldest first. Its length does not
             change: compilers guard on it.
-        graphless: A pass in training mode left no loss, because its loss has no gradient.
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,6 @@ class Record:
         self.together = False
         self.decisions: dict[str, Routing] = {}
         self.losses: list[PassLoss] = [PassLoss() for _ in range(UNCOLLECTED)]
-        self.graphless = False
 
     def keep(self, place: str, routing: Routing) -> None:
         """Record a decision, unless gradient checkpointing repeats it."""
@@ -95,7 +93,6 @@ class Record:
         # Where backward passes went on without their losses, only the last one can be told of.
         kept = [loss for loss in passes if not _is_spent(loss)] or passes[-1:]
         self.losses = [PassLoss() for _ in self.losses]
-        self.graphless = False
         return [loss.value for loss in kept if loss.value is not None]
 
 
@@ -189,7 +186,6 @@ class Deciding(Mixin):
             return
         value = sum(losses[1:], losses[0])
         if not value.requires_grad:
-            record.graphless = True
             return
         loss = PassLoss(value)
         if record.losses[0].is_pass:
@@ -251,9 +247,7 @@ class Deciding(Mixin):
         Raises:
             RuntimeError: There was none, or its graph is gone.
         """
-        record = self.record
-        graphless = record.graphless
-        losses = record.collect()
+        losses = self.record.collect()
         if losses:
             return sum(losses[1:], losses[0])
         if not self.training:
@@ -261,14 +255,10 @@ class Deciding(Mixin):
             if training:
                 advice = f"the model is not, so call `model.get_submodule({name!r}).train()` before the forward pass"
             raise RuntimeError(f"{name} is in evaluation mode, in which no auxiliary loss is kept: {advice}")
-        if graphless:
-            raise RuntimeError(
-                f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant "
-                "gradient checkpointing (pass use_reentrant=False), or the router is frozen"
-            )
         raise RuntimeError(
-            f"{name} has routed nothing in training mode since its loss was last collected: call the model after "
-            "`model.train()`, then mmod.auxiliary_loss, once for each step"
+            f"no pass of {name} in training mode has left a loss with a gradient since its loss was last collected: "
+            "call the model, then mmod.auxiliary_loss, once for each step. A pass leaves none under no_grad, with "
+            "reentrant gradient checkpointing (pass use_reentrant=False), and where the router is frozen"
         )
 
 

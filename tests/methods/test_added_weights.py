@@ -96,7 +96,7 @@ def test_gradients_reach_all_that_was_added_under_autocast_too(host: str, method
         loss = run(model, host).square().mean()
     loss = loss + mmod.auxiliary_loss(model)
     if getattr(method, "choice", "topk") != "topk":
-        with pytest.raises(RuntimeError, match="has routed nothing in training mode since its loss was last collected"):
+        with pytest.raises(RuntimeError, match="since its loss was last collected"):
             mmod.auxiliary_loss(model)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
