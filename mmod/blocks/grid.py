@@ -7,7 +7,7 @@ patch, F numbers of a patch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,30 +38,27 @@ def grid_of_map(output: Any) -> Grid | None:
     return (output.shape[2], output.shape[3]) if isinstance(output, Tensor) and output.ndim == 4 else None
 
 
-def check_cuts(module: nn.Module) -> None:
-    """Raise a ValueError, with the property that is missing, unless a layer makes each patch of pixels of its own."""
-    if not isinstance(module, nn.Conv2d):
-        raise ValueError(f"they are made by a {type(module).__name__} and by no convolution of images")
-    if module.stride != module.kernel_size or module.dilation != (1, 1) or module.padding not in ((0, 0), "valid"):
-        raise ValueError(
-            f"their convolution has kernel_size={module.kernel_size}, stride={module.stride}, padding={module.padding} "
-            f"and dilation={module.dilation}, so patches share pixels or skip some"
-        )
-    if module.in_channels > len("RGBA"):
-        raise ValueError(f"their convolution reads {module.in_channels} channels of features, and no pixels")
-
-
 def check_pixels(source: GridSource, score: Score, first: str) -> None:
     """Raise a ValueError unless a score can read the pixels of each patch before a block."""
-    try:
-        check_cuts(source.module)
-    except ValueError as error:
+    module = source.module
+    if not isinstance(module, nn.Conv2d) or not _cuts(module):
         raise ValueError(
-            f"router {score.name!r} needs patches of pixels of their own, before {first}: {error}"
-        ) from error
+            f"router {score.name!r} needs patches of pixels of their own, before {first}, made by a convolution of at "
+            f"most {_CHANNELS} channels whose stride is its kernel, without padding and dilation; they are made by a "
+            f"{type(module).__name__}({module.extra_repr()})"
+        )
     # An option that does not fit these images is told of now and not in the first pass.
-    channels = cast(nn.Conv2d, source.module).in_channels
-    score.see(torch.zeros(1, 1, 1, channels, 1), source.std)
+    score.see(torch.zeros(1, 1, 1, module.in_channels, 1), source.std)
+
+
+# Of an image with transparency; a convolution of more reads features.
+_CHANNELS = 4
+
+
+def _cuts(module: nn.Conv2d) -> bool:
+    """Return whether a convolution makes each patch of pixels of its own."""
+    unpadded = module.padding in ((0, 0), "valid") and module.dilation == (1, 1)
+    return unpadded and module.stride == module.kernel_size and module.in_channels <= _CHANNELS
 
 
 class RowSource(NamedTuple):
@@ -110,7 +107,7 @@ def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) 
 
 
 def cut_patches(module: nn.Conv2d, image_BHYX: Tensor) -> Tensor:
-    """Return the pixels of each patch (B, R, C, H, E) that a convolution makes, see `check_cuts`.
+    """Return the pixels of each patch (B, R, C, H, E) that a convolution makes, see `check_pixels`.
 
     Example:
         >>> cut_patches(nn.Conv2d(3, 8, 4, 4), torch.zeros(2, 3, 8, 13)).shape

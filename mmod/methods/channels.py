@@ -14,7 +14,6 @@ from timm.models import ResNet
 from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
-from mmod.adapters import find_library
 from mmod.blocks import Deciding, Record, convert, make_records
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, merge_rows, select_topk
@@ -63,7 +62,7 @@ class Channels(Method):
 
     def find(self, model: nn.Module) -> dict[str, Any]:
         """Return every second block of the stages of a ResNet, by name."""
-        if find_library(model) != "timm" or not isinstance(model, ResNet):
+        if not isinstance(model, ResNet):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
         blocks: dict[str, Any] = {}
         for name, stage in model.named_children():
@@ -76,11 +75,11 @@ class Channels(Method):
         if not stack:
             raise ValueError(f"no stage of this {type(model).__name__} has a second block to replace")
         for name, block in stack.items():
-            if type(block) not in (BasicBlock, Bottleneck):
-                raise ValueError(f"{name} is a {type(block).__name__}; supported are BasicBlock and Bottleneck")
-            if block.conv2.groups > 1 or block.se is not None or not isinstance(block.bn1, nn.BatchNorm2d):
+            is_known = type(block) in (BasicBlock, Bottleneck) and isinstance(block.bn1, nn.BatchNorm2d)
+            if not is_known or block.conv2.groups > 1 or block.se is not None:
                 raise ValueError(
-                    f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be narrowed"
+                    f"{name} ({type(block).__name__}) cannot be narrowed: supported are BasicBlock and Bottleneck with "
+                    "BatchNorm2d, without groups and attention"
                 )
             wide = block.conv1.in_channels
             multiple = block.expansion

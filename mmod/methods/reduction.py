@@ -256,12 +256,15 @@ def _check_halves(stack: BlockStack, index: int) -> None:
     """Raise a ValueError that says why a block's halves cannot run separately."""
     block = stack.blocks[index]
     call: Any = stack.call_of(block, None)
-    title = f"{stack.names[index]} is a {host_class(block).__name__}"
+    maps = getattr(call, "attention_calls", 1)
+    reason = ""
     if call.halves is None:
-        raise ValueError(f"{title}, whose attention and MLP cannot run separately")
-    if call.mask == "shared_rel_pos_bias":
-        raise ValueError(f"{title}, which gets a bias for each pair of positions, so its keys cannot be read")
-    if getattr(call, "attention_calls", 1) != 1:
-        raise ValueError(f"{title}, which attends {call.attention_calls} times, so its keys are those of several maps")
-    if not call.weighs_keys:
-        raise ValueError(f"{title}, whose attention takes no bias for group sizes")
+        reason = "whose attention and MLP cannot run separately"
+    elif call.mask == "shared_rel_pos_bias":
+        reason = "which gets a bias for each pair of positions, so its keys cannot be read"
+    elif maps != 1:
+        reason = f"which attends {maps} times, so its keys are those of several maps"
+    elif not call.weighs_keys:
+        reason = "whose attention takes no bias for group sizes"
+    if reason:
+        raise ValueError(f"{stack.names[index]} is a {host_class(block).__name__}, {reason}")

@@ -346,7 +346,11 @@ REFUSED: list[tuple[str | Maker, dict[str, Any], str]] = [
     (partial(timm.create_model, "seresnet18"), {"kind": "channels"}, "cannot be narrowed"),
     (partial(timm.create_model, "resnext50_32x4d"), {"kind": "channels"}, "cannot be narrowed"),
     (partial(timm.create_model, "test_resnet"), {"kind": "channels"}, "no stage"),
-    (partial(timm.create_model, "res2net50_26w_4s"), {"kind": "channels"}, "supported are BasicBlock and Bottleneck"),
+    (
+        partial(timm.create_model, "res2net50_26w_4s"),
+        {"kind": "channels"},
+        "supported are BasicBlock and Bottleneck with",
+    ),
     ("test_vit", {"kind": "channels"}, "supports timm ResNets, got a VisionTransformer"),
     ("test_vit", {"kind": "experts", "capacity": 5.0}, "at most the number of experts"),
     ("test_vit", {"kind": "experts", "experts": 0}, "experts"),

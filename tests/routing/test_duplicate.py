@@ -265,9 +265,9 @@ def with_stem() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "part", "options", "message"),
     [
-        (with_stem, "image", {}, r"kernel_size=\(18, 18\), stride=\(16, 16\).*patches share pixels or skip some"),
-        (lambda: make_model("vit_tiny_r_s16_p8_224"), "image", {}, "reads 64 channels of features"),
-        (lambda: make_model("naflexvit_base_patch16_gap"), "image", {}, "made by a NaFlexEmbeds and by no convolution"),
+        (with_stem, "image", {}, r"made by a Conv2d\(3, 64, kernel_size=\(18, 18\), stride=\(16, 16\)"),
+        (lambda: make_model("vit_tiny_r_s16_p8_224"), "image", {}, r"made by a Conv2d\(64, "),
+        (lambda: make_model("naflexvit_base_patch16_gap"), "image", {}, "made by a NaFlexEmbeds"),
         (lambda: make_vision("siglip2"), "image", {}, "needs the rows and columns of an image's patches"),
         (lambda: make_vision("vit"), "image", {"tolerance": 6.0}, r"router\.tolerance=6\.0 is in grey levels.*std"),
         (lambda: make_model("test_vit"), "image", {"std": (0.5, 0.5)}, "one for each of 3 channels, got"),
