@@ -333,7 +333,8 @@ class NamedArguments(CallForm, BlockCall):
             if name not in known and has_tensors(value):
                 raise ValueError(
                     f"a routed block got {name!r}, of which no trial showed how it goes with the kept tokens; known "
-                    f"are {', '.join(filter(None, known)) or 'none'}. Route with mmod.Tokens(example=...) that has it"
+                    f"are {', '.join(filter(None, known)) or 'none'}. Leave it out, or route with "
+                    "mmod.Tokens(example=...) that has it"
                 )
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:

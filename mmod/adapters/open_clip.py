@@ -22,7 +22,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part, by_name, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, Part, parameters_of_block
 from mmod.adapters.halves import Branches
 from mmod.adapters.masks import narrow_queries
 from mmod.adapters.projections import projections_of
@@ -173,13 +173,6 @@ class ClipBlock(NamedArguments):
     def masks_always(self) -> bool:  # type: ignore[override]
         """Whether `masks` says something even if the block gets the tokens alone."""
         return self.captions is not None
-
-    def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
-        """Return arguments by name, without those that are None."""
-        named = by_name(self.parameters, args, kwargs)
-        if named.get("k_x") is not None or named.get("v_x") is not None:
-            raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
-        return super().bind(args, kwargs)
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:
         """Return which tokens of a caption are padding, and which are always kept: the first, and the one that is read.
@@ -337,12 +330,14 @@ def _check_description(description: Mapping[str, Any]) -> None:
         fields = config.get(tower)
         if not isinstance(fields, Mapping):
             raise ValueError(f"{tower} in a saved folder must be a mapping, got {fields!r}")
-        if fields.get(f"{key}_pretrained", False) is not False:
-            raise ValueError(f"a saved folder may not download weights: {tower} has {key}_pretrained")
         name = fields.get(f"{key}_name")
         is_known = name in texts if key == "hf_model" else isinstance(name, str) and timm.is_model(name)
-        if name is not None and not is_known:
-            raise ValueError(f"a saved folder may not refer to another model: {tower} has {key}_name {name!r}")
+        pretrained = fields.get(f"{key}_pretrained", False)
+        if pretrained is not False or not (name is None or is_known):
+            raise ValueError(
+                f"a saved folder may not download weights or refer to another model: {tower} has {key}_name {name!r} "
+                f"and {key}_pretrained {pretrained!r}"
+            )
 
 
 SAVING = Saving(

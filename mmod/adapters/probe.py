@@ -323,15 +323,25 @@ def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module
 
 def light_copy(model: nn.Module, block_list: nn.Module) -> Any:
     """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
-    memo: dict[int, object] = {}
-    inside = {id(tensor) for tensor in (*block_list.parameters(), *block_list.buffers())}
-    for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                # Those of the blocks are never used.
-                memo[id(tensor)] = tensor if id(tensor) in inside else runnable(tensor)
-    clone = copy.deepcopy(model, memo)
-    without_hooks(clone)
+    weights = {id(tensor): runnable(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    # Those of the blocks are never used.
+    return copy_with(
+        model, weights | {id(tensor): tensor for tensor in (*block_list.parameters(), *block_list.buffers())}
+    )
+
+
+def copy_with(module: nn.Module, tensors: dict[int, Any]) -> Any:
+    """Return a copy in evaluation mode, without hooks and replaced forwards.
+
+    Args:
+        tensors: What the copy has in the place of tensors, by their ids.
+    """
+    clone = copy.deepcopy(module, tensors)
+    for inner in clone.modules():
+        vars(inner).pop("forward", None)
+        for name, hooks in vars(inner).items():
+            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(hooks, dict):
+                hooks.clear()
     return clone.eval()
 
 
@@ -343,15 +353,6 @@ def runnable(tensor: Tensor) -> Tensor:
         return torch.randn(tensor.shape, dtype=torch.float32)
     plain = tensor.detach().cpu()
     return plain.float() if plain.is_floating_point() else plain
-
-
-def without_hooks(module: nn.Module) -> None:
-    """Remove all hooks of a copy, and forwards that were replaced on instances."""
-    for inner in module.modules():
-        vars(inner).pop("forward", None)
-        for name, hooks in vars(inner).items():
-            if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(hooks, dict):
-                hooks.clear()
 
 
 def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import MASKED
 from mmod.adapters.halves import AttentionWatch, Branches, find_branches, is_close, shapes_inside
-from mmod.adapters.probe import LAYOUTS, BlockInputs, runnable, without_hooks
+from mmod.adapters.probe import LAYOUTS, BlockInputs, copy_with, runnable
 from mmod.adapters.proven import Proof, call_of, outer_mixins
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
 from mmod.blocks import KEY_BIAS, MASKS, Arguments, Shell, as_one_sequence, convert, host_class, parameters_of
@@ -240,14 +240,13 @@ def random_copy(block: nn.Module) -> Any:
             # Outputs of linear layers keep the size of their inputs; scales and biases are drawn around a half.
             drawn = drawn / weight.shape[1:].numel() ** 0.5 if weight.ndim > 1 else 0.5 + drawn / 2
             memo[id(weight)] = nn.Parameter(drawn, requires_grad=False)
-    trial = copy.deepcopy(block, memo)
-    without_hooks(trial)
+    trial = copy_with(block, memo)
     for module in trial.modules():
         config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, *MASKED):
             # Flash attention does not run on a CPU; the copy has a config of its own.
             config._attn_implementation = MASKED[0]
-    return trial.eval()
+    return trial
 
 
 def _divides(block: nn.Module, branches: Branches, x: Tensor, arguments: Arguments) -> bool:

@@ -59,17 +59,11 @@ def create_timm(name: str, options: Options) -> nn.Module:
         check_published(name, args, options.advice)
     try:
         model: nn.Module = timm.create_model(full_name, pretrained=pretrained, **args)
-    except (AssertionError, ArithmeticError, ValueError, RuntimeError) as error:
+    except (AssertionError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         if not args:
             raise
-        raise ValueError(f"timm cannot build {name!r} with model.args {brief(args)}: {error}") from error
-    except TypeError as error:
-        # A TypeError of the model's own code is a fault, not a wrong argument.
-        if "unexpected keyword argument" not in str(error):
-            raise
-        if options.image_size is not None:
-            raise ValueError(f"{name} takes no img_size: {error}") from error
-        raise TypeError(f"model.args does not fit {name!r}: {error}{_near_argument(name, str(error))}") from error
+        near = _near_argument(name, str(error))
+        raise ValueError(f"timm cannot build {name!r} with model.args {brief(args)}: {error}{near}") from error
     return model
 
 

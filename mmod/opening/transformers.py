@@ -192,12 +192,15 @@ def processor_fields(folder: str | Path) -> dict[str, object]:
     if hasattr(processor, "data_config"):
         # The processor of timm's models, which has these arguments.
         return dict(processor.data_config)
-    if not (processor.do_resize and processor.do_rescale and processor.do_normalize):
-        raise ValueError(f"the {type(processor).__name__} in {str(folder)!r} must resize, rescale and normalise images")
+    does_all = processor.do_resize and processor.do_rescale and processor.do_normalize
     size = dict(processor.size)
     crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
-    if set(crop) != {"height", "width"} or not ({"height", "width"} == set(size) or "shortest_edge" in size):
-        raise ValueError(f"the {type(processor).__name__} in {str(folder)!r} makes images of no one size, got {size}")
+    one_size = set(crop) == {"height", "width"} and ({"height", "width"} == set(size) or "shortest_edge" in size)
+    if not does_all or not one_size:
+        raise ValueError(
+            f"the {type(processor).__name__} in {str(folder)!r} must resize images to one size, rescale and normalise "
+            f"them, got size {size}"
+        )
     fields: dict[str, object] = {
         "input_size": (len(processor.image_mean), crop["height"], crop["width"]),
         "mean": tuple(processor.image_mean),

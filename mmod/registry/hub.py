@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mmod.adapters import find_library
+from mmod.adapters import ADAPTERS, find_library
 from mmod.analysis.flop_report import FlopCounts
 from mmod.methods.base import as_evaluated, methods_of
 from mmod.pretrained import save_pretrained
@@ -87,10 +87,11 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
 
     methods = methods_of(model)
     library = find_library(model)
-    if not methods:
-        raise ValueError(f"no method changed this {type(model).__name__}: upload the model itself")
-    if library is None:
-        raise ValueError(f"this {type(model).__name__} is no model of a supported library: upload the model itself")
+    if not methods or library is None:
+        raise ValueError(
+            f"a card is for models of {', '.join(ADAPTERS)} that methods changed, and not for this "
+            f"{type(model).__name__}: upload the model itself"
+        )
     check_value("about", about, str)
     check_value("repo", repo, str)
     validate_repo_id(repo)

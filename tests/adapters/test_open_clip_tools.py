@@ -323,9 +323,13 @@ def test_losses_of_both_towers_are_added() -> None:
     [
         ("vision_cfg", {"timm_model_name": "hf-hub:a/b"}, "timm_model_name 'hf-hub:a/b'"),
         ("vision_cfg", {"timm_model_name": "local-dir:/tmp"}, "timm_model_name 'local-dir:/tmp'"),
-        ("vision_cfg", {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": True}, "may not download"),
+        (
+            "vision_cfg",
+            {"timm_model_name": "vit_tiny_patch16_224", "timm_model_pretrained": True},
+            "timm_model_pretrained True",
+        ),
         ("text_cfg", {"hf_model_name": "/etc"}, "hf_model_name '/etc'"),
-        ("text_cfg", {"hf_model_name": "roberta-base", "hf_model_pretrained": True}, "may not download weights"),
+        ("text_cfg", {"hf_model_name": "roberta-base", "hf_model_pretrained": True}, "hf_model_pretrained True"),
     ],
 )
 def test_a_saved_folder_names_nothing_outside_itself(

@@ -175,7 +175,7 @@ def test_images_are_prepared_as_by_the_folders_processor(options: dict[str, Any]
 def test_processors_that_keep_sizes_are_refused(tmp_path: Path) -> None:
     save_image_model("vit", tmp_path)
     transformers.ViTImageProcessor(do_resize=False).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="must resize, rescale and normalise images"):
+    with pytest.raises(ValueError, match="must resize images to one size, rescale and normalise"):
         processor_fields(tmp_path)
 
 
