@@ -233,8 +233,9 @@ def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: f
     options = []
     for router, row, known in zip(routers, rows[0], costs):
         # By the number of kept tokens, which is rounded.
-        counts = [[kept_count(row.tokens, share, router.prefix) for share in shares] for shares in (HUNDREDTHS, grid)]
-        options.append(np.interp(*counts, known).tolist())
+        counts = [kept_count(row.tokens, share, router.prefix) for share in HUNDREDTHS]
+        grid_counts = [kept_count(row.tokens, share, router.prefix) for share in grid]
+        options.append(np.interp(counts, grid_counts, known).tolist())
     module = LearnedCapacity(costs, fixed, budget, rate, options).to(example.device)
     for block, router in enumerate(routers):
         # In place, because the model's hooks and the optimiser hold this very module.
