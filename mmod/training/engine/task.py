@@ -16,15 +16,13 @@ from typing_extensions import Self
 
 from mmod.losses import auxiliary_loss
 from mmod.routing import Router
-from mmod.values import one_of
 
 Batch = tuple[Tensor, Tensor]
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """Return the context of a forward pass in "fp32", "bf16" or, on CUDA, "fp16"; ValueError for others."""
-    one_of("precision", precision, tuple(_PRECISIONS))
+    """Return the context of a forward pass in "fp32", "bf16" or, on CUDA alone, "fp16"."""
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"precision 'fp16' needs a CUDA device, got {device}; use 'bf16' or 'fp32'")
     return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")
@@ -138,42 +136,27 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 
 def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> str:
-    """Repeat the forward passes of a step; name the batch and the module that were not finite first."""
-    found = []
-    # All passes in every process, because some tasks gather features between them.
-    for number, one_pass in enumerate(task.passes(group, device), 1):
-        where, loss = _first_nonfinite(task, one_pass.arguments)
-        if not all_finite([loss]):
-            found.append(f"{where}, batch {number} of {len(group)}")
-    return found[0] if found else "a gradient, or another process"
-
-
-def _first_nonfinite(task: Task, arguments: tuple[object, ...]) -> tuple[str, Tensor]:
-    """Repeat a forward pass; return what was not finite first (weight, input, output or loss), and the loss."""
+    """Repeat the forward passes of a step; name the module whose output was not finite first, and the batch."""
     # With gradients: auxiliary losses are those of passes that train.
     names: list[str] = []
 
     def note(name: str, module: nn.Module, inputs: object, output: object) -> None:
         # A router's decision marks tokens that always run, or never, with infinity.
         decides = isinstance(module, Router)
-        if not names and any(bool((x.isnan() if decides else ~x.isfinite()).any()) for x in _floats(output)):
-            names.append(name)
+        floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if any(bool((x.isnan() if decides else ~x.isfinite()).any()) for x in floats):
+            names.append(f"the output of {name}")
 
     modules = [(name, module) for name, module in task.model.named_modules() if name]
     handles = [module.register_forward_hook(partial(note, name)) for name, module in modules]
+    where = []
     try:
-        loss: Tensor = task(*arguments)["loss"]
+        # All passes in every process, because some tasks gather features between them.
+        for number, one_pass in enumerate(task.passes(group, device), 1):
+            names.clear()
+            if not all_finite([task(*one_pass.arguments)["loss"]]):
+                where.append(f"{[*names, 'the loss'][0]}, batch {number} of {len(group)}")
     finally:
         for handle in handles:
             handle.remove()
-    # Weights and inputs first: either makes all outputs infinite, which are not to blame then.
-    for name, weight in task.model.named_parameters():
-        if not all_finite([weight]):
-            return f"the weight {name}", loss
-    if not all_finite(_floats(arguments)):
-        return "the inputs", loss
-    return f"the output of {names[0]}" if names else "the loss", loss
-
-
-def _floats(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return where[0] if where else "a gradient, or another process"

@@ -42,7 +42,7 @@ class Poisoned(TensorStream):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(tmp_path: Path, value: float) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1, log_every=50)
-    message = r"at step 4 \(epoch 1\); last good checkpoint: .*step-000000003.*first in the inputs"
+    message = r"at step 4 \(epoch 1\); last good checkpoint: .*step-000000003.*first in the output of patch_embed"
     with pytest.raises(FloatingPointError, match=message):
         fit(config, streams=(Poisoned(3, value), TensorStream(8, seed=None)), progress=False)
     assert all(
