@@ -17,29 +17,16 @@ from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.plain import from_plain
 from mmod.training.engine.groups import DistributedConfig, EmaConfig, OptimConfig, ScheduleConfig, TeacherConfig
-from mmod.values import Checked, check_fields, check_value, refuse_unknown
+from mmod.values import Checked, check_fields, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.methods.base import Method
 
-_SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
-    f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
-}
-
 
 def check_described(fields: Mapping[str, object]) -> None:
-    """Raise unless fields of a transformers config name a model type, and sizes that are integers of at least 1."""
-    _check_sizes(fields, "model.config")
+    """Raise unless fields of a transformers config name a model type."""
     if not isinstance(fields.get("model_type"), str):
         raise ValueError(f"model.config needs a model_type, got {', '.join(fields) or 'nothing'}")
-
-
-def _check_sizes(fields: Mapping[str, object], name: str) -> None:
-    for key, value in fields.items():
-        if isinstance(value, Mapping):
-            _check_sizes(value, f"{name}.{key}")
-        elif key in _SIZES:
-            check_value(f"{name}.{key}", value, int | None, "[1, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,11 +102,9 @@ class RunConfig:
         check_fields(self)
         if not self.output:
             raise ValueError("output must name a folder, got ''")
-        if self.part or self.routing is None:
-            return
-        if not self.routing:
-            raise ValueError("routing names no part; use `routing: null` for none")
-        refuse_unknown("part in routing", self.routing, type(self).__dataclass_fields__["routing"].metadata["names"])
+        if not self.part:
+            names = type(self).__dataclass_fields__["routing"].metadata["names"]
+            refuse_unknown("part in routing", self.routing or (), names)
 
     @property
     def free_keys(self) -> frozenset[str]:
@@ -242,8 +227,6 @@ class LoopConfig(RunConfig):
 
     def __post_init__(self) -> None:
         self.check()
-        if self.optim.lr_per is None:
-            self.schedule.check_rate(self.optim, 1)
         if self.distill.teacher == "dense" and not self.model.has_weights:
             raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
         others = [method.kind for method in self.applied if not method.recomputes]
@@ -257,13 +240,11 @@ class LoopConfig(RunConfig):
             )
         if self.trained is not None and (not self.routings or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
-        if self.training_only_epochs is not None:
-            check_value("training_only_epochs", self.training_only_epochs, int, f"[1, {self.epochs}]")
-            if not any(method.training_only for method in self.applied):
-                raise ValueError(
-                    "training_only_epochs needs methods for training alone: set routing.training_only or that of a "
-                    "method to true, or training_only_epochs to null"
-                )
+        if self.training_only_epochs is not None and not any(method.training_only for method in self.applied):
+            raise ValueError(
+                "training_only_epochs needs methods for training alone: set routing.training_only or that of a method "
+                "to true, or training_only_epochs to null"
+            )
         reading = any(config.wants_importance(training=True) for config in self.routings.values())
         if self.distributed.sharded and self.compile and self.grad_checkpointing and reading:
             raise ValueError(

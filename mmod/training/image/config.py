@@ -58,14 +58,12 @@ class ModelConfig(engine.StartConfig):
 
 @dataclass(frozen=True)
 class LossConfig(Checked, group="loss"):
-    """The task's criterion.
+    """The task's criterion, cross entropy.
 
     Args:
-        kind: "ce" for cross entropy, "bce" for one binary cross entropy per class.
         smoothing: Label smoothing, in [0, 1).
     """
 
-    kind: Literal["ce", "bce"] = "ce"
     smoothing: Annotated[float, "[0, 1)"] = 0.0
 
 
