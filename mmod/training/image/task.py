@@ -100,7 +100,8 @@ class ClassificationTask(Task):
         parts = {"task": self.criterion(*labelled(logits.float(), labels, targets))}
         parts |= self.distillation_term(logits, partial(answers, images=images, targets=targets))
         if self.final is not None and self.feature_weight is not None:
-            parts["features"] = self.feature_weight * _distance(*(final.take() for final in self.final))
+            student_BND, taught_BND = (final.take().float() for final in self.final)
+            parts["features"] = self.feature_weight * (1 - F.cosine_similarity(student_BND, taught_BND, dim=-1).mean())
         return logits, parts | self.auxiliary_term()
 
 
@@ -130,11 +131,8 @@ class _FinalTokens:
     """Keeps the final tokens of a timm model's last pass: the output of its `norm`."""
 
     def __init__(self, model: nn.Module) -> None:
-        norm = getattr(model, "norm", None)
-        if not isinstance(norm, nn.Module):
-            raise ValueError(f"this {type(model).__name__} has no final `norm`, whose tokens distill.features compares")
         self._tokens: Tensor | None = None
-        norm.register_forward_hook(self._keep)
+        model.get_submodule("norm").register_forward_hook(self._keep)
 
     def _keep(self, norm: nn.Module, inputs: object, output: Tensor) -> None:
         self._tokens = output
@@ -145,16 +143,6 @@ class _FinalTokens:
         self._tokens = None
         assert tokens is not None
         return tokens
-
-
-def _distance(student_BND: Tensor, taught_BND: Tensor) -> Tensor:
-    """Return one minus the cosine, mean over tokens."""
-    if student_BND.shape != taught_BND.shape:
-        raise ValueError(
-            f"distill.features compares final tokens one by one: the model's are {tuple(student_BND.shape)}, the "
-            f"teacher's {tuple(taught_BND.shape)}"
-        )
-    return 1 - F.cosine_similarity(student_BND.float(), taught_BND.float(), dim=-1).mean()
 
 
 def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:

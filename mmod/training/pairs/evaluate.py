@@ -254,21 +254,16 @@ def classify_folder(
 
 
 def check_imagenet(names: Sequence[str], expected: int, folder: str) -> None:
-    """Raise a ValueError unless the order of folder names is that of ImageNet's classes, which prompts have.
+    """Raise a ValueError unless folders are all of ImageNet's classes, in the order of the prompts.
 
     Valid names are all WordNet identifiers, as ImageNet comes, or all numbers of classes.
     """
-    if len(names) != expected:
-        raise ValueError(
-            f"{folder!r} holds {len(names)} classes, the folders {some_names([*names], 20)}, and ImageNet's validation "
-            f"set has {expected}"
-        )
     numbered = all(name.isdecimal() for name in names) and sorted(map(int, names)) == list(range(expected))
-    if not numbered and not all(re.fullmatch(r"n\d+", name) for name in names):
-        other = next(name for name in names if not re.fullmatch(r"n\d+", name))
+    if len(names) != expected or not (numbered or all(re.fullmatch(r"n\d+", name) for name in names)):
         raise ValueError(
-            f"{folder!r} must have folders named by WordNet identifiers such as n01440764, or by numbers from 0 to "
-            f"{expected - 1} in their order, so that each is known to prompts; got {other!r}"
+            f"{folder!r} must have {expected} folders, named by WordNet identifiers such as n01440764, or by numbers "
+            f"from 0 to {expected - 1} in their order, so that each is known to prompts; got {len(names)}: "
+            f"{some_names([*names], 20)}"
         )
 
 

@@ -201,23 +201,13 @@ def test_models_that_answer_something_else(
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            lambda logits: logits.masked_fill(logits == logits.max(), torch.nan),
-            ValueError,
-            "loss of an evaluation must be",
-        ),
-        (lambda logits: logits / 0, ValueError, "loss of an evaluation must be"),
-        (lambda logits: logits.long(), TypeError, r"floating-point logits, got torch\.int64"),
-        (lambda logits: logits.to(torch.complex64), TypeError, r"floating-point logits, got torch\.complex64"),
-    ],
+    "change", [lambda logits: logits.masked_fill(logits == logits.max(), torch.nan), lambda logits: logits / 0]
 )
-def test_outputs_that_no_figure_can_be_made_of_are_refused(change: Any, error: type[Exception], message: str) -> None:
+def test_outputs_that_no_figure_can_be_made_of_are_refused(change: Any) -> None:
     logits = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
     model = Table(logits)
     model.forward = lambda images: change(logits[images.flatten().long()])  # type: ignore[method-assign]
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match="loss of an evaluation must be"):
         evaluate(model, Labels(torch.ones(4, 3, dtype=torch.int64), 2))  # type: ignore[arg-type]
 
 

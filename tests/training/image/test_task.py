@@ -69,14 +69,3 @@ def test_features_are_compared_token_by_token(batch: tuple[Tensor, Tensor], pool
     torch.testing.assert_close(parts["loss"], parts["task"] + parts["distillation"] + parts["features"])
     parts["features"].backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
-
-
-def test_features_of_other_tokens_are_refused(batch: tuple[Tensor, Tensor]) -> None:
-    coarse = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=5
-    )
-    task = ClassificationTask(coarse, nn.CrossEntropyLoss(), teacher=tiny(), feature_weight=1.0)
-    with pytest.raises(ValueError, match=r"compares final tokens one by one: the model's are \(6, .*, 16\)"):
-        task(*batch)
-    with pytest.raises(ValueError, match="has no final `norm`"):
-        ClassificationTask(nn.Linear(2, 2), nn.CrossEntropyLoss(), teacher=tiny(), feature_weight=1.0)
