@@ -6,12 +6,13 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mmod.adapters import BlockStack
 from mmod.adapters.head import Head, find_head, logits_of
@@ -204,15 +205,25 @@ class ExitCall(StackCall):
             return argument
         return argument if self.index_B is None else argument.index_select(0, self.index_B)
 
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return rows of the remaining images as those of all, zeros for images that exited."""
+        if self.index_B is None or rows.shape[0] == self.total:
+            return rows
+        return rows.new_zeros(self.total, *rows.shape[1:]).index_copy(0, self.index_B, rows)
+
     def gather(self, output: Any) -> Any:
-        """Return the output for all images, from the model's for those that remained to the end."""
-        if self.index_B is None:
-            return output
-        index_B = self.index_B
-        remaining = _joined([output], lambda rows: rows[0][index_B])
-        places, answers = zip(*self.answers, (index_B, remaining))
-        order = torch.cat(places).argsort()
-        return _joined(answers, lambda rows: _in_order(rows, order))
+        """Return the output for all images, from the model's, which is right for those that remained to the end."""
+        leaves, form = tree_flatten(output)
+        for index_B, answer in self.answers:
+            parts, other = tree_flatten(answer)
+            if form != other:
+                raise ValueError(
+                    "early exit returns tensors with one row for each image, such as logits: call the model without "
+                    "output_hidden_states and output_attentions"
+                )
+            # The last block may have been removed from the model.
+            leaves = [_with_rows(self.whole(rows), index_B, part) for rows, part in zip(leaves, parts)]
+        return tree_unflatten(leaves, form)
 
 
 class ExitBlock(Deciding, ConvertedBlock):
@@ -243,9 +254,9 @@ class ExitBlock(Deciding, ConvertedBlock):
         if x.shape[0]:
             masks = {name: call.of_remaining(x, value) for name, value in kwargs.items()}
             y = super().forward(x, *(call.of_remaining(x, value) for value in args), **masks)
-        if state.is_last and call.index_B is not None and y.shape[0] < call.total:
-            # The code behind the blocks may read masks of all images. It finds zeros for those that exited.
-            return y.new_zeros(call.total, *y.shape[1:]).index_copy(0, call.index_B, y)
+        if state.is_last:
+            # The code behind the blocks may read masks of all images.
+            return call.whole(y)
         if state.turn is not None and y.is_meta:
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y, call.args, call.kwargs)
@@ -284,36 +295,20 @@ class ExitBlock(Deciding, ConvertedBlock):
             sure = logits.detach().softmax(dim=-1, dtype=dtype).amax(dim=-1)
             # An image is as sure as its tokens on average, if there are logits for every token.
             leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= state.confidence
-            answer = _joined([output], lambda rows: rows[0][leaves_B])
+            answer = tree_map(lambda rows: rows[leaves_B], output)
         call.answers.append((index_B[leaves_B], answer))
         call.index_B = index_B[~leaves_B]
         return y_BND[~leaves_B]
 
 
-def _joined(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
-    """Return what a model returns for all images, from what it returns for some.
-
-    Args:
-        join: Returns the rows of all, from those of each.
-    """
-    first = outputs[0]
-    if isinstance(first, Mapping):
-        joined: Any = copy.copy(first)
-        for name in first:
-            joined[name] = _joined_rows([output.get(name) for output in outputs], join)
-        return joined
-    if isinstance(first, tuple):
-        return tuple(_joined_rows(list(values), join) for values in zip(*outputs))
-    return _joined_rows(list(outputs), join)
-
-
-def _joined_rows(rows: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    if not all(isinstance(values, Tensor) for values in rows):
+def _with_rows(whole: Tensor, index_B: Tensor, part: Tensor) -> Tensor:
+    """Return what a model returns for all images, in which some have what their exit returned."""
+    if whole.shape[1:] != part.shape[1:]:
         raise ValueError(
-            "early exit returns tensors with one row for each image, such as logits: call the model without "
-            "output_hidden_states and output_attentions"
+            f"the model's head returns {tuple(whole.shape[1:])} per image, and its exits {tuple(part.shape[1:])}: "
+            "change the number of classes by model.reset_classifier, which changes the exits too"
         )
-    return join(rows)
+    return whole.index_copy(0, index_B, part)
 
 
 class ExitModel(BlockOwner):
@@ -347,17 +342,6 @@ class ExitModel(BlockOwner):
 
         output = super().run_in_call(name, run_and_gather, args, kwargs)
         return output if labels is None else _with_loss(self, output, labels)
-
-
-def _in_order(rows: list[Tensor], order: Tensor) -> Tensor:
-    """Return the rows of all images in the order of the batch, from those of each exit."""
-    shapes = [tuple(values.shape[1:]) for values in rows]
-    if len(set(shapes)) > 1:
-        raise ValueError(
-            f"the model's head returns {shapes[-1]} per image, and its exits {shapes[0]}: change the number of classes "
-            "by model.reset_classifier, which changes the exits too"
-        )
-    return torch.cat(rows)[order]
 
 
 def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
