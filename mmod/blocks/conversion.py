@@ -249,15 +249,7 @@ def modules_of(model: nn.Module, method: str) -> list[Mixin]:
 
 
 def make_dense(module: nn.Module) -> None:
-    """Give a converted module its host's class back, and so those inside it that the same method converted."""
-    assert isinstance(module, Mixin)
-    # Modules inside that another method converted stay converted.
-    for inner in modules_of(module, _kind(module)):
-        if is_converted(inner):
-            _restore(inner)
-
-
-def _restore(module: Any) -> None:
+    """Give a converted module its host's class back; mixins that are part of no method's change stay."""
     for mixin in mixins_of(module):
         if mixin.of_method:
             remove(module, mixin)

@@ -341,36 +341,25 @@ def _release(model: TrainingOnly) -> tuple[Method, ...]:
 @contextmanager
 def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """Context that gives the modules of a model their classes and attributes back if a change of it fails."""
-    earlier = [_Earlier(module) for module in model.modules()]
     names = {module: name for name, module in model.named_modules()}
+    earlier = [(module, type(module), dict(vars(module))) for module in names]
+    # Tables of submodules and hooks, which stay the same objects: handles of hooks refer to them.
+    tables: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+    for _, _, attributes in earlier:
+        tables += [(table, dict(table)) for table in attributes.values() if isinstance(table, dict)]
     try:
         yield
     except BaseException as error:
-        for module in earlier:
-            module.restore()
+        for module, module_class, attributes in earlier:
+            module.__class__ = module_class
+            vars(module).clear()
+            vars(module).update(attributes)
+        for table, entries in tables:
+            table.clear()
+            table.update(entries)
         if isinstance(error, HiddenClass):
             raise ValueError(f"{names.get(error.module) or 'the model'} {error}") from None
         raise
-
-
-class _Earlier:
-    """A module as it was: its class, its attributes, and the tables among them, such as those of its submodules."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.module_class = type(module)
-        self.attributes = dict(vars(module))
-        self.tables = {name: dict(value) for name, value in vars(module).items() if isinstance(value, dict)}
-
-    def restore(self) -> None:
-        """Give the module its class and attributes back."""
-        self.module.__class__ = self.module_class
-        vars(self.module).clear()
-        vars(self.module).update(self.attributes)
-        for name, entries in self.tables.items():
-            table = self.attributes[name]
-            table.clear()
-            table.update(entries)
 
 
 def check_changed(model: nn.Module) -> None:
