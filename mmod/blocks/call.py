@@ -5,6 +5,7 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ Arguments = Mapping[str, Any]
 """Arguments of a host's block or model, by name."""
 
 
-class Halves:
+class Halves(ABC):
     """The two halves of a block, each with its residual sum; adapters derive from it.
 
     Attributes:
@@ -35,13 +36,13 @@ class Halves:
         """Names of the modules of a block that become a `Branch` where its halves run separately."""
         return ()
 
+    @abstractmethod
     def attend(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's attention, from the block's arguments by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def feed(self, block: Any, x_BND: Tensor, arguments: Arguments) -> Tensor:
         """Return tokens (B, N, D) after a block's MLP, from those after its attention; see `fed` for arguments."""
-        raise NotImplementedError
 
 
 class BlockCall(Protocol):

@@ -29,7 +29,7 @@ from mmod.blocks.rows import (
     write_kept,
 )
 from mmod.config import RoutingConfig
-from mmod.ops import backend, lerp_rows
+from mmod.ops import lerp_rows
 from mmod.routing import Routing
 
 # From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
@@ -118,8 +118,7 @@ class AmongAll(Execution):
         """Return all tokens where they are if a block with a cache keeps them all, else the kept ones."""
         if self.call.caches and in_order(x, routing):
             return RowsInPlace(x, routing, self.weighs)
-        norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
-        return Rows(x, routing, norm, self.weighs)
+        return super().make_rows(block, x, arguments, routing)
 
     def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the kept tokens after the host's block."""

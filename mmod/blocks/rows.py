@@ -5,6 +5,7 @@ Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -278,7 +279,7 @@ class PackedRows(Rows):
 Host = Callable[..., Tensor]
 
 
-class Execution:
+class Execution(ABC):
     """How a routed block runs on the rows of a decision, chosen once from its config.
 
     Attributes:
@@ -296,12 +297,13 @@ class Execution:
         self.weighs = config.language.gate_on == "update"
 
     def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the rows that the block runs on."""
-        raise NotImplementedError
+        """Return the rows that the block runs on: by default the kept tokens."""
+        norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
+        return Rows(x, routing, norm, self.weighs)
 
+    @abstractmethod
     def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the block, from those of the decision; `host` is the host's forward."""
-        raise NotImplementedError
 
     def first_norm(self, block: ConvertedBlock) -> nn.Module | None:
         """Return the block's first norm, if a kernel may compute it; a CPU has one only where it is forced."""
@@ -321,6 +323,7 @@ class KeptTokens(Execution):
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         if routing.kept.valid_BK is not None and self.packs(block, arguments, routing):
             return PackedRows(x, routing, self.weighs)
+        # As by default, without a call.
         norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
         return Rows(x, routing, norm, self.weighs)
 

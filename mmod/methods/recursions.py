@@ -40,7 +40,7 @@ from mmod.methods.mixture import (
     refuse_packed,
 )
 from mmod.ops import gather_rows, select_topk
-from mmod.ops.backend import exporting
+from mmod.ops.backend import check_counts
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Kept, LinearScore, Routing
@@ -110,13 +110,10 @@ class Recursions(Mixture):
                 f"which recursions={self.recursions} must divide"
             )
         layer_types = getattr(getattr(model, "config", None), "layer_types", None) or ()
-        if len(set(layer_types)) > 1:
+        if len(set(layer_types)) > 1 or getattr(model, "rope_mixed", False):
             raise ValueError(
-                f"layers of this {type(model).__name__} attend in different ways, {', '.join(set(layer_types))}"
-            )
-        if getattr(model, "rope_mixed", False):
-            raise ValueError(
-                f"blocks of this {type(model).__name__} have different rotary positions and cannot be shared"
+                f"blocks of this {type(model).__name__} attend in different ways, or have different rotary positions, "
+                "and cannot be shared"
             )
         for name, block in zip(stack.names, stack.blocks):
             if self.keys == "first" and "all" not in stack.call_of(block, None).contexts:
@@ -348,8 +345,7 @@ class Cycle(Added, Deciding):
         if config.choice == "predictor":
             predicted_BN = self.predictors[recursion - 1](x_BND)
         if self._alone(x_BND):
-            if exporting():
-                raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
+            check_counts("recursions of single tokens", "how many run")
             keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
             kept = kept_by_mask(keep_BN)
@@ -385,8 +381,7 @@ class Cycle(Added, Deciding):
             kept = Kept(torch.arange(slots, device=depths.last_BN.device).expand(batch, slots))
         else:
             level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
-            if exporting():
-                raise ValueError("depths of tokens cannot be exported: how many tokens run depends on the data")
+            check_counts("depths of tokens", "how many tokens run")
             kept = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
         return Routing(kept, prob_BN, prob_BN.gather(1, kept.index_BK))
 

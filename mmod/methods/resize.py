@@ -80,15 +80,16 @@ class Resize(Method):
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 images = torch.randn(2, projection.in_channels, *_height_and_width(self.size))
                 first = inputs_of_call(inner, blocks, {pixels: images, **options})
+            tokens = first.x_BND.shape[1]
+            reason = f"It makes {tokens} tokens of an image of size={self.size}, not {stack.prefix + patches}"
         # A host may raise anything for a size that it was not made for.
         except Exception as error:
+            tokens = 0
+            reason = f"It raised: {error}"
+        if tokens != stack.prefix + patches:
             raise ValueError(
                 f"this {type(model).__name__} takes images of a fixed size: let its forward resample the position "
-                f"embeddings to the grid of the patches, as by torch.nn.functional.interpolate. It raised: {error}"
-            ) from error
-        if first.x_BND.shape[1] != stack.prefix + patches:
-            raise ValueError(
-                f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}"
+                f"embeddings to the grid of the patches, as by torch.nn.functional.interpolate. {reason}"
             )
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:

@@ -366,7 +366,7 @@ REFUSED: list[tuple[str | Maker, dict[str, Any], str]] = [
     ("test_vit", {"kind": "recursions", "first": 4, "last": 2}, "are 0"),
     ("test_vit", {"kind": "recursions", "keys": "all"}, "keys"),
     ("test_vit", {"kind": "recursions", "choice": "score"}, "is for language models: all tokens of an image are known"),
-    ("vit_small_patch16_rope_mixed_224", {"kind": "recursions"}, "different rotary positions"),
+    ("vit_small_patch16_rope_mixed_224", {"kind": "recursions"}, "have different rotary positions"),
     ("naflexvit_base_patch16_gap", {"kind": "recursions"}, "may be padding"),
     (partial(make_language, "gemma2"), {"kind": "recursions", "recursions": 2}, "attend in different ways"),
     (partial(make_joint, "llava"), {"kind": "recursions", "recursions": 2}, "several parts"),
