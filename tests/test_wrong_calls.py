@@ -205,7 +205,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.search_plan(m, None, 0.5), TypeError, "a list or a loader of batches, got a NoneType$"),
     (lambda m: mmod.planning.attention_ranks(m, None), TypeError, "a list or a loader of batches, got a NoneType$"),
     (lambda m: mmod.attention_ranks(m, []), ValueError, "batches is empty"),
-    (lambda m: mmod.attention_ranks(m, [], part="text"), ValueError, "has no part 'text'"),
+    (lambda m: mmod.attention_ranks(m, [], part="text"), ValueError, "one of image; got 'text'"),
     (lambda m: mmod.attention_ranks(m, ["a text"]), TypeError, "keyword arguments, or one tensor, got str"),
     (lambda m: mmod.plan_divergence(m, ["a text"], LINEAR), TypeError, "keyword arguments, or one tensor, got str"),
     (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got a Tensor alone: put it into a list"),

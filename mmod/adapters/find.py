@@ -90,11 +90,10 @@ def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStac
         part: The name; None takes the only part.
     """
     stacks = find_stacks(model)
-    if part is None and len(stacks) > 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(stacks)}: name one")
-    part = next(iter(stacks)) if part is None else part
-    if part not in stacks:
-        raise ValueError(f"this {type(model).__name__} has no part {part!r}; it has {', '.join(stacks)}")
+    if part is None and len(stacks) == 1:
+        (part,) = stacks
+    if part is None or part not in stacks:
+        raise ValueError(f"name a part of this {type(model).__name__}, one of {', '.join(stacks)}; got {part!r}")
     return part, stacks[part]
 
 

@@ -111,13 +111,7 @@ def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
     block_list: Any = model.get_submodule(proof.blocks)
     grid = None
     if proof.projection:
-        try:
-            projection = model.get_submodule(proof.projection)
-        except AttributeError as error:
-            raise ValueError(
-                f"this {type(model).__name__} has no module {proof.projection!r}, which the model that was saved had"
-            ) from error
-        grid = GridSource(projection, grid_of_map)
+        grid = GridSource(model.get_submodule(proof.projection), grid_of_map)
     stack = BlockStack(
         names=tuple(f"{proof.blocks}.{number}" for number in range(len(block_list))),
         blocks=tuple(block_list),

@@ -326,7 +326,7 @@ class _Trial:
         except Exception as error:
             if valid_BK is not None:
                 # It ran on as many tokens before, when none was hidden.
-                raise _Refused(f"does not run with tokens hidden from attention: {error}", 3) from error
+                raise _Refused(f"does not run with tokens hidden from attention: {error}", 2) from error
             raise _Refused(
                 f"does not run on {index_BK.shape[1]} of its {self.x_BND.shape[1]} tokens{_POSITIONS}: {error}"
             ) from error
@@ -343,27 +343,37 @@ class _Trial:
             self.call = call_of(self.proof, self.block)
             self.block.mod_state.call = self.call
         if self.proof.index_argument:
-            self._check_index()
+            with torch.no_grad():
+                y_BND = self.block.run_host(self.x_BND, **self.arguments)
+            index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
+            lacks = f"does not take the index of each token as {self.proof.index_argument}"
+            self._compare(self.run(index_BN), y_BND, lacks, 0)
+        # The order of tokens shows whatever attention reads of their positions: windows, biases, convolutions. That of
+        # all patches of an image, because a window shows only where there are more tokens than it holds.
+        tokens = self.x_BND.shape[1]
         prefix = self.proof.prefix
-        # The order of tokens shows whatever attention reads of their positions: windows, biases, convolutions.
-        order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
-        order = torch.cat([torch.arange(prefix), order])
-        if not is_close(self.run(index_BK[:, order]), y_BKD[:, order]):
-            raise _Refused(f"gives tokens in another order another result{_POSITIONS}", 1)
-        self._check_all_tokens()
+        last = tokens - self.proof.suffix
+        order = torch.randperm(last - prefix, generator=torch.Generator().manual_seed(4)) + prefix
+        order = torch.cat([torch.arange(prefix), order, torch.arange(last, tokens)])
+        y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
+        lacks = f"gives all {tokens} tokens in another order another result{_POSITIONS}"
+        self._compare(self._alone(0, order.unsqueeze(0)), y_1ND[:, order], lacks, 1)
         alone = prefix + ALONE
         valid_BK = (torch.arange(index_BK.shape[1]) < alone).expand_as(index_BK)
-        if not is_close(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone]):
-            raise _Refused(
-                "gives some tokens another result where the others are hidden from attention than where they are left "
-                "out: tokens reach each other by another way than attention",
-                3,
-            )
+        lacks = (
+            "gives some tokens another result where the others are hidden from attention than where they are left out: "
+            "tokens reach each other by another way than attention"
+        )
+        self._compare(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone], lacks, 2)
         # A batch norm, or attention over a batch, shows in an image that is not beside the other.
         images = [self._alone(image, index_BK[image : image + 1]) for image in range(2)]
-        if not is_close(torch.cat(images), y_BKD):
-            raise _Refused("gives an image another result in another batch", 4)
+        self._compare(torch.cat(images), y_BKD, "gives an image another result in another batch", 3)
         return self.proof
+
+    def _compare(self, actual: Tensor, expected: Tensor, lacks: str, passed: int) -> None:
+        """Refuse the block by what it lacks, after a number of passed properties, unless two outputs are equal."""
+        if not is_close(actual, expected):
+            raise _Refused(lacks, passed)
 
     def _find_cross(self) -> tuple[int, ...]:
         """Return which calls of attention have the same keys for any number of tokens: those over a text."""
@@ -377,17 +387,6 @@ class _Trial:
         pairs = enumerate(zip(few.seen, self.watch.seen))
         return tuple(number for number, (one, other) in pairs if one.shape[-1] == other.shape[-1])
 
-    def _check_all_tokens(self) -> None:
-        """Permute all patches of an image: a window shows only where there are more tokens than it holds."""
-        prefix = self.proof.prefix
-        tokens = self.x_BND.shape[1]
-        last = tokens - self.proof.suffix
-        order = torch.randperm(last - prefix, generator=torch.Generator().manual_seed(4)) + prefix
-        order = torch.cat([torch.arange(prefix), order, torch.arange(last, tokens)])
-        y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
-        if not is_close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
-            raise _Refused(f"gives all {tokens} tokens in another order another result{_POSITIONS}", 2)
-
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:
         """Return the output for some tokens of one image, beside itself: so both draw what they draw together."""
         twice = torch.tensor([image, image])
@@ -395,10 +394,3 @@ class _Trial:
         alone.x_BND = self.x_BND[twice]
         alone.arguments = {name: self.call.of_images(name, value, twice, 2) for name, value in self.arguments.items()}
         return alone.run(index_1K.expand(2, -1))[image : image + 1]
-
-    def _check_index(self) -> None:
-        index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
-        with torch.no_grad():
-            y_BND = self.block.run_host(self.x_BND, **self.arguments)
-        if not is_close(self.run(index_BN), y_BND):
-            raise _Refused(f"does not take the index of each token as {self.proof.index_argument}")

@@ -87,8 +87,6 @@ def register_config(config: str, name: str) -> None:
 
 def add_model_configs(path: Path) -> None:
     """Tell open_clip of the models that a JSON file describes, or a folder of such files."""
-    if not path.exists():
-        raise FileNotFoundError(f"no model config at {str(path)!r}")
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     # Copies: open_clip takes a byte order mark for damage, and would keep the name of a file that it cannot read.
     with TemporaryDirectory() as copies:

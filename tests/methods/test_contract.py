@@ -361,7 +361,11 @@ REFUSED: list[tuple[str | Maker, dict[str, Any], str]] = [
     ("naflexvit_base_patch16_gap", {"kind": "experts"}, "may be padding"),
     (partial(make_vision, "videomae"), {"kind": "experts"}, "has no module that computes its MLP alone"),
     (partial(make_vision, "yolos"), {"kind": "experts"}, "has no module that computes its MLP alone"),
-    (partial(make_joint, "llava"), {"kind": "experts"}, "several parts"),
+    (
+        partial(make_joint, "llava"),
+        {"kind": "experts"},
+        "name a part of this LlavaForConditionalGeneration, one of language, image; got None",
+    ),
     ("test_vit", {"kind": "recursions", "recursions": 3}, "6 blocks without .* are 4, which recursions=3 must"),
     ("test_vit", {"kind": "recursions", "first": 4, "last": 2}, "are 0"),
     ("test_vit", {"kind": "recursions", "keys": "all"}, "keys"),
@@ -369,7 +373,11 @@ REFUSED: list[tuple[str | Maker, dict[str, Any], str]] = [
     ("vit_small_patch16_rope_mixed_224", {"kind": "recursions"}, "have different rotary positions"),
     ("naflexvit_base_patch16_gap", {"kind": "recursions"}, "may be padding"),
     (partial(make_language, "gemma2"), {"kind": "recursions", "recursions": 2}, "attend in different ways"),
-    (partial(make_joint, "llava"), {"kind": "recursions", "recursions": 2}, "several parts"),
+    (
+        partial(make_joint, "llava"),
+        {"kind": "recursions", "recursions": 2},
+        "name a part of this LlavaForConditionalGeneration, one of language, image; got None",
+    ),
 ]
 
 
