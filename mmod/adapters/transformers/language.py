@@ -25,7 +25,7 @@ from mmod.adapters.transformers.families import (
 )
 from mmod.adapters.transformers.groups import GroupHook, LabelHook, MaskHook
 from mmod.adapters.transformers.images import ImageTokens
-from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
+from mmod.adapters.transformers.layers import DecoderLayerCall, RecurrentLayerCall
 from mmod.adapters.transformers.structure import read_text
 from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
@@ -46,7 +46,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         raise ValueError(f"cannot route the layers of a {type(text).__name__}: it has no config")
     plain = has_plain_positions(text) and not any(map(reads_positions, layers))
     # Compact positions need plain ones: one number for each token, which only the rotary embedding reads.
-    rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
+    rotary = text.get_submodule("rotary_emb") if plain else None
     attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
 
     def hooks(routing: RoutingConfig) -> list[tuple[nn.Module, ModelHook]]:
@@ -74,7 +74,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
 
 
 def _call_of(
-    layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None, attending: Sequence[int]
+    layer: nn.Module, config: RoutingConfig | None, rotary: nn.Module | None, attending: Sequence[int]
 ) -> DecoderLayerCall:
     """Return how transformers calls a layer.
 
