@@ -77,20 +77,6 @@ def test_grids_count_merged_patches() -> None:
         tokens.frames(inputs, kind, ids != 0)
 
 
-def test_compressed_videos_have_frames_of_different_sizes() -> None:
-    ids = torch.tensor([[5, *[VIDEO] * 7, 6]])
-    remains = torch.tensor([1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 1, 1], dtype=torch.bool)
-    inputs = {
-        "input_ids": ids,
-        "video_grid_thw": torch.tensor([[3, 4, 4]]),
-        "video_merge_sizes": torch.tensor([2]),
-        "video_compression_mask": remains,
-    }
-    tokens = ImageTokens(make_joint("video_llama_3").config)
-    actual = tokens.frames(inputs, tokens.kinds(nn.Identity(), inputs, None), ids > 0)
-    assert actual.first_BN.nonzero().tolist() == [[0, 1], [0, 5]]
-
-
 def test_images_and_videos_of_one_id_are_told_apart_by_text() -> None:
     ids = torch.tensor([[5, *[IMAGE] * 9, 6, *[IMAGE] * 4, 7, *[IMAGE] * 4, 8]])
     inputs = {

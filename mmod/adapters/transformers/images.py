@@ -24,7 +24,6 @@ LAYOUT = (
     *chain.from_iterable(_PIXELS.values()),
     *(f"{name}_grid_thw" for name in KINDS),
     *(f"{name}_merge_sizes" for name in KINDS),
-    *(f"{name}_compression_mask" for name in KINDS),
     "image_sizes",
     "pixel_attention_mask",
     "batch_num_images",
@@ -153,11 +152,6 @@ class ImageTokens:
             row_T, position_T = modality_BN.nonzero(as_tuple=True)
             if not len(row_T) or (kind == IMAGE and not images):
                 continue
-            if arguments.get(f"{name}_compression_mask") is not None:
-                raise ValueError(
-                    f"{name}_compression_mask dropped tokens, so their position one frame earlier is unknown: pass all "
-                    "tokens of a video, or choose another router"
-                )
             clips = self._clips(arguments, name, len(row_T))
             if clips is None and kind == VIDEO:
                 raise ValueError("the frames of a video are unknown: pass video_grid_thw or pixel_values_videos")
@@ -191,15 +185,10 @@ class ImageTokens:
 
     def _clips_of_grid(self, arguments: Arguments, name: str, tokens: int) -> list[Clip] | None:
         grid = arguments[f"{name}_grid_thw"].tolist()
-        # VideoLLaMA 3 merges the patches of each image or video by a number of its own, and drops tokens of videos.
+        # VideoLLaMA 3 merges the patches of each image or video by a number of its own.
         merged = arguments.get(f"{name}_merge_sizes")
         sides = [self.merged] * len(grid) if merged is None else merged.tolist()
         clips = [Clip(time, height * width // side**2) for (time, height, width), side in zip(grid, sides, strict=True)]
-        remains = arguments.get(f"{name}_compression_mask")
-        if remains is not None:
-            sizes = chain.from_iterable([clip.tokens] * clip.frames for clip in clips)
-            counts = [int(frame.sum()) for frame in remains.split(list(sizes))]
-            clips = [Clip(1, count) for count in counts if count]
         described = sum(clip.total for clip in clips)
         if described == tokens:
             return clips
