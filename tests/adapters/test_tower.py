@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.tower import IN_SQUARES, TowerImportance, by_square
+from mmod.adapters.transformers.vision import vision_part
 from tests.kit.towers import make_deep, tower_of
 from tests.kit.vlm_types import FAMILIES
 from tests.kit.vlm_zoo import (
@@ -173,7 +174,9 @@ def test_image_tokens_stand_for_squares_of_patches(kind: str) -> None:
         config.vision_config.image_size = 24
     torch.manual_seed(0)
     model: Any = lively(transformers.AutoModelForImageTextToText.from_config(config))
-    reader = TowerImportance(model.model)
+    part = vision_part(model.model)
+    assert part is not None
+    reader = TowerImportance(model.model, part())
     starts: list[Tensor] = []
 
     def begin(module: nn.Module, args: object, output: Any) -> Any:
@@ -267,7 +270,7 @@ def test_scores_learn_from_it_under_checkpointing() -> None:
 
 
 def test_models_and_calls_without_it_are_refused() -> None:
-    with pytest.raises(ValueError, match="needs a model with a vision tower"):
+    with pytest.raises(ValueError, match=r"for image tokens: .* a model that has a tower, got a Llama"):
         mmod.route_(make_language("llama"), language=CONFIG)
     # A resampler mixes the patches of an image, and tiles leave out those of padding.
     for name, router in itertools.product(("aria", "llava-next"), (CONFIG.router, "duplicate")):

@@ -476,10 +476,10 @@ def unordered() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: make_language("llama"), {}, "needs a model with a vision tower"),
+        (lambda: make_language("llama"), {}, "for image tokens: .* a model that has a tower, got a Llama"),
         (lambda: make_joint("mistral3"), {}, "stand for squares of patches, which is not known of a Mistral3Model"),
-        (unordered, {}, "joins no patches itself, by a spatial_merge_size of its own"),
-        (lambda: make_joint("llava"), {"language": {"tokens": "all"}}, "is defined for image tokens"),
+        (unordered, {}, "which is not known of a PaddleOCRVLModel"),
+        (lambda: make_joint("llava"), {"language": {"tokens": "all"}}, "for image tokens: route with tokens='image'"),
         (lambda: make_joint("llava"), {"router": {"tolerance": 6.0}}, r"in grey levels.*set router\.std"),
         (lambda: make_joint("qwen2-vl"), {"router": {"tolerance": 6.0}}, r"in grey levels.*set router\.std"),
         (lambda: make_joint("qwen2-vl"), {"router": {"std": (0.5, 0.5)}}, "one for each of 3 channels"),

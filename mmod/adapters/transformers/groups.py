@@ -26,7 +26,7 @@ from mmod.adapters.transformers.images import (
     pixels_of,
 )
 from mmod.adapters.transformers.layers import GROUPS
-from mmod.adapters.transformers.pixels import RowPixels, pixel_scores
+from mmod.adapters.transformers.pixels import RowPixels, TowerPixels
 from mmod.adapters.transformers.structure import (
     Structure,
     pads_only,
@@ -35,6 +35,7 @@ from mmod.adapters.transformers.structure import (
     source_of,
 )
 from mmod.adapters.transformers.tower import TowerImportance, TowerReader
+from mmod.adapters.transformers.vision import vision_part
 from mmod.blocks import Arguments, ModelHook, parameters_of
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import TokenGroups, assign_groups, decoded_groups
@@ -179,16 +180,21 @@ class GroupHook(ModelHook):
     def _reader_of(self, entry: nn.Module) -> TowerReader | RowPixels | None:
         """Return what reads the vision tower, or pixels, for the image tokens; None if the config asks for neither."""
         config = self.config
-        reader: TowerReader | RowPixels
-        if config.router.reads_pixels:
-            reader = pixel_scores(entry, config.router)
-        elif config.importance == "vision_tower" and config.wants_importance(training=True):
-            reader = TowerImportance(entry)
-        else:
+        by_importance = config.importance == "vision_tower" and config.wants_importance(training=True)
+        if not config.router.reads_pixels and not by_importance:
             return None
-        if self.tokens != "image":
-            raise ValueError(f"{reader.option} is defined for image tokens: route with tokens='image'")
-        return reader
+        part = vision_part(entry)
+        if self.tokens != "image" or part is None:
+            raise ValueError(
+                f"router {config.router.name!r} reads the vision tower, or the pixels that it gets, for image tokens: "
+                f"route with tokens='image' a model that has a tower, got a {type(entry).__name__}"
+            )
+        stack = part()
+        if not config.router.reads_pixels:
+            return TowerImportance(entry, stack)
+        if stack.rows is not None:
+            return RowPixels(stack.rows, config.router)
+        return TowerPixels(entry, stack, config.router)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.images import KINDS, pixels_of
 from mmod.adapters.transformers.tower import TowerReader, by_square, scatter_values, side_of
-from mmod.adapters.transformers.vision import row_source, takes_rows
 from mmod.blocks import Arguments, ModelHook, RowSource, check_pixels, cut_patches
 from mmod.blocks.record import recomputing
 from mmod.config import Score
@@ -40,19 +40,19 @@ class TowerPixels(TowerReader):
     """The largest score of the patches that an image token is made of, by a score of their pixels.
 
     Raises:
-        ValueError: The model has no tower, or patches of its tower have no pixels of their own.
+        ValueError: See `TowerReader`, or patches have no pixels of their own.
     """
 
-    def __init__(self, entry: Any, score: Score) -> None:
-        super().__init__(entry, f"router={score.name!r}", FIRST)
-        source = self.stack.grid
+    def __init__(self, entry: Any, stack: BlockStack, score: Score) -> None:
+        super().__init__(entry, stack, f"router={score.name!r}", FIRST)
+        source = stack.grid
         if source is None:
             raise ValueError(
                 f"{self.option} needs patches whose row and column in the image are known: the tower of a "
                 f"{type(entry).__name__} shows no rows and columns of patches, as where images of several sizes are "
                 "one sequence"
             )
-        check_pixels(source, score, self.stack.names[0])
+        check_pixels(source, score, stack.names[0])
         self.score = score
         self.source = source
         self.pixels = PixelsHook(self.noted)
@@ -93,8 +93,6 @@ class RowPixels:
             rows, grids = pixels_of(arguments, name), arguments.get(f"{name}_grid_thw")
             if rows is None or grids is None:
                 raise ValueError(f"{self.option} reads the pixels of {name}s: pass them with {name}_grid_thw")
-            if arguments.get(f"{name}_compression_mask") is not None:
-                raise ValueError(f"{self.option} needs all tokens of a {name}, and {name}_compression_mask drops some")
             pictures = self.source.pictures(rows, grids, arguments.get(f"{name}_merge_sizes"))
             score_T = torch.cat(
                 [best_of_squares(self.score, pixels, side, None, frames=len(pixels)) for pixels, side in pictures]
@@ -109,11 +107,3 @@ def best_of_squares(
     """Return the largest score of the patches that each token stands for (T)."""
     score_IN, *_ = score.see(pixels_IRCHE, std, side=side, **options)
     return by_square(score_IN.view(pixels_IRCHE.shape[:3]), side).amax(1)
-
-
-def pixel_scores(entry: nn.Module, score: Score) -> TowerPixels | RowPixels:
-    """Return what scores the image tokens of a model by the pixels of their patches."""
-    for module in entry.modules():
-        if takes_rows(module):
-            return RowPixels(row_source(module), score)
-    return TowerPixels(entry, score)

@@ -14,10 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import NamedArguments
+from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.tokens import remember
 from mmod.adapters.transformers.images import KINDS, pixels_of
-from mmod.adapters.transformers.vision import vision_part
 from mmod.blocks import Arguments, ConvertedBlock, ModelHook, RowSource, convert, is_converted, parameters_of
 from mmod.blocks.branches import Inner
 from mmod.blocks.record import recomputing
@@ -71,28 +70,26 @@ class TowerReader(ModelHook):
 
     Args:
         entry: The module that puts image features among the embedded tokens.
+        stack: The layers of its tower.
         option: The option that asks for it.
         empty: The value of tokens without patches.
 
     Raises:
-        ValueError: The model has no tower, or its image tokens do not stand for squares of patches.
+        ValueError: Image tokens do not stand for squares of patches.
     """
 
-    def __init__(self, entry: Any, option: str, empty: float) -> None:
-        part = vision_part(entry)
-        title = type(entry).__name__
-        if part is None:
-            raise ValueError(f"{option} needs a model with a vision tower: this is a {title}")
+    def __init__(self, entry: Any, stack: BlockStack, option: str, empty: float) -> None:
         self.entry: nn.Module = entry
         self.names = tuple(parameters_of(entry))
         self.option = option
         self.empty = empty
-        self.stack = part()
-        if self.stack.rows is None and entry.config.model_type not in IN_SQUARES:
+        self.stack = stack
+        if stack.rows is None and entry.config.model_type not in IN_SQUARES:
             raise ValueError(
-                f"{option} needs image tokens that stand for squares of patches, which is not known of a {title}, but "
-                f"of towers that get patches as rows, as in Qwen-VL, and of {', '.join(IN_SQUARES)}. Choose another "
-                "score, such as router='stride', which keeps evenly spread tokens"
+                f"{option} needs image tokens that stand for squares of patches, which is not known of a "
+                f"{type(entry).__name__}, but of towers that get patches as rows, as in Qwen-VL, and of "
+                f"{', '.join(IN_SQUARES)}. Choose another score, such as router='stride', which keeps evenly spread "
+                "tokens"
             )
         self.noted: PerThread[list[Tensor]] = PerThread(list)
 
@@ -201,16 +198,16 @@ class TowerImportance(TowerReader):
     Source: VisionZip, Yang et al., arXiv 2412.04467, section 3.2: its dominant tokens.
     """
 
-    def __init__(self, entry: Any) -> None:
-        super().__init__(entry, "router.importance='vision_tower'", 0.0)
-        self.reads: nn.Module = self.stack.blocks[_last_used(entry.config, len(self.stack.blocks))]
+    def __init__(self, entry: Any, stack: BlockStack) -> None:
+        super().__init__(entry, stack, "router.importance='vision_tower'", 0.0)
+        self.reads: nn.Module = stack.blocks[_last_used(entry.config, len(stack.blocks))]
         if is_converted(self.reads):
             raise ValueError(
                 f"{self.option} reads the attention of all patches in the tower's last layer that is used, which "
                 "another method has changed: leave that layer dense"
             )
-        importance = "class_token" if self.stack.class_token else "mean"
-        self.state = TowerState(cast(NamedArguments, self.stack.call_of(self.reads, None)), importance, self.noted)
+        importance = "class_token" if stack.class_token else "mean"
+        self.state = TowerState(cast(NamedArguments, stack.call_of(self.reads, None)), importance, self.noted)
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -49,41 +48,32 @@ def vision_part(model: nn.Module) -> Part | None:
     return None
 
 
-def takes_rows(module: nn.Module) -> bool:
-    """Return whether a module is a tower that gets each patch of its images as a row, with their grid beside them."""
-    parameters = parameters_of(module)
-    return GRIDS in parameters and _TEXT not in parameters
+def row_source(tower: nn.Module, windows: bool) -> RowSource | None:
+    """Return where a tower gets each patch of its images as a row, with their grid beside them.
 
+    Args:
+        windows: Layers see windows, and get the rows in the order of these.
 
-def row_source(tower: nn.Module) -> RowSource:
-    """Return where a tower gets patches as rows.
-
-    Raises:
-        ValueError: Nothing says in which order the rows are.
+    Returns:
+        None if the tower gets none, or if nothing says in which order they are.
     """
+    parameters = parameters_of(tower)
     side: int | None = getattr(tower, "spatial_merge_size", None)
     cuts = [module for module in tower.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
-    if not cuts or (side is None and "merge_sizes" not in parameters_of(tower)):
-        raise ValueError(
-            f"router='duplicate' needs rows of pixels in a known order: the tower {type(tower).__name__} joins no "
-            "patches itself, by a spatial_merge_size of its own, that a convolution has embedded"
-        )
-    return RowSource(tower, side, cuts[0].in_channels)
+    if GRIDS not in parameters or not cuts or (side is None and "merge_sizes" not in parameters):
+        return None
+    # The order of windows is known where the tower's code asks transformers' function for it.
+    code = inspect.unwrap(host_class(tower).forward).__code__
+    if windows and get_vision_window_index.__name__ not in code.co_names:
+        return None
+    return RowSource(tower, side, cuts[0].in_channels, window_order if windows else None)
 
 
 def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
     stack = find_blocks(tower, "transformers")
-    rows = None
-    if takes_rows(tower):
-        with contextlib.suppress(ValueError):
-            rows = row_source(tower)
-    if rows is not None and stack.proof.windows:
-        # Blocks with windows get their rows in the order of these.
-        code = inspect.unwrap(host_class(tower).forward).__code__
-        # Known where the tower's code asks transformers' function for it.
-        rows = rows._replace(order=window_order) if get_vision_window_index.__name__ in code.co_names else None
     reads = functools.partial(read_blocks, frozenset(stack.proof.read))
+    rows = row_source(tower, bool(stack.proof.windows))
     return dataclasses.replace(stack.below(path), read_blocks=reads, rows=rows)
 
 
