@@ -31,16 +31,12 @@ class PromptPart(NamedTuple):
 
     Args:
         prompt: The prompt.
-        given: The tokens of the prompt, by name.
         begin: The first token of the prompt that the pass reads.
-        image_BN: True, or a modality's number, at the image tokens of the pass (B, N); None if they are not marked.
         copies: How many samples in a row are copies of one of the prompt, as beams are.
     """
 
     prompt: GeneratedFrom
-    given: Arguments
     begin: int
-    image_BN: Tensor | None
     copies: int
 
     def cut(self, value_BN: Tensor, tokens: int, empty: float) -> Tensor:
@@ -55,7 +51,7 @@ class GeneratedFrom:
 
     Args:
         given: Its `input_ids` (B, N) and `inputs_embeds` (B, N, D), those that were passed.
-        image_BN: True, or a modality's number, at its image tokens (B, N); None if they are not marked.
+        kind_BN: The modality of each token, 0 of text (B, N); None if text may be skipped too.
         layout: Arguments of `generate` that describe the frames of images and videos.
         drafts: It is that of a draft, which grows from call to call.
 
@@ -63,9 +59,9 @@ class GeneratedFrom:
         value_BN: What image tokens got from the vision tower or from pixels (B, N), once a pass has read it.
     """
 
-    def __init__(self, given: Mapping[str, Tensor], image_BN: Tensor | None, layout: Arguments, drafts: bool) -> None:
+    def __init__(self, given: Mapping[str, Tensor], kind_BN: Tensor | None, layout: Arguments, drafts: bool) -> None:
         self.given = given
-        self.image_BN = image_BN
+        self.kind_BN = kind_BN
         self.layout = layout
         self.drafts = drafts
         self.value_BN: Tensor | None = None
@@ -77,29 +73,25 @@ class GeneratedFrom:
         Inside `generate`, logits processors call the model with other prompts: negative ones for guidance, or
         contrasting ones.
         """
-        for name in self.given:
+        for name, given in self.given.items():
             passed: Tensor | None = arguments.get(name)
             # A prompt of only the new tokens begins behind cached ones, as behind a prefix that peft tuned.
             for start in (0, past) if self._start is None else (self._start,):
-                part = None if passed is None or past < start else self._part(name, passed, past - start)
-                if part is not None:
+                copies = 0 if passed is None or past < start else _copies(given[:, past - start :], passed)
+                if copies:
                     self._start = start
-                    return part
+                    return PromptPart(self, past - start, copies)
         return None
 
-    def _part(self, name: str, passed: Tensor, begin: int) -> PromptPart | None:
-        """Return the part from a token on, if a pass got just its tokens, and maybe words of the answer behind them."""
-        samples, tokens = passed.shape[:2]
-        given = self.given[name][:, begin : begin + tokens]
-        # Beams and several sequences of one prompt are consecutive samples.
-        copies = samples // given.shape[0]
-        expected = given.repeat_interleave(copies, dim=0).to(passed)
-        if not given.shape[1] or not torch.equal(expected, passed[:, : given.shape[1]]):
-            return None
-        part = PromptPart(self, {name: self.given[name]}, begin, None, copies)
-        if self.image_BN is None:
-            return part
-        return part._replace(image_BN=part.cut(self.image_BN, tokens, 0))
+
+def _copies(given: Tensor, passed: Tensor) -> int:
+    """Return how often a pass has each sample of given tokens, with words of the answer behind them; 0 for others."""
+    given = given[:, : passed.shape[1]]
+    # Beams and several sequences of one prompt are consecutive samples.
+    copies = passed.shape[0] // given.shape[0]
+    expected = given.repeat_interleave(copies, dim=0).to(passed)
+    is_given = given.shape[1] > 0 and torch.equal(expected, passed[:, : given.shape[1]])
+    return copies if is_given else 0
 
 
 @dataclass

@@ -274,9 +274,10 @@ class GroupHook(ModelHook):
         """Step 2: find the tokens that may be skipped, by modality (B, N); 0 are others."""
         if self.tokens == "all":
             return inputs.structure.valid_BN.long()
-        if image_BN is None and inputs.part is not None:
-            image_BN = inputs.part.image_BN
-        return self.images.kinds(inputs.module, inputs.arguments, image_BN)
+        prompt_BN = None if inputs.part is None else inputs.part.prompt.kind_BN
+        if image_BN is not None or inputs.part is None or prompt_BN is None:
+            return self.images.kinds(inputs.module, inputs.arguments, image_BN)
+        return inputs.part.cut(prompt_BN, inputs.structure.valid_BN.shape[1], 0)
 
     def _frames(self, inputs: Inputs, kind_BN: Tensor) -> Frames | None:
         """Step 3: find the boundaries of frames; None where tokens are not chosen frame by frame."""
@@ -335,9 +336,9 @@ class GroupHook(ModelHook):
             return reader.values_of(inputs.module, kind_BN, inputs.arguments)
         prompt = part.prompt
         if prompt.value_BN is None:
-            all_BN = self.images.kinds(inputs.module, part.given, prompt.image_BN)
+            assert prompt.kind_BN is not None
             # Cached images are not among those that the arguments describe.
-            all_BN = F.pad(all_BN[:, part.begin :], (part.begin, 0))
+            all_BN = F.pad(prompt.kind_BN[:, part.begin :], (part.begin, 0))
             prompt.value_BN = reader.values_of(inputs.module, all_BN, prompt.layout)
         return part.cut(prompt.value_BN, kind_BN.shape[1], reader.empty)
 
@@ -366,14 +367,10 @@ class GroupHook(ModelHook):
     def _check_frames(self) -> None:
         """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""
         router = self.config.router
-        if not router.reads_frames:
-            return
-        if self.tokens != "image":
-            raise ValueError(f"router {router.name!r} compares frames: route with language={{'tokens': 'image'}}")
-        if VIDEO not in self.images.ids and not router.images:
+        if router.reads_frames and (self.tokens != "image" or not (VIDEO in self.images.ids or router.images)):
             raise ValueError(
-                f"router {router.name!r} compares frames of videos, and this model gets none: set router.images=True "
-                "to compare successive images of a prompt"
+                f"router {router.name!r} compares frames of videos: route with language={{'tokens': 'image'}} a model "
+                "that gets videos, or set router.images=True to compare successive images of a prompt"
             )
 
     def _earlier(self, inputs: Inputs, kind_BN: Tensor) -> Tensor:

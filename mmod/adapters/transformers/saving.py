@@ -20,7 +20,7 @@ from mmod.adapters.saving import FORMAT_VERSION, KEY
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook
-from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
+from mmod.adapters.transformers.images import IMAGES, LAYOUT
 from mmod.adapters.transformers.tower import TowerReader
 from mmod.blocks import (
     Deciding,
@@ -138,20 +138,21 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
     image_BN = options.pop(IMAGES, None)
     named = {"inputs_embeds": options.get("inputs_embeds"), "input_ids": options.get("input_ids", inputs)}
     given = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    sizes = [value.shape[:2] for value in given.values()]
     if image_BN is not None:
         hook.check_masks()
-        for size in sizes[:1]:
-            checked_mask(IMAGES, image_BN, (size[0], size[1]))
-    elif len(given) == 2 and sizes[0] == sizes[1] and hook.tokens == "image":
-        # The host reads the embeddings only.
-        image_BN = hook.images.kinds(model, {"input_ids": given["input_ids"]}, None)
+    kind_BN = None
+    if given and hook.tokens == "image":
+        # Beside embeddings, which alone are read, ids may be others.
+        sizes = {value.shape[:2] for value in given.values()}
+        described = given if len(sizes) == 1 else {"inputs_embeds": given["inputs_embeds"]}
+        types_BN = options.get("mm_token_type_ids")
+        kind_BN = hook.images.kinds(model, {**described, "mm_token_type_ids": types_BN}, image_BN)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
     if isinstance(hook.image_reader, TowerReader):
         # `generate` may run the tower before any pass, which would begin anew.
         hook.image_reader.forget()
-    with hook.running.value.generating(GeneratedFrom(given, image_BN, layout, drafts)):
+    with hook.running.value.generating(GeneratedFrom(given, kind_BN, layout, drafts)):
         return host_generate(inputs, *args, **options)
 
 
