@@ -8,10 +8,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import transformers
 from torch import nn
 
 from mmod.adapters.projections import projections_of
-from mmod.adapters.transformers.cache_base import CACHE_NAMES
+from mmod.adapters.transformers.cache_base import CACHE, CACHE_NAMES
 from mmod.blocks import host_class, parameters_of
 from mmod.ops.context import ProjectionName
 
@@ -49,6 +50,8 @@ def reason_against(layer: nn.Module) -> str | None:
     attention = layer._modules.get("self_attn")
     known = _NARROWED if shares_keys(attention) else {*_NARROWED, "shared_kv_states"}
     named = list(parameters_of(layer).items())[1:]
+    if CACHE not in dict(named):
+        return f"it takes no {CACHE!r}, the name of the cache in transformers {transformers.__version__}"
     others = [name for name, p in named if p.kind is p.POSITIONAL_OR_KEYWORD and name not in known]
     if others:
         return f"it takes {', '.join(others)}, whose part for kept tokens is unknown"

@@ -6,11 +6,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import transformers
 from torch import nn
 
 from mmod.adapters.base import BlockStack, parameters_of_block
-from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.families import (
     BY_TOKEN,
     branch_ends,
@@ -32,45 +30,60 @@ from mmod.config import RoutingConfig
 
 
 def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
-    """Return the decoder layers of a language model."""
+    """Return the decoder layers of a language model, by name of their list."""
     owner = name.rpartition(".")[0]
-    text = model.get_submodule(owner)
+    text: Any = model.get_submodule(owner)
+    attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
+    entry = _keyword_entry(model, owner)
+    rotary = _compact_rotary(text, layers)
+    return BlockStack(
+        names=tuple(f"{name}.{index}" for index in range(len(layers))),
+        blocks=tuple(layers),
+        prefix=0,
+        dim=int(text.config.hidden_size),
+        call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
+        read_text=read_text,
+        reads_images=entry is not text or bool(ImageTokens(text.config).ids),
+        hooks=functools.partial(_hooks, model, owner, entry, rotary is not None),
+    )
+
+
+def _keyword_entry(model: nn.Module, owner: str) -> nn.Module:
+    """Return the module whose call every layer gets keywords of: the one that inserts images, or the language model."""
     entry = entry_of(model, owner)
     if not passes_keywords(entry):
         raise ValueError(
             f"cannot route the language model of a {type(entry).__name__}: its forward passes no keywords on, by which "
             "layers learn which tokens are an image's"
         )
-    config: Any = getattr(text, "config", None)
-    if config is None:
-        raise ValueError(f"cannot route the layers of a {type(text).__name__}: it has no config")
+    return entry
+
+
+def _compact_rotary(text: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
+    """Return what embeds compact positions; None unless a position is one number, which only it reads."""
     plain = has_plain_positions(text) and not any(map(reads_positions, layers))
-    # Compact positions need plain ones: one number for each token, which only the rotary embedding reads.
-    rotary = text.get_submodule("rotary_emb") if plain else None
-    attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
+    return text.get_submodule("rotary_emb") if plain else None
 
-    def hooks(routing: RoutingConfig) -> list[tuple[nn.Module, ModelHook]]:
-        groups = GroupHook(entry, text, routing, plain)
-        needed: list[tuple[nn.Module, ModelHook]] = []
-        if groups.tokens == "image" and routing.reads_attention(training=True):
-            # Labels say where the answer begins, whose attention generation could not know.
-            labelled = labelled_modules(model, owner)
-            needed += [(module, LabelHook(module, groups.running, module is labelled[0])) for module in labelled]
-        needed.append((entry, groups))
-        if entry is not text:
-            needed.append((text, MaskHook(text)))
-        return needed if groups.image_reader is None else [*needed, *groups.image_reader.hooks]
 
-    return BlockStack(
-        names=tuple(f"{name}.{index}" for index in range(len(layers))),
-        blocks=tuple(layers),
-        prefix=0,
-        dim=int(config.hidden_size),
-        call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
-        read_text=read_text,
-        reads_images=entry is not text or bool(ImageTokens(config).ids),
-        hooks=hooks,
-    )
+def _hooks(
+    model: nn.Module, owner: str, entry: nn.Module, is_plain: bool, routing: RoutingConfig
+) -> list[tuple[nn.Module, ModelHook]]:
+    """Return the hooks of a config, with their modules.
+
+    Args:
+        is_plain: Positions can be compact, see `_compact_rotary`.
+    """
+    text = model.get_submodule(owner)
+    groups = GroupHook(entry, text, routing, is_plain)
+    needed: list[tuple[nn.Module, ModelHook]] = []
+    if groups.tokens == "image" and routing.reads_attention(training=True):
+        # Labels say where the answer begins, whose attention generation could not know.
+        labelled = labelled_modules(model, owner)
+        needed += [(module, LabelHook(module, groups.running, module is labelled[0])) for module in labelled]
+    needed.append((entry, groups))
+    if entry is not text:
+        needed.append((text, MaskHook(text)))
+    return needed if groups.image_reader is None else [*needed, *groups.image_reader.hooks]
 
 
 def _call_of(
@@ -79,31 +92,26 @@ def _call_of(
     """Return how transformers calls a layer.
 
     Args:
+        rotary: See `_compact_rotary`.
         attending: Indices of the layers that have attention instead of a recurrent state.
     """
     kind = host_class(layer).__name__
     reason = None if isinstance(layer, Mixin) else reason_against(layer)
     if reason is not None:
         raise ValueError(f"cannot route a {kind}: {reason}")
-    names = tuple(parameters_of_block(layer))
-    if CACHE not in names:
-        raise NotImplementedError(
-            f"{kind} of transformers {transformers.__version__} takes no {CACHE!r}, only {names}: install a version "
-            "that pip chooses for mmod[vlm]"
-        )
     if config is not None:
         _check_config(layer, config, kind, attending)
+    names = tuple(parameters_of_block(layer))
     if is_recurrent(layer):
         return RecurrentLayerCall(names, layer.linear_attn)
     attention: Any = layer.self_attn
-    window = getattr(attention.config, "sliding_window", None)
     compact = rotary if config is not None and config.language.positions == "compact" else None
     whole = config is None or config.operator == "block"
     return DecoderLayerCall(
         names,
         attention,
         compact,
-        window,
+        window=getattr(attention.config, "sliding_window", None),
         reads_positions=reads_positions(layer),
         projections=layer_projections(layer),
         by_token=tuple(name for name in BY_TOKEN if whole and name in names),
