@@ -151,28 +151,6 @@ def test_an_image_behind_cached_text_equals_the_whole_prompt(name: str, cached: 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("static", [False, True])
-def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
-    import transformers
-
-    model, batch = routed("llava", TOGETHER), prompt("llava", (1, 0))
-    cache: Any = transformers.DynamicCache(config=model.config)
-    if static:
-        cache = transformers.StaticCache(config=model.config, max_cache_len=80)
-    model(**batch, **{CACHE: cache}, use_cache=True)
-    mask = torch.cat([batch["attention_mask"], torch.ones(2, PATCHES, dtype=torch.long)], 1)
-    for image_in, refused in ((0, True), (1, False)):
-        ids = torch.full((2, PATCHES), 7)
-        ids[image_in] = IMAGE
-        inputs = {"input_ids": ids, "pixel_values": batch["pixel_values"], "attention_mask": mask}
-        if refused:
-            with pytest.raises(ValueError, match="cannot be split over calls"):
-                model(**inputs, **{CACHE: cache})
-        else:
-            model(**inputs, **{CACHE: cache})
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(
     "config", [BY_FRAME, mmod.RoutingConfig(capacity=0.5, blocks=(1, 3))], ids=["span", "attention"]
 )

@@ -39,7 +39,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
     position_BL: Tensor | None
     implicit: int
     slot_T: Tensor | None
-    _by_sample = ("keys", "values", "position_BL", "kept_B1", "chosen_B1")
+    _by_sample = ("keys", "values", "position_BL", "kept_B1")
 
     def __init__(self, sliding_window: int | None = None) -> None:
         super().__init__()
@@ -176,8 +176,8 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         """Clear the cache."""
         super().reset()
         self.length = self.implicit = self.kept_B1 = 0
-        self.position_BL = self.slot_T = self.chosen_B1 = None
-        self.ragged = False
+        self.position_BL = self.slot_T = None
+        self.ragged = self.chosen = False
 
 
 def open_routed_layer(cache: Any, layer: int) -> None:

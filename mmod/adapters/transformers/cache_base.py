@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -39,13 +38,13 @@ class RoutedCacheLayer:
         length: Logical length: tokens so far, kept or not; a tensor avoids a host synchronisation.
         kept_B1: Kept tokens so far, including those outside a sliding window (B, 1); 0 before the first.
         ragged: Slots may be empty.
-        chosen_B1: True for samples in which tokens competed for selection (B, 1); None before the first.
+        chosen: Tokens competed for selection.
     """
 
     length: Tensor | int
     kept_B1: Tensor | int
     ragged: bool
-    chosen_B1: Tensor | None = None
+    chosen: bool = False
     _by_sample: tuple[str, ...]
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
@@ -59,12 +58,9 @@ class RoutedCacheLayer:
         raise NotImplementedError
 
     def remember(self, tokens: TokenMasks | TokenGroups) -> None:
-        """Store in which samples tokens competed for selection, for later tokens."""
+        """Store whether tokens competed for selection, for later tokens."""
         # Where text may be skipped too, tokens are decided independently of earlier ones.
-        if isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips:
-            # By sample, because beams and batches are reordered.
-            new_B1 = torch.tensor([[any(sizes)] for sizes in tokens.sizes], device=tokens.group_BN.device)
-            self.chosen_B1 = new_B1 if self.chosen_B1 is None else self.chosen_B1 | new_B1
+        self.chosen = self.chosen or (isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the samples of the surviving beams."""
@@ -90,7 +86,6 @@ def marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
     return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
 
 
-def chosen_samples(cache: Any) -> Tensor | None:
-    """Return in which samples cached tokens competed for selection (B); None for none."""
-    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, RoutedCacheLayer)]
-    return next((chosen_B1[:, 0] for chosen_B1 in chosen if chosen_B1 is not None), None)
+def has_chosen(cache: Any) -> bool:
+    """Return whether cached tokens competed for selection."""
+    return any(isinstance(layer, RoutedCacheLayer) and layer.chosen for layer in getattr(cache, "layers", ()))

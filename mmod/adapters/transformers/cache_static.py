@@ -33,7 +33,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
     is_croppable = False
     keys: Any
     values: Any
-    _by_sample = ("keys", "values", "position_BS", "kept_B1", "chosen_B1")
+    _by_sample = ("keys", "values", "position_BS", "kept_B1")
 
     def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
         super().__init__(max_cache_len=max_cache_len, **kwargs)
@@ -169,7 +169,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
         self.position_BS = None
         self.kept_B1 = 0
         self._announced = None
-        self.chosen_B1 = None
+        self.chosen = False
         self._written.zero_()
         super().reset()
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters.transformers.cache_base import cache_of, chosen_samples
+from mmod.adapters.transformers.cache_base import cache_of, has_chosen
 from mmod.adapters.transformers.generation import PromptPart, Running, refuse_training_mode
 from mmod.adapters.transformers.images import (
     IMAGE,
@@ -387,18 +387,17 @@ class GroupHook(ModelHook):
     def _check_cached(self, inputs: Inputs, groups: TokenGroups, frames: Frames | None) -> None:
         """Refuse a prompt whose image tokens must be chosen together, if some are cached or follow a cache."""
         advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
-        cached_B = chosen_samples(inputs.cache)
+        cached = has_chosen(inputs.cache)
         problem = ""
         if self.config.reads_attention(self.text.training):
             # The prompt of a draft grows from call to call.
             goes_on = inputs.part is not None and not inputs.part.prompt.drafts
-            if groups.skips or (goes_on and cached_B is not None and bool(cached_B.any())):
+            if groups.skips or (goes_on and cached):
                 problem = "importance needs the attention of all queries of the prompt"
         elif groups.skips and frames is not None:
             problem = "" if frames.complete else "the first one may belong to a partly cached frame"
-        elif groups.skips and cached_B is not None:
-            both = any(old and any(new) for old, new in zip(cached_B.tolist(), groups.sizes))
-            problem = "top-k over the image tokens of a sample cannot be split over calls" if both else ""
+        elif groups.skips and cached:
+            problem = "top-k over the image tokens of a sample cannot be split over calls"
             advice = f"{advice}, or frame by frame with tokens='span'"
         if problem:
             raise ValueError(
