@@ -394,7 +394,9 @@ def _attend(
     # N = 1025 6 to 7 % and 27 %.
     plain = mask is None and valid_BN is None and not dropout and _alike(q_BHNE, k_BHNE, v_BHNE)
     in_place = q_BHNE.is_cpu and not exporting() and not transforming()
-    if plain and in_place and q_BHNE.dtype == torch.float32:
+    # Its gradient is that of torch's fused attention, which has no second derivative, and can be turned off.
+    fuses = torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()
+    if plain and in_place and fuses and q_BHNE.dtype == torch.float32:
         return _with_shared_map(q_BHNE, k_BHNE, v_BHNE, is_causal, scale, per_viewer)
     out = SDPA(
         q_BHNE,

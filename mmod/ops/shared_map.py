@@ -157,29 +157,9 @@ class _SharedAttention(torch.autograd.Function):
     """`shared_attention` for eager mode, where torch's FLOP counter sees the products inside it."""
 
     forward = staticmethod(_attend_with_lse)
+    backward = staticmethod(_backward)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         _save(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Recorded here only for a second derivative, which torch's kernel does not have.
-        if torch.is_grad_enabled():
-            q, k, v = ctx.saved_tensors[:3]
-            return (*_second_order(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None, None)
-        return _backward(ctx, grad_out, *unused)
-
-
-def _second_order(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v by differentiable operations over the full map."""
-    score = q @ k.transpose(-2, -1) * scale
-    if is_causal:
-        score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
-    share = torch.softmax(score, dim=-1)
-    change = grad_out @ v.transpose(-2, -1)
-    change = share * (change - (change * share).sum(dim=-1, keepdim=True)) * scale
-    return change @ k, change.transpose(-2, -1) @ q, share.transpose(-2, -1) @ grad_out
