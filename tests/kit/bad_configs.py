@@ -135,6 +135,8 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatConfig, {"max_new_tokens": 0}, "an integer of at least 1"),
     (TrainConfig, {"schedule.sched": "plateau"}, "schedule.sched must be one of 'cosine'"),
     (TrainConfig, {"ema.decai": 1}, "unknown config key 'ema.decai'; near ones: decay; valid keys in group 'ema'"),
+    (TrainConfig, {"mixup": {"mixup_alpha": 0, "cutmix_alpha": 0}}, "use `mixup: null` for none"),
+    (TrainConfig, {"mixup.mode": "elem", "data.batch_size": 7}, "needs an even data.batch_size, got 7"),
     (TrainConfig, {"mixup": {}, "data": CROWDS}, "mixup mixes the labels of images: with data.label_patch"),
     (TrainConfig, {"model.pretrained": True, "model.checkpoint": "x"}, "exclude each other"),
     (TrainConfig, {"model.head": "fresh"}, "set model.checkpoint"),

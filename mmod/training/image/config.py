@@ -85,6 +85,11 @@ class MixupConfig(Checked, group="mixup"):
     switch_prob: Annotated[float, "[0, 1]"] = 0.5
     mode: Literal["batch", "pair", "elem"] = "batch"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mixup_alpha <= 0 and self.cutmix_alpha <= 0:
+            raise ValueError("mixup needs mixup_alpha or cutmix_alpha above 0; use `mixup: null` for none")
+
 
 @dataclass(frozen=True)
 class DistillConfig(TeacherConfig):
@@ -158,6 +163,9 @@ class TrainConfig(engine.LoopConfig):
         self._check_elastic()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
+        # timm mixes each image with its counterpart from the other end of the batch.
+        if self.mixup is not None and self.data.batch_size % 2:
+            raise ValueError(f"mixup needs an even data.batch_size, got {self.data.batch_size}")
         if self.mixup is not None and self.data.label_patch is not None:
             raise ValueError("mixup mixes the labels of images: with data.label_patch, set mixup: null")
 
