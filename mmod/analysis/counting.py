@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.tracing import trace
-from mmod.blocks import deciding_modules
-from mmod.methods.base import methods_inside
+from mmod.blocks import Deciding, deciding_modules
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
-from mmod.routing import Routing
+from mmod.routing import Router, Routing
 
 Shape = Sequence[int]
 
@@ -36,20 +38,19 @@ def needed_shares(model: nn.Module, kept: Mapping[str, float] | None) -> Mapping
 
 
 class PassCounts(NamedTuple):
-    """FLOPs by module name ("" for the model), tokens and kept tokens by block, and activation bytes."""
+    """FLOPs by module name ("" for the model), tokens and kept tokens by block, and the peak of activation bytes."""
 
     flops: Counter[str]
     tokens: Mapping[str, int]
     kept: Mapping[str, int]
     activation_bytes: int
-    training_bytes: int
 
 
 class _CountingPass(ActivationMemory):
     """Counts the FLOPs of the modules that are running, next to memory."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
-        given = [leaf for leaf in tree_leaves(dict(inputs)) if isinstance(leaf, Tensor)]
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any] | None = None) -> None:
+        given = [leaf for leaf in tree_leaves(dict(inputs or {})) if isinstance(leaf, Tensor)]
         super().__init__([*given, *model.parameters(), *model.buffers()])
         self.flops: Counter[str] = Counter()
         self.running: set[str] = set()
@@ -129,8 +130,59 @@ def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
     return len(written) == len(results) and not written & read
 
 
-def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Any]) -> PassCounts:
-    """Run a model in inference and with gradients, and count what it computes and holds."""
+class _ToMeta(TorchFunctionMode):
+    """Makes deep copies of tensors on the meta device, including those that are neither parameter nor buffer."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        # `deepcopy` of a tensor would copy its data.
+        if func is Tensor.__deepcopy__:
+            return _shape_of(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Return a plain meta tensor of the same shape, for quantized tensors too."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Return a copy of the model on the meta device, without copying weights."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        # Integer weights have no gradient.
+        memo[id(parameter)] = nn.Parameter(_shape_of(parameter), requires_grad=parameter.is_floating_point())
+    for module in model.modules():
+        # The state of a generator, such as that of a moving average, is no tensor of the model.
+        memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
+    with _ToMeta():
+        copied = copy.deepcopy(model, memo)
+    for module, copied_module in zip(model.modules(), copied.modules()):
+        # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
+        copied_module.training = False
+        # Copies do not have what this thread decides by.
+        if isinstance(module, Router) and isinstance(copied_module, Router):
+            copied_module.config = module.config
+            copied_module.capacity = module.capacity
+        if isinstance(module, Deciding) and isinstance(copied_module, Deciding):
+            copied_module.record.together = module.record.together
+    return copied
+
+
+def count_pass(
+    model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Any], run: Callable[[], object]
+) -> PassCounts:
+    """Count what a pass of a model in inference computes and holds.
+
+    Args:
+        inputs: What the pass reads, which is no activation.
+        run: Runs the pass.
+    """
     tokens: dict[str, int] = {}
     # The hooks stay: the model is a copy without data, for this count alone.
     for name, block in blocks.items():
@@ -140,20 +192,26 @@ def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mappin
             tokens[name] = next(iter((*args, *kwargs.values()))).shape[1]
 
         block.register_forward_pre_hook(note, with_kwargs=True)
-    inference = _CountingPass(model, inputs)
-    training = _CountingPass(model, inputs)
-    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_inside(model) else nullcontext({})
-    with tracing as decisions:
-        with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
-            _call(model, inputs)
-        with torch.enable_grad(), _WithoutMaps(), training:
-            output = _call(model, inputs)
-        # Read while the output keeps the graph alive.
-        held = training.live
-        del output
+    counted = _CountingPass(model, inputs)
+    tracing: AbstractContextManager[Mapping[str, Routing]] = (
+        trace(model) if deciding_modules(model) else nullcontext({})
+    )
+    with torch.no_grad(), tracing as decisions, _running_modules(model, counted.running), _WithoutMaps(), counted:
+        run()
     # Not from the routers, which blocks that share a decision do not call.
     kept = {name: routing.kept.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
-    return PassCounts(inference.flops, tokens, kept, inference.peak, held)
+    return PassCounts(counted.flops, tokens, kept, counted.peak)
+
+
+def training_bytes(model: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Return the bytes of activations that a model on the meta device holds for its backward pass."""
+    counted = _CountingPass(model, inputs)
+    with torch.enable_grad(), _WithoutMaps(), counted:
+        output = run_model(model, inputs)
+    # Read while the output keeps the graph alive.
+    held = counted.live
+    del output
+    return held
 
 
 @torch.inference_mode(False)
@@ -164,13 +222,22 @@ def pass_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
         model: On the meta device, in evaluation mode.
         inputs: Its arguments by name, without data; those of a model of images are `{"image": image}`.
     """
-    counted = _CountingPass(model, inputs)
-    with torch.no_grad(), _running_modules(model, counted.running), _WithoutMaps(), counted:
-        _call(model, inputs)
+    return count_pass(model, {}, inputs, partial(run_model, model, inputs)).flops[""]
+
+
+@torch.inference_mode(False)
+def step_flops(model: nn.Module, loss: Callable[[], Tensor]) -> int:
+    """Return the FLOPs of a forward and backward pass of a model on the meta device."""
+    counted = _CountingPass(model)
+    counted.running.add("")
+    # Hosts may make positions in their forward without saying where.
+    with torch.enable_grad(), torch.device("meta"), _WithoutMaps(), counted:
+        loss().backward()
     return counted.flops[""]
 
 
-def _call(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def run_model(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Run a model on its arguments by name."""
     # Models of images alone name their argument as they like.
     return model(inputs["image"]) if set(inputs) == {"image"} else model(**inputs)
 
@@ -222,6 +289,11 @@ class _FusedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, out)
         return out
 
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _ = ctx.saved_tensors
+        return fused_attention_gradients(grad, query, key, value)
+
 
 @torch.library.custom_op("mmod::fused_attention_shape", mutates_args=())
 def fused_attention_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -234,6 +306,15 @@ def fused_attention_shape(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 fused_attention_shape.register_fake(fused_attention_shape._init_fn)
 
 
+@torch.library.custom_op("mmod::fused_attention_gradients", mutates_args=())
+def fused_attention_gradients(grad: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return room for the gradients of attention; an operation to be counted."""
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+fused_attention_gradients.register_fake(fused_attention_gradients._init_fn)
+
+
 def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
     """Return torch's formulas and those that it lacks: attention without a backend, and products with vectors."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -242,11 +323,16 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
         # Two products: queries with keys, and probabilities with values.
         return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
+    def backward(grad: Shape, query: Shape, key: Shape, value: Shape, **_: object) -> int:
+        # Scores are computed again instead of stored: three products as wide as keys, and two as wide as values.
+        return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
+
     def refuse(*_: object, **__: object) -> int:
         raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
 
     formulas: dict[Any, Callable[..., int]] = {
         torch.ops.mmod.fused_attention_shape: attention,
+        torch.ops.mmod.fused_attention_gradients: backward,
         torch.ops.aten.mv: lambda matrix, vector, **_: 2 * prod(matrix),
         torch.ops.aten.addmv: lambda added, matrix, vector, **_: 2 * prod(matrix),
         torch.ops.aten.dot: lambda left, right, **_: 2 * prod(left),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks
 from mmod.adapters.images import image_facts
 from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
-from mmod.analysis.counting import PassCounts, count_pass, pass_flops
+from mmod.analysis.counting import PassCounts, count_pass, meta_copy, pass_flops, run_model, training_bytes
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
-from mmod.analysis.prefill import Prompt, check_read, count_prefill
+from mmod.analysis.prefill import Prefill, Prompt, language_stack, shares_of_free
 from mmod.analysis.tracing import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_inside, restore_
@@ -84,50 +85,119 @@ def flops(
     """
     check_module(model)
     if isinstance(input_size, Prompt):
-        return count_prefill(model, input_size, kept)
+        return _count_prefill(model, input_size, kept)
     routed = meta_copy(model)
-    images = _fix_shares(routed, kept)
-    # Undone on the copy, so that the model itself is never touched.
-    dense = routed
-    if methods_inside(routed):
-        dense = restore_(meta_copy(routed))
-        # How its blocks are called is known already.
-        restore_proofs(dense, proofs_of(routed))
+    images = _fix_shares(deciding_modules(routed), kept)
+    dense = _dense(routed)
     stacks = _stacks(dense, input_size)
     _check_language(routed, stacks)
     inputs = _inputs(dense, stacks, input_size)
     try:
-        dense_count = _count(dense, stacks, inputs)
+        dense_count, dense_bytes = _count(dense, stacks, inputs)
     except NotImplementedError as error:
-        # As of torch, for values of meta tensors.
-        raise ValueError(
-            f"this {type(model).__name__} reads the values of {', '.join(inputs)}, and FLOPs are counted from shapes "
-            "alone: time it, or count another part"
-        ) from error
+        raise _unreadable(model, ", ".join(inputs)) from error
     except (AssertionError, RuntimeError) as error:
         # As timm's models refuse the size of an image, and as torch refuses sums of positions in your own.
         shapes = ", ".join(f"{name} {shape}" for name, shape in _shapes(inputs).items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
-    routed_count = dense_count if dense is routed else _count(routed, stacks, inputs)
-    rows = []
-    for stack in stacks.values():
-        for name, block, dense_names in _paired(routed, stack):
-            # A block that the input does not reach, such as one of the other tower, has no row.
-            if name in routed_count.tokens:
-                rows.append(_row(name, block, dense_names, dense_count, routed_count, images.get(name)))
+    routed_count, routed_bytes = (dense_count, dense_bytes) if dense is routed else _count(routed, stacks, inputs)
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
     parameters = sum(parameter.numel() for parameter in routed.parameters())
     return FlopReport(
         inputs=_shapes(inputs),
-        blocks=tuple(rows),
+        blocks=_rows(routed, stacks.values(), dense_count, routed_count, images),
         rest=BlockFlops(REST, 0, 0, _outside(dense_count), _outside(routed_count)),
         parameters=parameters,
         added_parameters=parameters - dense_parameters,
         dense_activation_bytes=dense_count.activation_bytes,
         activation_bytes=routed_count.activation_bytes,
-        dense_training_bytes=dense_count.training_bytes,
-        training_bytes=routed_count.training_bytes,
+        dense_training_bytes=dense_bytes,
+        training_bytes=routed_bytes,
     )
+
+
+def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | Trace | None) -> PrefillFlops:
+    """Count one prefill of a language model, dense and routed: its layers and the logits of its last token."""
+    routed = meta_copy(model)
+    dense = _dense(routed)
+    stack = language_stack(dense)
+    if len(_blocks(routed, stack)) < len(stack.blocks):
+        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+    prefill = Prefill(routed, stack, prompt)
+    free = sum(prefill.free)
+    # Not those of a vision tower.
+    deciding = {name: one for name, one in deciding_modules(routed).items() if name.startswith(stack.block_list)}
+    images = _fix_shares(deciding, shares_of_free(model, kept), free)
+    for name in images:
+        block = routed.get_submodule(name)
+        if isinstance(block, RoutedBlock):
+            # Of text, a layer runs one token at the least, which is subtracted from the count.
+            block.router.capacity = Fraction(int(prefill.skips_text), max(1, free))
+    dense_count, dense_caches = _run_prefill(dense, stack, Prefill(dense, stack, prompt))
+    routed_count, caches = _run_prefill(routed, stack, prefill)
+    rows = _rows(routed, [stack], dense_count, routed_count, images if prefill.skips_text else {})
+    # The last layers may have no keys of their own.
+    cached = [cache.keys.shape[-2] for cache in caches] + [0] * (len(rows) - len(caches))
+    head = sum(routed_count.flops[name] for name in prefill.heads)
+    return PrefillFlops(
+        blocks=tuple(dataclasses.replace(row, cached=keys) for row, keys in zip(rows, cached)),
+        rest=BlockFlops(REST, 0, 0, head, head),
+        tokens=prompt.tokens,
+        image_tokens=sum(prompt.images),
+        cache_bytes=_bytes(caches),
+        dense_cache_bytes=_bytes(dense_caches),
+    )
+
+
+def _run_prefill(model: nn.Module, stack: BlockStack, prefill: Prefill) -> tuple[PassCounts, Sequence[Any]]:
+    """Count the prefill of a language model on the meta device; also return the layers of its cache."""
+    caches: list[Any] = []
+    try:
+        with torch.device("meta"):
+            counts = count_pass(
+                model, _blocks(model, stack), prefill.inputs, lambda: caches.extend(prefill.run().layers)
+            )
+    except NotImplementedError as error:
+        raise _unreadable(model, "its tokens") from error
+    return counts, caches
+
+
+def _bytes(caches: Sequence[Any]) -> int:
+    return sum(cache.keys.nbytes + cache.values.nbytes for cache in caches)
+
+
+def _unreadable(model: nn.Module, what: str) -> ValueError:
+    """Return the error for a model whose cost follows from values that tensors on the meta device do not have."""
+    return ValueError(
+        f"this {type(model).__name__} reads the values of {what}, and FLOPs are counted from shapes alone: time it, or "
+        "count another part"
+    )
+
+
+def _dense(routed: nn.Module) -> nn.Module:
+    """Return the dense model of one on the meta device, which itself stays unchanged: itself if nothing changed it."""
+    if not methods_inside(routed):
+        return routed
+    dense = restore_(meta_copy(routed))
+    # How its blocks are called is known already.
+    restore_proofs(dense, proofs_of(routed))
+    return dense
+
+
+def _rows(
+    routed: nn.Module,
+    stacks: Iterable[BlockStack],
+    dense_count: PassCounts,
+    routed_count: PassCounts,
+    images: Mapping[str, float],
+) -> tuple[BlockFlops, ...]:
+    """Return the rows of the blocks that ran: one that the input does not reach, as of another tower, has none."""
+    rows = []
+    for stack in stacks:
+        for name, block, dense_names in _paired(routed, stack):
+            if name in routed_count.tokens:
+                rows.append(_row(name, block, dense_names, dense_count, routed_count, images.get(name)))
+    return tuple(rows)
 
 
 def _check_language(model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
@@ -140,14 +210,14 @@ def _check_language(model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
             )
 
 
-def _count(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: Mapping[str, Tensor]) -> PassCounts:
-    """Count one pass of a model on the meta device, with the costs of its blocks by themselves."""
+def _count(model: nn.Module, stacks: Mapping[str, BlockStack], inputs: Mapping[str, Any]) -> tuple[PassCounts, int]:
+    """Count one pass of a model on the meta device, and the bytes that it holds for the backward pass."""
     blocks: dict[str, nn.Module] = {}
     for stack in stacks.values():
         blocks |= _blocks(model, stack)
     # Hosts may make positions in their forward without saying where.
     with torch.device("meta"):
-        return count_pass(model, blocks, inputs)
+        return count_pass(model, blocks, inputs, partial(run_model, model, inputs)), training_bytes(model, inputs)
 
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
@@ -175,6 +245,9 @@ def _row(
 ) -> BlockFlops:
     total = routed.flops[name]
     router = routed.flops[f"{name}.router"]
+    for inner, module in block.named_modules():
+        if inner and isinstance(module, Deciding):
+            router += sum(routed.flops[f"{name}.{inner}.{scorer}"] for scorer in module.scorers())
     baseline = sum(dense.flops[dense_name] for dense_name in dense_names)
     tokens = dense.tokens[dense_names[0]]
     importance = _importance(name, block, baseline, dense, routed)
@@ -198,44 +271,6 @@ def _importance(name: str, block: nn.Module, baseline: int, dense: PassCounts, r
     return routed.flops[attention] - dense.flops[attention]
 
 
-class _ToMeta(TorchFunctionMode):
-    """Makes deep copies of tensors on the meta device, including those that are neither parameter nor buffer."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        # `deepcopy` of a tensor would copy its data.
-        if func is Tensor.__deepcopy__:
-            return _shape_of(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    """Return a plain meta tensor of the same shape, for quantized tensors too."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model on the meta device, without copying weights."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        # Integer weights have no gradient.
-        memo[id(parameter)] = nn.Parameter(_shape_of(parameter), requires_grad=parameter.is_floating_point())
-    for module in model.modules():
-        # The state of a generator, such as that of a moving average, is no tensor of the model.
-        memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
-    with _ToMeta():
-        copied = copy.deepcopy(model, memo)
-    for module in copied.modules():
-        # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
-        module.training = False
-    return copied
-
-
 def inference_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Return `flops(...).routed` of a model whose cost does not depend on the data, by one pass on the meta device.
 
@@ -247,10 +282,20 @@ def inference_flops(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
         return pass_flops(meta_copy(model), inputs)
 
 
-def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
-    """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module."""
-    by_data = {name: module for name, module in deciding_modules(model).items() if module.cost_follows_data}
-    check_read(model, kept)
+def _fix_shares(
+    deciding: Mapping[str, Deciding], kept: float | Mapping[str, float] | Trace | None, free: int = 0
+) -> dict[str, float]:
+    """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module.
+
+    Args:
+        free: Tokens that may be skipped, of which shares are whole numbers; 0 if it is not known.
+    """
+    by_data = {name: module for name, module in deciding.items() if module.cost_follows_data}
+    if kept is not None and not isinstance(kept, Trace) and not by_data:
+        raise ValueError(
+            "leave kept out: it is for models that decide by a threshold, whose cost follows from the data; this one's "
+            "follows from its config. A trace of any model may stand in its place: kept=decisions"
+        )
     if not by_data:
         return {}
     if kept is None:
@@ -269,7 +314,8 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
     images = {}
     for name, module in by_data.items():
         check_value(f"the kept share of {name}", shares[name], float, "[0, 1]")
-        images[name] = module.assume_kept(float(shares[name]))
+        share = float(shares[name])
+        images[name] = module.assume_kept(int(free * share) / free if free else share)
     return {name: share for name, share in images.items() if share < 1}
 
 

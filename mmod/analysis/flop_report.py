@@ -132,22 +132,18 @@ class PrefillFlops(FlopCounts):
 
     Args:
         image_tokens: Image tokens among the `tokens` of the prompt.
-        cache_bytes_per_token: Bytes of one token's keys and values in one layer, in the model's dtype.
+        cache_bytes: Bytes of the KV cache of the prompt, over all layers, in the model's dtype.
     """
 
     tokens: int
     image_tokens: int
-    cache_bytes_per_token: int
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes of the KV cache of the prompt, over all layers."""
-        return self.cache_bytes_per_token * sum(row.cached for row in self.blocks)
+    cache_bytes: int
+    dense_cache_bytes: int
 
     @property
     def cache_share(self) -> float:
         """KV cache of the prompt over that of the dense model."""
-        return sum(row.cached for row in self.blocks) / (self.tokens * len(self.blocks))
+        return self.cache_bytes / self.dense_cache_bytes
 
     def summary(self) -> list[str]:
         """Return the main figures, one line each."""

@@ -49,14 +49,6 @@ class Mixin(nn.Module):
         """Return whether a token's output depends on the other tokens of its image or text."""
         return True
 
-    def rows_of(self, tokens: int) -> int:
-        """Return how many rows the host's module and its copies run on, for a number of tokens."""
-        return tokens
-
-    def choosing_modules(self) -> list[nn.Module]:
-        """Return the modules that choose among tokens, and run on all of them."""
-        return []
-
 
 class Container(Mixin):
     """Mixin of a host that may run its children in turn: the modules that a method added are none of them."""

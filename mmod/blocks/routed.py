@@ -83,7 +83,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
             router.config = router.config.replace(gate="step")
             router.train()
             return share
-        router.config = router.config.replace(select="topk")
+        language = {"inference_threshold": None, "predictor": False}
+        router.config = router.config.replace(select="topk", language=language)
         # Most shares are a count over N: the nearest simple fraction restores that count exactly.
         router.capacity = Fraction(share).limit_denominator(10_000)
         return 1.0 if share else 0.0

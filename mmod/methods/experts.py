@@ -236,14 +236,6 @@ class ExpertMlp(Added, Deciding):
     mod_state: ExpertState
     added_modules = ("router", "others", "predictors")
 
-    def rows_of(self, tokens: int) -> int:
-        """Return the slots of all experts together."""
-        return self.mod_state.config.experts * self.mod_state.config.slots_of(tokens)
-
-    def choosing_modules(self) -> list[nn.Module]:
-        """Return the router and the predictors."""
-        return [self.router, *self._modules.get("predictors", ())]  # type: ignore[misc]
-
     def scorers(self) -> dict[str, nn.Module]:
         """Return the router and the predictors; the experts begin as copies."""
         return {"router": self.router, **numbered(self, "predictors")}

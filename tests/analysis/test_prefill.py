@@ -14,7 +14,7 @@ from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 
-FAMILIES = ("glm4v", "exaone4_5", "granite_docling", "paddleocr_vl", "ovis2")
+FAMILIES = ("glm4v", "gemma4_unified", "exaone4_5", "granite_docling", "paddleocr_vl", "ovis2")
 CONFIGS = {
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),
     "frames": mmod.preset("videollm-mod", capacity=0.34, blocks=(0, 3)),
@@ -49,21 +49,22 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
         assert row.routed == counted, row.name
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     # Windows have dropped tokens.
-    assert report.cache_bytes == held or name == "exaone4_5"
+    assert report.cache_bytes == held or name in ("exaone4_5", "gemma4_unified")
     assert str(report).splitlines()[0].startswith(f"a prompt of {tokens} tokens, {images} of images")
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("qwen3_vl_moe", r"layers\.0 has weights in mlp\.\S+, which is no linear layer"),
-        ("qwen3_5", r"layers\.2 has linear attention"),
-        ("kimi_k25", r"layers\.0 does not compute keys by one linear layer"),
-        ("gemma4", r"cache keys of different widths, \[16, 32\]"),
+        ("qwen3_vl_moe", "reads the values of its tokens, and FLOPs are counted from shapes alone"),
+        (
+            "qwen3_5",
+            r"layers\.2 has linear attention, which caches no keys: count a batch by mmod\.flops\(model, batch\)",
+        ),
     ],
 )
-def test_layers_that_counts_of_tokens_do_not_cover_are_refused(name: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=rf"{reason}.* count a batch by mmod\.flops"):
+def test_layers_whose_cost_shapes_do_not_tell_are_refused(name: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         flops(make_joint(name), Prompt(20, (9,)))
 
 
@@ -130,16 +131,6 @@ def test_protected_text_is_counted_as_kept(protected: int) -> None:
         flops(model, Prompt(10, PATCHES, protected_tokens=11))
 
 
-def test_a_module_of_the_host_named_like_the_router_is_counted() -> None:
-    model: Any = mmod.route_(make_language("llama"), language=mmod.RoutingConfig(router="linear", capacity=0.5))
-    before = flops(model, Prompt(8)).blocks
-    for row in before:
-        layer = model.get_submodule(row.name)
-        layer.router_gate = torch.nn.Linear(layer.hidden_size, 8)
-    for row, counted in zip(before, flops(model, Prompt(8)).blocks):
-        assert counted.dense == row.dense + 2 * 8 * model.config.hidden_size * 8
-
-
 @torch.no_grad()
 def test_routers_that_peft_trains_copies_of_are_counted_once() -> None:
     peft = pytest.importorskip("peft")
@@ -160,7 +151,7 @@ def test_of_text_one_token_runs_at_the_least() -> None:
 
 def test_thresholds_need_the_kept_share() -> None:
     model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", select="threshold"))
-    with pytest.raises(ValueError, match="pass kept"):
+    with pytest.raises(ValueError, match="pass kept="):
         flops(model, Prompt(10))
     assert flops(model, Prompt(10), kept=0.5).blocks[1].kept == 5
     with pytest.raises(ValueError, match="at least one token"):
@@ -174,7 +165,7 @@ def test_thresholds_need_the_kept_share() -> None:
     counted = [row.kept for row in flops(model, Prompt(10), kept=decisions).blocks if row.name in decisions]
     assert counted == shares
     for kept in (3, "half"):
-        with pytest.raises((TypeError, ValueError), match=r"^kept must be "):
+        with pytest.raises((TypeError, ValueError), match=r"^the kept share of \S+ must be "):
             flops(model, Prompt(10), kept)
     for fixed in (make_language("llama"), mmod.route_(make_language("llama"), mmod.RoutingConfig())):
         with pytest.raises(ValueError, match=r"^leave kept out: it is for models that decide by a threshold"):
