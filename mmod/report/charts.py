@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, svg_of, tidy
+from mmod.audits.across import Across
 from mmod.audits.plots import draw_audit, draw_gaps
-from mmod.audits.strata import Stratum
 from mmod.report.sources import AuditRecord, RunRecord
 
 if TYPE_CHECKING:
@@ -31,124 +30,76 @@ _RANKS = "rank correlation"
 HEADER = ["model", "figure", "runs", "mean over runs"]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A figure as SVG: name of its files, title, a description for those who do not see it, numbers, and command."""
+class Chart(NamedTuple):
+    """A figure as SVG: its id, title, a description for those who do not see it, and the command behind it."""
 
     name: str
     title: str
     text: str
-    rows: Sequence[Mapping[str, Any]]
     svg: str
     command: str
 
 
 def audit_charts(record: AuditRecord) -> list[Chart]:
     """Return the figures of an audit that have numbers, that of accuracy first."""
-    charts = [
-        _conditions_chart(record),
-        _gaps_chart(record, "strata", "random tokens", record.audit.strata),
-        _gaps_chart(record, "baselines", "other models", record.audit.baselines),
-        _kept_chart(record),
-        _flops_chart(record),
-    ]
-    return [chart for chart in charts if chart is not None]
+    audit = record.audit
+    by_choice = [(choice.name, choice.accuracy.value) for choice in audit.conditions]
+    text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {_listed(by_choice, '.1f')}."
+    charts = [_chart(record, "conditions", "accuracy with each choice of tokens", text, draw_audit(audit))]
+    for name, other, strata in (
+        ("strata", "random tokens", audit.strata),
+        ("baselines", "other models", audit.baselines),
+    ):
+        if strata:
+            by_stratum = [(f"{one.group}: {one.name}", one.gap.value) for one in strata]
+            text = f"Points of accuracy that {record.name} is above {other}: {_listed(by_stratum, '+.1f')}."
+            title = f"points over {other} in subsets, with simultaneous 95 % intervals"
+            charts.append(_chart(record, name, title, text, draw_gaps(strata, other)))
+    kept = [(name, share.value) for name, share in audit.across.kept.items()]
+    text = f"Share of tokens that each decision of {record.name} keeps, prefix tokens left out: {_listed(kept, '.2f')}."
+    charts.append(_chart(record, "kept", "share of tokens kept", text, _draw_kept(audit.across)))
+    if record.flops is not None:
+        parts = _flops_by_part(record.flops)
+        listed = ", ".join(f"{part} {dense:.2f} and {routed:.2f}" for part, (dense, routed) in parts.items())
+        text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
+        charts.append(_chart(record, "flops", "FLOPs by part", text, _draw_flops(parts)))
+    return charts
 
 
-def _chart(
-    record: AuditRecord, name: str, title: str, text: str, rows: Sequence[Mapping[str, object]], figure: Figure
-) -> Chart:
-    file = f"{record.name.replace('/', '-')}-{name}"
-    return Chart(file, f"{record.name}: {title}", text, rows, svg_of(figure), record.command)
+def _listed(values: Sequence[tuple[str, float]], form: str) -> str:
+    return ", ".join(f"{name} {Estimate(value):{form}}" for name, value in values)
 
 
-def _conditions_chart(record: AuditRecord) -> Chart:
-    """Return accuracy with each choice of tokens and, of several blocks, how often tokens are kept again."""
-    rows: list[dict[str, Any]] = []
-    for choice in record.audit.conditions:
-        accuracy = _ends("accuracy", choice.accuracy)
-        rows.append({"tokens kept": choice.name, "kind": choice.family, **accuracy, "p": choice.accuracy_p})
-    listed = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
-    text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {listed}."
-    across = record.audit.across
-    shares = []
-    pairs: list[dict[str, object]] = []
-    for i, row in zip(across.decisions, across.again):
-        for j, kept in zip(across.decisions, row):
-            if kept is None:
-                continue
-            pairs.append({"tokens kept": f"in {i}, again in {j}", "kind": "blocks", **_ends("share", kept)})
-            # Nothing is kept again where nothing was kept.
-            if i != j and not math.isnan(kept.value):
-                shares.append(kept.value)
-    if shares:
-        text += f" Tokens kept in one block are kept in another at a rate of {min(shares):.2f} to {max(shares):.2f}."
-        rows += pairs
-    title = "accuracy with each choice of tokens"
-    return _chart(record, "conditions", title, text, rows, draw_audit(record.audit))
+def _chart(record: AuditRecord, name: str, title: str, text: str, figure: Figure) -> Chart:
+    return Chart(
+        f"{record.name.replace('/', '-')}-{name}", f"{record.name}: {title}", text, svg_of(figure), record.command
+    )
 
 
-def _gaps_chart(record: AuditRecord, name: str, other: str, strata: Sequence[Stratum]) -> Chart | None:
-    """Return how far a model is above what it is compared with in each stratum; None without strata."""
-    rows: list[dict[str, Any]] = []
-    for one in strata:
-        gap = _ends("gap", one.gap)
-        rows.append({"by": one.group, "stratum": one.name, **gap, "images": one.images, "p": one.accuracy_p})
-    if not rows:
-        return None
-    listed = ", ".join(f"{row['by']}: {row['stratum']} {row['gap']:+.1f}" for row in rows)
-    text = f"Points of accuracy that {record.name} is above {other}: {listed}."
-    title = f"points over {other} in subsets, with simultaneous 95 % intervals"
-    return _chart(record, name, title, text, rows, draw_gaps(strata, other))
-
-
-def _kept_chart(record: AuditRecord) -> Chart:
-    """Return the share of tokens that each block keeps."""
-    across = record.audit.across
-    rows: list[dict[str, Any]] = []
-    for name, blocks in across.blocks.items():
-        rows += [{"block": block, "decided in": name, "kept": across.kept[name].value} for block in blocks]
-    listed = ", ".join(f"{row['block']} {Estimate(row['kept']):.2f}" for row in rows)
-    text = f"Share of tokens that each block of {record.name} keeps, prefix tokens left out: {listed}."
-    return _chart(record, "kept", "share of tokens kept", text, rows, _draw_kept(rows))
-
-
-def _flops_chart(record: AuditRecord) -> Chart | None:
-    """Return the FLOPs of a sample by part, dense and routed; None where they were not counted."""
-    if record.flops is None:
-        return None
-    rows = _flops_by_part(record.flops)
-    listed = ", ".join(f"{row['part']} {row['dense']:.2f} and {row['routed']:.2f}" for row in rows)
-    text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
-    return _chart(record, "flops", "FLOPs by part", text, rows, _draw_flops(rows))
-
-
-def _ends(name: str, estimate: Estimate) -> dict[str, float]:
-    return {name: estimate.value, "low": estimate.low, "high": estimate.high}
-
-
-def _draw_kept(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    figure = new_figure(max(4.0, 0.6 * len(rows) + 1.2), 2.6)
+def _draw_kept(across: Across) -> Figure:
+    """Draw the share of tokens that each block keeps, in one colour for the blocks of a decision."""
+    blocks = sum(map(len, across.blocks.values()))
+    figure = new_figure(max(4.0, 0.6 * blocks + 1.2), 2.6)
     axis = figure.subplots()
     handles = {}
-    decisions = list(dict.fromkeys(row["decided in"] for row in rows))
     # One colour where every block decides for itself.
-    is_shared = len(decisions) < len(rows)
-    for row in rows:
-        number = decisions.index(row["decided in"])
-        name = f"decided in {row['decided in']}"
+    is_shared = len(across.blocks) < blocks
+    for number, (decision, followers) in enumerate(across.blocks.items()):
+        name = f"decided in {decision}"
+        share = across.kept[decision].value
         colour = PALETTE[number % len(PALETTE)] if is_shared else PALETTE[0]
-        handles[name] = axis.bar(row["block"], row["kept"], color=colour)
-        add_hint(handles[name][0], f"{row['block']}: {row['kept']:.3f}, {name}")
+        handles[name] = axis.bar(followers, share, color=colour)
+        for bar, block in zip(handles[name], followers):
+            add_hint(bar, f"{block}: {share:.3f}, {name}")
     axis.set(ylabel="share of tokens kept", ylim=(0, 1))
     tidy(axis)
-    axis.tick_params(axis="x", rotation=45 if len(rows) > 6 else 0)
+    axis.tick_params(axis="x", rotation=45 if blocks > 6 else 0)
     if is_shared:
         add_legend(figure, handles, 2)
     return figure
 
 
-def _flops_by_part(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _flops_by_part(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     """Return the MFLOPs of a sample in each part of a model, dense and routed."""
     blocks = report["blocks"]
     parts = {"everything else": (report["rest"]["dense"], report["rest"]["routed"])}
@@ -158,20 +109,19 @@ def _flops_by_part(report: Mapping[str, Any]) -> list[dict[str, Any]]:
         computed = sum(block["routed"] - block["router"] - block["importance"] for block in chosen)
         parts[title] = (sum(block["dense"] for block in chosen), computed)
     parts |= {title: (0, sum(block[title] for block in blocks)) for title in ("router", "importance")}
-    return [{"part": title, "dense": dense / 1e6, "routed": routed / 1e6} for title, (dense, routed) in parts.items()]
+    return {title: (dense / 1e6, routed / 1e6) for title, (dense, routed) in parts.items()}
 
 
-def _draw_flops(rows: Sequence[Mapping[str, Any]]) -> Figure:
+def _draw_flops(parts: Mapping[str, tuple[float, float]]) -> Figure:
     figure = new_figure(7.6, 2.3)
     axis = figure.subplots()
     handles = {}
     models = ["dense", "routed"]
     left = [0.0, 0.0]
-    for colour, row in zip(PALETTE, rows):
-        widths = [row[model] for model in models]
-        handles[row["part"]] = axis.barh(models, widths, left=left, color=colour)
-        for model, bar in zip(models, handles[row["part"]]):
-            add_hint(bar, f"{model}, {row['part']}: {row[model]:.3f} MFLOPs")
+    for colour, (part, widths) in zip(PALETTE, parts.items()):
+        handles[part] = axis.barh(models, widths, left=left, color=colour)
+        for model, bar, width in zip(models, handles[part], widths):
+            add_hint(bar, f"{model}, {part}: {width:.3f} MFLOPs")
         left = [start + width for start, width in zip(left, widths)]
     axis.invert_yaxis()
     axis.set_xlabel("MFLOPs per sample")
@@ -180,25 +130,30 @@ def _draw_flops(rows: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def health_chart(run: RunRecord) -> Chart | None:
-    """Return the figures of a run's routers at logged steps; None where nothing was logged."""
+def thinned(run: RunRecord) -> tuple[list[Mapping[str, Any]], int]:
+    """Return the rows of every n-th logged step of a run, and n."""
     steps = sorted({row["step"] for row in run.rows})
     # Every n-th logged step, rounded up, and the last one.
     every = -(-len(steps) // _STEPS)
     chosen = {*steps[:: max(1, every)], *steps[-1:]}
-    rows = [row for row in run.rows if row["step"] in chosen]
-    if not rows:
+    return [row for row in run.rows if row["step"] in chosen], every
+
+
+def health_chart(run: RunRecord) -> Chart | None:
+    """Return the figures of a run's routers at logged steps; None where nothing was logged."""
+    if not run.rows:
         return None
+    rows, every = thinned(run)
     kept = [row["kept"] for row in rows]
     text = (
-        f"The routers of {run.name} keep {min(kept):.2f} to {max(kept):.2f} of the tokens over {len(steps)} logged "
-        f"steps; shown are {', '.join(_TITLES.values())}."
+        f"The routers of {run.name} keep {min(kept):.2f} to {max(kept):.2f} of the tokens over the logged steps; "
+        f"shown are {', '.join(_TITLES.values())}."
     )
     title = f"{run.name}: routers while training"
     if every > 1:
         title += f", one logged step in {every}"
     command = "mmod train image|pairs|chat|text CONFIG  # the config.yaml of the run"
-    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, rows, svg_of(draw_health(rows)), command)
+    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, svg_of(draw_health(rows)), command)
 
 
 def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:

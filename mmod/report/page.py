@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mmod.analysis.style import inline_svg
 from mmod.io.files import read_text, write_atomically
 from mmod.io.records import record_config
-from mmod.io.tables import MarkdownTable, write_csv
+from mmod.io.tables import MarkdownTable
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
 
@@ -57,7 +57,7 @@ _PLAN = (
 
 
 def write_report(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the results of studies, audits and training runs as one HTML file, each figure as SVG and CSV next to it.
+    """Write the results of studies, audits and training runs as one HTML file.
 
     Args:
         folders: Folders of studies and runs, or folders that hold several of them.
@@ -73,23 +73,11 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     target = Path(output) if output is not None else sources[0] / "report"
     record_config(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
 
-    def figure(chart: Chart) -> str:
-        write_atomically(target / f"{chart.name}.svg", chart.svg)
-        write_csv(target / f"{chart.name}.csv", chart.rows)
-        name = escape(chart.name)
-        svg = inline_svg(chart.svg, chart.name, chart.text)
-        files = f'<a href="{name}.svg">SVG</a> <a href="{name}.csv">CSV</a>'
-        return (
-            f'<figure id="{name}"><div class="chart">{svg}</div>'
-            f"<figcaption>{escape(chart.title)}. {escape(chart.text)} {files}<code>{escape(chart.command)}</code>"
-            "</figcaption></figure>"
-        )
-
     sections = [
-        *(_study_section(study, figure) for study in studies),
+        *(_study_section(study) for study in studies),
         *_common_section(audits),
-        *(_audit_section(record, figure) for record in audits),
-        *_runs_section(runs, figure),
+        *(_audit_section(record) for record in audits),
+        *_runs_section(runs),
     ]
     write_atomically(target / PAGE, _frame(sections))
     return target / PAGE
@@ -103,11 +91,18 @@ class _Section(NamedTuple):
     content: str
 
 
-_Draw = Callable[[Chart], str]
-"""Writes a figure's files and returns it as HTML."""
+def _figure(chart: Chart) -> str:
+    """Return a figure as HTML."""
+    name = escape(chart.name)
+    svg = inline_svg(chart.svg, chart.name, chart.text)
+    return (
+        f'<figure id="{name}"><div class="chart">{svg}</div>'
+        f"<figcaption>{escape(chart.title)}. {escape(chart.text)}<code>{escape(chart.command)}</code></figcaption>"
+        "</figure>"
+    )
 
 
-def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
+def _study_section(study: StudyRecord) -> _Section:
     maps = {path: _MAPS.format(path.stem.removeprefix("maps-")) for path in sorted(study.folder.glob("maps-*.svg"))}
     searches = sorted(study.folder.glob("seed0/*.plans/*.svg"))
     plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in searches}
@@ -121,11 +116,11 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     beside = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
     command = f"mmod {study.kind} study.yaml  # the config below, saved as study.yaml"
-    drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.rows, study.svg, command)
+    drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.svg, command)
     return _Section(
         f"Study {study.name}",
         study.verdict,
-        figure(drawn)
+        _figure(drawn)
         + _pictures(study.name, shown)
         + _rich(study.code)
         + tables
@@ -136,10 +131,10 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     )
 
 
-def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
+def _audit_section(record: AuditRecord) -> _Section:
     audit = record.audit
     # The picture of the verdict comes first, its tables next.
-    first, *others = map(figure, audit_charts(record))
+    first, *others = map(_figure, audit_charts(record))
     routed = None if record.flops is None else float(record.flops["routed"])
     counted = {"this model": routed, **record.beside_flops}
     costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
@@ -166,10 +161,10 @@ def _part(part: str | MarkdownTable) -> str:
     return _table(part.rows, part.caption)
 
 
-def _runs_section(runs: Sequence[RunRecord], figure: _Draw) -> list[_Section]:
+def _runs_section(runs: Sequence[RunRecord]) -> list[_Section]:
     """Return the routers' figures during training; nothing where no run has a router."""
     charts = [health_chart(run) for run in runs]
-    drawn = [figure(chart) for chart in charts if chart is not None]
+    drawn = [_figure(chart) for chart in charts if chart is not None]
     if not drawn:
         return []
     content = "".join(drawn[:_OPEN_RUNS])
