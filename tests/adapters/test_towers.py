@@ -225,7 +225,7 @@ def test_windows_of_unknown_images_are_refused() -> None:
     x = torch.randn(32, 48)
     message = "blocks that attend within windows of 4: .*the module that runs the blocks must take grid_thw"
     with pytest.raises(Exception, match=message):
-        inputs_of_call(tower, "blocks", {"0": x, "1": torch.tensor([[1, 4, 4], [1, 4, 4]])})
+        inputs_of_call(tower, "blocks", {"pixel_values": x, "sizes": torch.tensor([[1, 4, 4], [1, 4, 4]])})
     block: Any = tower_of(mmod.route_(make_joint("qwen2.5-vl"), image="gradual")).blocks[2]
     with pytest.raises(ValueError, match="2 windows of 32 tokens, and the images that they are of are unknown"):
         block(x[:, :16], cu_seqlens=torch.tensor([0, 16, 32]), position_embeddings=(x[:, :8], x[:, :8]))
