@@ -31,10 +31,9 @@ class SeenGrid:
 def image_stack(model: nn.Module) -> BlockStack | None:
     """Return the blocks of the part that sees images; None for a model without one that can be routed."""
     try:
-        stacks = find_stacks(model)
+        return find_stacks(model).get("image")
     except ValueError:
         return None
-    return next((stack for stack in stacks.values() if stack.grid is not None or stack.proof is not None), None)
 
 
 def patch_grid(model: nn.Module, image_size: tuple[int, int]) -> Grid:
@@ -104,8 +103,8 @@ def resized(x_BNC: Tensor, grid: tuple[int, int], asked: tuple[int, int]) -> Ten
     return F.interpolate(x_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
 
 
-def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
-    """Interpolate a timm model's outputs for the patches of images (B, C, H, W) to the patches that have labels.
+def resized_to_labels(x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
+    """Interpolate outputs for the square patches of images (B, C, H, W) to the patches that have labels.
 
     Args:
         labels: Number of labels per image, one for each square of pixels.
@@ -115,11 +114,7 @@ def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: i
         return x_BNC
     height, width = images.shape[-2:]
     asked = grid_of_squares(labels, height, width)
-    if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
-        grid: Grid | None = patch_grid(model, (height, width))
-    else:
-        # A model that shows no patches has square ones, as labels do.
-        grid = grid_of_squares(outputs, height, width)
+    grid = grid_of_squares(outputs, height, width)
     if asked is None or grid is None:
         raise ValueError(
             f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
