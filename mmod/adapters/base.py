@@ -91,7 +91,7 @@ class BlockStack:
     """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.
 
     Args:
-        names: Module names of the blocks in the model, in order.
+        block_list: Name of the list of blocks in the model.
         prefix: Number of tokens that are always kept: the leading ones, unless a block's `masks` says which.
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
@@ -112,7 +112,7 @@ class BlockStack:
         proof: What a trial showed of the blocks; None where the adapter knows them.
     """
 
-    names: tuple[str, ...]
+    block_list: str
     blocks: tuple[nn.Module, ...]
     prefix: int
     dim: int
@@ -137,9 +137,9 @@ class BlockStack:
         return self.read_text is not None
 
     @property
-    def block_list(self) -> str:
-        """Name of the list of blocks in the model."""
-        return self.names[0].rpartition(".")[0]
+    def names(self) -> tuple[str, ...]:
+        """Names of the blocks in the model, in order."""
+        return tuple(f"{self.block_list}.{number}" for number in range(len(self.blocks)))
 
     @property
     def owner(self) -> str:
@@ -160,7 +160,7 @@ class BlockStack:
 
     def below(self, path: str) -> BlockStack:
         """Return the same blocks as a part of a model around theirs, in which it has a name; empty for that itself."""
-        return replace(self, names=tuple(f"{path}.{name}" for name in self.names)) if path else self
+        return replace(self, block_list=f"{path}.{self.block_list}".lstrip("."))
 
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
         """Let a module begin and end the calls of the blocks, after these were converted."""

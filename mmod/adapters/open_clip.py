@@ -32,13 +32,12 @@ from mmod.blocks import (
     GridSource,
     ModelHook,
     Span,
-    StackCalls,
     grid_of_map,
     host_class,
 )
+from mmod.config import RoutingConfig
 from mmod.ops.views import is_visible
 from mmod.routing import Routing, TokenMasks
-from mmod.threads import PerThread
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     transformer.ResidualAttentionBlock,
@@ -93,19 +92,20 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
             "cannot route a text tower of Hugging Face transformers inside open_clip. Route only the image tower: "
             "mmod.route_(model, image=config)"
         )
-    calls = PerThread(StackCalls)
-    blocks = tower.transformer.resblocks
-    captions = Span(
-        calls, ("the token embedding", *(f"{name}transformer.resblocks.{index}" for index in range(len(blocks))))
-    )
-    stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions)
+    stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT)
+    # The embedding has number 0 in a pass of captions.
+    captions = Span(stack.calls, ("the token embedding", *stack.names))
     hook = (tower.token_embedding, CaptionHook(tower, captions))
     return dataclasses.replace(
-        stack, calls=calls, captions=captions, hooks=lambda routing: [hook], sequence=int(tower.context_length)
+        stack,
+        captions=captions,
+        call_of=functools.partial(stack.call_of, captions=captions),
+        hooks=lambda routing: [hook],
+        sequence=int(tower.context_length),
     )
 
 
-def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None) -> BlockStack:
+def _stack(tower: Any, name: str, prefix: int) -> BlockStack:
     blocks = tuple(tower.resblocks)
     for block in blocks:
         if not isinstance(block, BLOCKS):
@@ -116,16 +116,21 @@ def _stack(tower: Any, name: str, prefix: int, captions: Span | None = None) -> 
     if not tower.batch_first:
         raise ValueError(f"cannot route {name}: it runs with batch_first=False, so that tokens are not its second axis")
     return BlockStack(
-        names=tuple(f"{name}.{index}" for index in range(len(blocks))),
+        block_list=name,
         blocks=blocks,
         prefix=prefix,
         dim=int(tower.width),
-        # The embedding has number 0 in a pass of captions.
-        call_of=lambda block, config: _call_of(block, int(tower.width), captions, blocks.index(block) + 1),
+        call_of=functools.partial(_call_of, dim=int(tower.width), blocks=blocks),
     )
 
 
-def _call_of(block: nn.Module, dim: int, captions: Span | None, number: int) -> ClipBlock:
+def _call_of(
+    block: nn.Module,
+    config: RoutingConfig | None,
+    dim: int,
+    blocks: tuple[nn.Module, ...],
+    captions: Span | None = None,
+) -> ClipBlock:
     # Adapters of peft hold the attention.
     attention: Any = getattr(block.attn, "base_layer", block.attn)
     multihead = isinstance(attention, nn.MultiheadAttention)
@@ -150,7 +155,7 @@ def _call_of(block: nn.Module, dim: int, captions: Span | None, number: int) -> 
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,
-        number=number,
+        number=blocks.index(block) + 1,
     )
 
 

@@ -23,10 +23,12 @@ from mmod.blocks import (
     SegmentsBlock,
     SequenceImages,
     Shell,
+    StackCalls,
     SuffixBlock,
     TupleBlock,
     grid_of_map,
 )
+from mmod.threads import PerThread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,22 +111,22 @@ def outer_mixins(proof: Proof) -> dict[str, type[Mixin]]:
 def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
     """Return the proven blocks of a model; `host` is as in `BlockStack`."""
     block_list: Any = model.get_submodule(proof.blocks)
+    calls = PerThread(StackCalls)
+    windows = SequenceImages(calls, model) if proof.windows else None
     grid = None
     if proof.projection:
         grid = GridSource(model.get_submodule(proof.projection), grid_of_map)
-    stack = BlockStack(
-        names=tuple(f"{proof.blocks}.{number}" for number in range(len(block_list))),
+    return BlockStack(
+        block_list=proof.blocks,
         blocks=tuple(block_list),
         prefix=proof.prefix + proof.suffix,
         dim=proof.dim,
-        call_of=lambda block, config: call_of(proof, block),
+        call_of=lambda block, config: call_of(proof, block, windows),
+        calls=calls,
         class_token=proof.prefix > 0,
         # Tokens at the end are brought to the front around each block, so blocks cannot pass on rows.
         host="" if proof.suffix else host,
         grid=grid,
+        windows=windows,
         proof=proof,
     )
-    if not proof.windows:
-        return stack
-    windows = SequenceImages(stack.calls, model)
-    return dataclasses.replace(stack, windows=windows, call_of=lambda block, config: call_of(proof, block, windows))

@@ -67,10 +67,9 @@ def find_blocks(model: nn.Module) -> BlockStack:
     if tokens.is_declared(model) or len(known) != 1 or prefix is None or dim is None:
         return tokens.find_blocks(model, "timm")
     block_list: Any = model.get_submodule(known[0])
-    blocks = tuple(block_list)
     return BlockStack(
-        names=tuple(f"{known[0]}.{index}" for index in range(len(blocks))),
-        blocks=blocks,
+        block_list=known[0],
+        blocks=tuple(block_list),
         prefix=int(prefix),
         dim=int(dim),
         class_token=any(key.rpartition(".")[2] == "cls_token" for key, _ in owner.named_parameters()),

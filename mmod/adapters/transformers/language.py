@@ -37,7 +37,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
     entry = _keyword_entry(model, owner)
     rotary = _compact_rotary(text, layers)
     return BlockStack(
-        names=tuple(f"{name}.{index}" for index in range(len(layers))),
+        block_list=name,
         blocks=tuple(layers),
         prefix=0,
         dim=int(text.config.hidden_size),
