@@ -6,7 +6,7 @@ Axes: B images or texts, N tokens, E experts, J experts including idle ones, T r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.adapters.base import TextCall
 from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, make_records, parameters_of
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
+    CompleteTexts,
     ExpertRows,
     Mixture,
     TokenRouter,
@@ -32,8 +32,6 @@ from mmod.methods.mixture import (
     expert_decisions,
     first_floating,
     numbered,
-    refuse_generation,
-    refuse_packed,
 )
 from mmod.ops.backend import check_counts
 from mmod.ops.select import kept_count
@@ -156,7 +154,7 @@ class Experts(Mixture):
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
         if stack.read_text is not None:
-            attach(owner_of(model, stack), _CompleteTexts(stack.read_text))
+            attach(owner_of(model, stack), CompleteTexts(stack.read_text, fills=True))
 
     def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:
         """Return the MLP of a block; None if no module computes it alone."""
@@ -167,34 +165,6 @@ class Experts(Mixture):
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
-
-
-@dataclass(eq=False)
-class _CompleteTexts(ModelHook):
-    """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
-
-    Args:
-        read_text: See `BlockStack`.
-    """
-
-    read_text: Callable[..., TextCall]
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse such texts."""
-        # Layers may have been removed since the method was applied.
-        mixture = next((child for child in module.modules() if isinstance(child, ExpertMlp)), None)
-        if mixture is None or not mixture.chooses_together(module.training):
-            return
-        text = self.read_text(module, args, kwargs)
-        if text.continues:
-            refuse_generation("experts")
-        if text.is_packed:
-            refuse_packed("experts")
-        if not bool(text.valid_BN.all()):
-            raise ValueError(
-                "experts choose among the tokens of a text, and padding in this batch would take their slots: pass "
-                "texts of one length, or apply the method with choice='tokens'"
-            )
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ T rows of all experts, D channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.adapters.base import TextCall
+from mmod.blocks import Deciding, ModelHook, modules_of
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
@@ -64,20 +67,37 @@ class Mixture(Method):
             raise ValueError(f"{self.kind} choose among the tokens of an image, which may be padding in a NaFlexVit")
 
 
-def refuse_generation(choosers: str) -> None:
-    """Raise a ValueError where cached tokens come before those among which experts or recursions choose."""
-    raise ValueError(
-        f"text cannot be generated where {choosers} choose among future tokens, as they do in training mode and with "
-        "choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or 'tokens'"
-    )
+@dataclass(eq=False)
+class CompleteTexts(ModelHook):
+    """A forward pre-hook of a language model, which refuses texts in which tokens cannot be chosen together.
 
+    Args:
+        read_text: See `BlockStack`.
+        fills: Padding would take the place of tokens.
+    """
 
-def refuse_packed(choosers: str) -> None:
-    """Raise a ValueError where experts or recursions would choose among the tokens of several packed samples."""
-    raise ValueError(
-        f"{choosers} choose among the tokens of a row, but rows are packed with several samples: pass one sample per "
-        "row, or apply the method with choice='tokens'"
-    )
+    read_text: Callable[..., TextCall]
+    fills: bool = False
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse such texts."""
+        choosing = [child for child in modules_of(module, self.kind) if isinstance(child, Deciding)]
+        # Layers may have been removed since the method was applied.
+        if not choosing or not choosing[0].chooses_together(module.training):
+            return
+        text = self.read_text(module, args, kwargs)
+        if text.continues:
+            raise ValueError(
+                f"text cannot be generated where {self.kind} choose among future tokens, as they do in training mode "
+                "and with choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or "
+                "'tokens'"
+            )
+        if text.is_packed or (self.fills and not bool(text.valid_BN.all())):
+            raise ValueError(
+                f"{self.kind} choose among the tokens of a row, but rows are "
+                f"{'packed with several samples' if text.is_packed else 'padded'}: pass one sample per row, all of one "
+                "length, or apply the method with choice='tokens'"
+            )
 
 
 class ExpertRows(NamedTuple):

@@ -30,14 +30,13 @@ from mmod.blocks import (
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
+    CompleteTexts,
     Mixture,
     TokenRouter,
     balance_loss,
     choice_cross_entropy,
     first_floating,
     numbered,
-    refuse_generation,
-    refuse_packed,
 )
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import check_counts
@@ -146,6 +145,8 @@ class Recursions(Mixture):
             convert(cycle, shell.outer, cycle.mod_state)
         container[self.first] = cycle
         stack.watch_grid({stack.names[self.first]: cycle})
+        if stack.read_text is not None:
+            attach(owner_of(model, stack), CompleteTexts(stack.read_text))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
         if stack.dividing and (self.choice == "tokens" or stack.proof.rows):
             attach(owner_of(model, stack), WholeBatchHook(stack.dividing))
@@ -235,6 +236,11 @@ class Cycle(Added, Deciding):
         """Whether the method has a loss."""
         return self.mod_state.config.has_loss
 
+    def chooses_together(self, training: bool) -> bool:
+        """Return whether the choice of a token depends on other tokens."""
+        config = self.mod_state.config
+        return config.choice == "topk" or (config.two_ways and (training or self.record.together))
+
     @property
     def dense_blocks(self) -> int:
         """Number of dense blocks that the cycle replaces."""
@@ -299,11 +305,6 @@ class Cycle(Added, Deciding):
         call = self.mod_state.calls[0]
         if not self.mod_state.language:
             return NamedArguments.masks(call, arguments, x_BND).valid_BN
-        if self.mod_state.config.choice != "tokens" and not self._alone(x_BND):
-            if call.cached(arguments):
-                refuse_generation("recursions")
-            if call.is_packed(arguments, x_BND):
-                refuse_packed("recursions")
         return call.valid(arguments, x_BND)
 
     def _alone(self, x_BND: Tensor) -> bool:

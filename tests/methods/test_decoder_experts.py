@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused() -> None:
         model.generate(ids, **GREEDY)
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    with pytest.raises(ValueError, match="padding in this batch"):
+    with pytest.raises(ValueError, match="but rows are padded"):
         model(input_ids=ids, attention_mask=mask)
     with pytest.raises(ValueError, match="inference_threshold is not possible in model"):
         mmod.route_(model, STAGED)

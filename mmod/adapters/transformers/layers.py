@@ -23,7 +23,7 @@ from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_captured, keys_of_all
 from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
-from mmod.adapters.transformers.structure import read_structure, sees_both_ways
+from mmod.adapters.transformers.structure import sees_both_ways
 from mmod.blocks import map_rows
 from mmod.blocks.call import Arguments, DecoderCall
 from mmod.ops import Packing
@@ -270,10 +270,6 @@ class DecoderLayerCall(DecoderCall):
         """Return which tokens are not padding (B, N); None without an attention mask."""
         mask = arguments.get("attention_mask")
         return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
-
-    def is_packed(self, arguments: Arguments, x_BND: Tensor) -> bool:
-        """Return whether rows pack several samples."""
-        return read_structure(arguments, x_BND, self.cached(arguments), self.config).segment_BN is not None
 
     def repeated(self, offset: int, arguments: Arguments, x_BND: Tensor, routing: Routing) -> Arguments:
         """Return the arguments for kept tokens of a repeated layer, whose cache index is `offset` higher."""
