@@ -1,10 +1,10 @@
-"""The random states of Python, NumPy and torch's CPU generator."""
+"""The random states of Python, NumPy and torch's CPU generator, and draws that are even over classes."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,3 +28,18 @@ def drawn_from() -> tuple[object, ...]:
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     torch_state = torch.default_generator.get_state()
     return random.getstate(), numpy_state[1].tobytes(), numpy_state[2], torch_state.numpy().tobytes()
+
+
+def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
+    """Draw `count` ascending indices, as evenly over the classes as their sizes allow."""
+    classes = np.asarray(labels)
+    # Shuffled, then sorted stably by class: random within each class.
+    order = np.random.default_rng(seed).permutation(len(classes))
+    order = order[np.argsort(classes[order], kind="stable")]
+    # Rank of each sample within its class. Sorted by rank, the first samples of all classes precede all second ones.
+    first = np.searchsorted(classes[order], classes[order])
+    rank = np.empty(len(classes), np.int64)
+    rank[order] = np.arange(len(classes)) - first
+    # Of equal rank the order is random, so that no class comes first when the count runs out.
+    turns = np.lexsort((np.random.default_rng([seed, 1]).permutation(len(classes)), rank))
+    return np.sort(turns[:count])

@@ -41,6 +41,8 @@ class Reading(NamedTuple):
     samples: int
 
 
+PASSES = 8
+"""Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more."""
 Readings = Mapping[str, Mapping[Input, Reading]]
 """The passes of each candidate by name."""
 Times = dict[Input, dict[str, list[float]]]

@@ -26,13 +26,14 @@ from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.drawn import DrawnSource
 from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
 from mmod.data.readers.hf_datasets import StreamedSource, documents, is_streamed
-from mmod.data.readers.images import ImageSource, Subset, spread
+from mmod.data.readers.images import ImageSource, Subset
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
 from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import BatchStream, Decoded, ImageReader, MemoryReader, ReadBatch
 from mmod.data.synthetic.digits import DIGITS, DigitScene, compose_scenes
 from mmod.io.files import text_bytes
 from mmod.io.progress import warn_once
+from mmod.random_state import spread
 
 Transform = Callable[..., Tensor]
 """From a PIL image to a tensor (C, H, W)."""

@@ -19,13 +19,14 @@ from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
-from mmod.analysis.timing import Reading
+from mmod.analysis.timing import PASSES, Reading
 from mmod.analysis.tracing import trace
 from mmod.io.store import fingerprint
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
 from mmod.planning.prompts import IsRight, of_equal_length, pad_token, questions_of, right_of
+from mmod.random_state import spread
 
 # Samples of the first look at all candidates; the others are run for candidates near the front.
 FIRST_LOOK = 64
@@ -38,7 +39,7 @@ CORRECT = "correct"
 MIX = "mix"
 """Name of the timed pass over prompts of different lengths."""
 ALONE = "batch 1"
-"""Name of the timed pass over one image."""
+"""Name of the timed passes over single images."""
 AtSize = Callable[[nn.Module, int], Iterable[Mapping[str, Any]]]
 """Makes a model read images of another side in pixels, in place, and returns the batches at that side."""
 
@@ -129,12 +130,14 @@ class Images:
         return self
 
     def readings(self, model: nn.Module) -> dict[str, Reading]:
-        """Return the passes over a batch and over one image."""
+        """Return the passes over a batch and over single images, spread over the classes as those of a study are."""
+        labels = [0] * len(self) if self.labels is None else self.labels.tolist()
+        index = spread(labels, self.batch_size)
         # Few images are repeated: a batch has its size.
-        x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
-        passes = {BATCH: Reading(partial(image_output, model, x), self.batch_size)}
+        images = self.pixels[index[np.arange(self.batch_size) % len(index)]].to(self.device)
+        passes = {BATCH: image_reading(model, images, self.batch_size)}
         if self.batch_size > 1:
-            passes[ALONE] = Reading(partial(image_output, model, x[:1]), 1)
+            passes[ALONE] = image_reading(model, images[:PASSES], 1)
         return passes
 
     def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
@@ -162,6 +165,16 @@ class Images:
             # Rows of patches are many, and only compared.
             batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
         return torch.cat(batches)
+
+
+def image_reading(model: nn.Module, images: Tensor, size: int) -> Reading:
+    """Return the forward passes over images (N, C, H, W) in batches of a size."""
+
+    def read() -> None:
+        for batch in images.split(size):
+            image_output(model, batch)
+
+    return Reading(read, len(images))
 
 
 def _measure_of(model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from mmod.analysis.table import DENSE, Measured, Table, by_seed
-from mmod.analysis.timing import Reading, Readings, Times, times_once
+from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.io.files import sha256
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
@@ -25,8 +25,6 @@ from mmod.training.engine.kind import Kind, device_of, load, seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.kinds import kind_of
 
-# Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more.
-_PASSES = 8
 Measure = Callable[[Run, Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
 
@@ -265,7 +263,7 @@ def times_of(
             passes[name] = {}
             for size in sizes:
                 # As many samples at every size, where that takes few passes.
-                passes_of_size = min(max(sizes) // size, _PASSES)
+                passes_of_size = min(max(sizes) // size, PASSES)
                 by_input = readings(kind, model, size, passes_of_size)
                 passes[name] |= {(inputs, size): reading for inputs, reading in by_input.items()}
         return passes

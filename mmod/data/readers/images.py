@@ -233,21 +233,6 @@ class Subset:
         return [classes[index] for index in self.indices]
 
 
-def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
-    """Draw `count` ascending indices, as evenly over the classes as their sizes allow."""
-    classes = np.asarray(labels)
-    # Shuffled, then sorted stably by class: random within each class.
-    order = np.random.default_rng(seed).permutation(len(classes))
-    order = order[np.argsort(classes[order], kind="stable")]
-    # Rank of each sample within its class. Sorted by rank, the first samples of all classes precede all second ones.
-    first = np.searchsorted(classes[order], classes[order])
-    rank = np.empty(len(classes), np.int64)
-    rank[order] = np.arange(len(classes)) - first
-    # Of equal rank the order is random, so that no class comes first when the count runs out.
-    turns = np.lexsort((np.random.default_rng([seed, 1]).permutation(len(classes)), rank))
-    return np.sort(turns[:count])
-
-
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
     """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie.
 

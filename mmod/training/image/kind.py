@@ -15,7 +15,7 @@ from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, image_facts, image_output
+from mmod.adapters import find_library, image_facts
 from mmod.analysis import FlopReport
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
@@ -30,6 +30,7 @@ from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import read_state
 from mmod.opening.weights import converted, load_weights
+from mmod.planning.samples import image_reading
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -209,7 +210,7 @@ class ImageKind:
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return forward passes over evaluation images of all classes, which are repeated where there are too few."""
         images = timed_images(self.config, size * batches).to(device_of(self))
-        return {"image": Reading(partial(_read, model, images.split(size)), len(images))}
+        return {"image": image_reading(model, images, size)}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
         """Return training images, prepared as for evaluation; see `Kind.calibration`."""
@@ -236,11 +237,6 @@ class ImageKind:
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
-
-
-def _read(model: nn.Module, batches: Sequence[Tensor]) -> None:
-    for images in batches:
-        image_output(model, images)
 
 
 def sample_images(config: TrainConfig, count: int) -> Tensor:

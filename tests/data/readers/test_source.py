@@ -15,7 +15,7 @@ from PIL import Image
 
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
-from mmod.data.readers.images import spread
+from mmod.random_state import spread
 
 
 @pytest.fixture(scope="module")
