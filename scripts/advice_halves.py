@@ -115,7 +115,7 @@ def outcome(advice: Advice, recorded: Recorded) -> Outcome:
 
 
 def replay(recorded: Recorded, count: int, draws: int) -> Iterator[list[Any]]:
-    """Yield a row for each tolerance: how often advice from some photographs names a recipe, and is right.
+    """Yield a row for each tolerance: how often advice from some photographs says "Use", and is right.
 
     Args:
         count: Number of photographs that each advice is taken from, drawn with replacement: all photographs stand for
@@ -130,14 +130,13 @@ def replay(recorded: Recorded, count: int, draws: int) -> Iterator[list[Any]]:
             found.append(outcome(dataclasses.replace(given, tolerance=tolerance), recorded))
     for tolerance, found in outcomes.items():
         named = [one.kept for one in found if one.named]
-        decided = [one.kept and one.fastest for one in found if one.decided]
+        wrong = [one for one in found if one.decided and not one.named and not one.fastest]
         yield [
             count,
             100 * tolerance,
             100 * len(named) / draws,
             _percent(named),
-            100 * len(decided) / draws,
-            _percent(decided),
+            100 * len(wrong) / draws,
         ]
 
 
@@ -219,13 +218,12 @@ def table_of_parts(recorded: Recorded) -> dict[str, Any]:
     columns = [
         "photographs",
         "tolerance, points",
-        "names a recipe, % of draws",
-        "of these within the tolerance, %",
-        "decided, % of draws",
-        "of these right, %",
+        'says "Use", % of draws',
+        "right when it does, %",
+        "wrongly says that nothing pays, % of draws",
     ]
     commands = ["python scripts/advice_halves.py FOLDER FILE RESULT"]
-    formats = ["{:,}", "{:g}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.0f}"]
+    formats = ["{:,}", "{:g}", "{:.0f}", "{:.0f}", "{:.0f}"]
     return {"commands": commands, "columns": columns, "formats": formats, "rows": rows}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,14 +12,17 @@ from mmod.analysis.timing import Spread
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
+from mmod.planning.candidate import shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
     NOISE,
     USE,
     Alternative,
     Recommendation,
+    Verdict,
+    batches_of,
     beside_controls,
-    in_batches_of,
+    verdict_of,
 )
 from mmod.planning.samples import AGREEMENT, ALONE
 
@@ -141,10 +143,16 @@ class Advice:
     @property
     def recommendations(self) -> list[Recommendation]:
         """What to use in batches, which the sentence is about, and where it was timed, for single images."""
-        found = [self._recommendation(in_batches_of(self.batch_size, self.samples), "")]
-        if self.rows and ALONE in self.rows[0].speedups:
-            found.append(self._recommendation(in_batches_of(1), ALONE))
+        found = [self._recommendation(self.batch_size, {row.name: row.speedup for row in self.rows})]
+        # Few candidates are tried for a wanted speed, which is that of batches.
+        if self.faster is None and self.rows and ALONE in self.rows[0].speedups:
+            found.append(self._recommendation(1, {row.name: row.speedups[ALONE] for row in self.rows}))
         return found
+
+    @property
+    def verdict(self) -> Verdict:
+        """What to do, with the table of what is named."""
+        return verdict_of(self.recommendations)
 
     @property
     def best(self) -> AdviceRow | None:
@@ -153,59 +161,32 @@ class Advice:
         None if the dense model is. Where a speed-up is wanted, the candidate that reaches it, within the noise, and has
         the best worse end of its interval.
         """
-        chosen = self.recommendations[0].best if self.faster is None else self.recommendations[0].at_speed(self.faster)
+        recommendation = self.recommendations[0]
+        chosen = recommendation.best if self.faster is None else recommendation.at_speed(self.faster)
         return self._row_of(chosen)
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
         """Candidates on the front whose interval holds the tolerance, and that are faster than any within it."""
         names = {model.name for model in self.recommendations[0].undecided}
-        return tuple(row for row in self.rows if row.label in names)
+        return tuple(row for row in self.rows if row.name in names)
 
     @property
     def sentence(self) -> str:
-        """The advice in one sentence, and which candidates so few samples leave undecided."""
-        recommendation = self.recommendations[0]
-        if self.faster is None:
-            return recommendation.sentence
-        more = "" if self.best else " Time larger batches, or leave out `faster`: then more is tried."
-        return recommendation.sentence_at(self.faster) + more
+        """The advice in one sentence."""
+        return self.recommendations[0].sentence
 
-    def _recommendation(self, where: str, of: str) -> Recommendation:
-        """Return what to use by the times of a pass; an empty name is the one that decides."""
-        models = [self._alternative(row) for row in self.rows]
-        if of:
-            # What is said of the control and of single images stands with the pass that decides.
-            models = [
-                dataclasses.replace(model, speedup=row.speedups[of], alone=None, to_control=None)
-                for model, row in zip(models, self.rows)
-            ]
-        return Recommendation(models, self.tolerance, self.samples, where)
-
-    def _alternative(self, row: AdviceRow) -> Alternative:
-        return Alternative(
-            row.label,
-            row.speedup,
-            row.loss,
-            row.images,
-            self._measured(row),
-            row.speedups.get(ALONE),
-            row.control,
-            row.to_control and 100 * row.to_control,
-            row.agreement_to_control and 100 * row.agreement_to_control,
-            row.at_random,
-        )
+    def _recommendation(self, size: int, speedups: Mapping[str, Spread]) -> Recommendation:
+        """Return what to use by the times of a pass."""
+        models = [
+            Alternative(row.name, row.label, speedups[row.name], row.loss, row.images, row.at_random)
+            for row in self.rows
+        ]
+        where = batches_of(size, self.samples)
+        return Recommendation(models, self.tolerance, self.metric, self.samples, where, self.faster)
 
     def _row_of(self, model: Alternative | None) -> AdviceRow | None:
-        return next((row for row in self.rows if model is not None and row.label == model.name), None)
-
-    def _measured(self, row: AdviceRow) -> str:
-        """Return what a candidate scores by the `metric`, in words."""
-        if row.accuracy is not None:
-            return f"{100 * row.accuracy:+.1f} points of {self.metric}"
-        if self.measure == AGREEMENT:
-            return f"{100 * row.score} % {self._measure_name} with the dense model"
-        return f"a {self.measure} of {row.score:.3f} with the dense model"
+        return next((row for row in self.rows if model is not None and row.name == model.name), None)
 
     @property
     def code(self) -> str:
@@ -215,12 +196,12 @@ class Advice:
 
     @property
     def _named(self) -> AdviceRow | None:
-        return self._row_of(self.recommendations[0].named) if self.faster is None else self.best
+        return self._row_of(self.recommendations[0].named)
 
     @property
     def _used(self) -> AdviceRow | None:
         """The row that the sentence says to use."""
-        return self._row_of(self.recommendations[0].used(self.faster))
+        return self._row_of(self.recommendations[0].used)
 
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
@@ -251,19 +232,11 @@ class Advice:
         return table_of(columns, rows)
 
     def __str__(self) -> str:
-        lines = [str(self.table()), f"\n**{self.sentence}**\n"]
-        if self.caution:
-            lines.append(f"{self.caution}\n")
-        if self.faster is None:
-            in_batches, *alone = self.recommendations
-            lines += [f"{text}\n" for text in (in_batches.by_speed, *(one.text for one in alone)) if text]
-        lines += [f"- {fact}" for fact in self.facts]
-        row = self._named
-        if row is not None and self.code:
-            lines.append(f"\n{row.label} in Python:\n\n```python\n{self.code}\n```")
-        if row is not None and row.config:
-            lines.append(f"\n{row.label} in a training config:\n\n```yaml\n{row.config}\n```")
-        return "\n".join(lines)
+        sentence, table, named = self.verdict
+        rows = {row.name: row for row in self.rows}
+        code = shown_code({rows[name].label: (rows[name].code, rows[name].config) for name in named})
+        facts = "\n".join(f"- {fact}" for fact in self.facts)
+        return "\n\n".join(filter(None, [str(self.table()), f"**{sentence}**", str(table), self.caution, facts, code]))
 
     @property
     def facts(self) -> list[str]:
@@ -292,13 +265,12 @@ class Advice:
             front = "Rows with * are on the Pareto front: by the means, none is faster and loses less. "
             if self._used is not None:
                 front += f"{BY_INTERVALS} "
-        untrained = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
-        # Models of the user's own, which no line makes, may be trained.
-        are_made = any(row.code or row.config for row in self.rows)
+        is_too_slow = self.faster is not None and self.best is None
+        slow = ["Larger batches may be faster; without `faster`, more is tried."] if is_too_slow else []
         return [
             f"{dense}.",
             f"{front}{columns}",
-            *([untrained] if are_made else []),
+            *slow,
             *filter(None, [self._beside_controls]),
             *too_small,
             *redundancy,

@@ -130,6 +130,30 @@ class Candidate:
         return "\n".join(lines)
 
 
+def shown_code(models: Mapping[str, tuple[str, str]]) -> str:
+    """Return the lines of Python, and the keys of a training config, of some models as Markdown; empty without any.
+
+    Args:
+        models: Lines and keys by the name of the model; empty for what it does not have.
+    """
+    python = {name: lines for name, (lines, _) in models.items() if lines}
+    keys = {name: lines for name, (_, lines) in models.items() if lines}
+    blocks = []
+    if python:
+        blocks.append(f"In Python{_of_several(python)}:\n\n```python\nimport mmod\n\n{_with_names(python)}\n```")
+    if keys:
+        blocks.append(f"In a training config{_of_several(keys)}:\n\n```yaml\n{_with_names(keys)}\n```")
+    return "\n\n".join(blocks)
+
+
+def _of_several(models: Mapping[str, str]) -> str:
+    return ", one of" if len(models) > 1 else ""
+
+
+def _with_names(models: Mapping[str, str]) -> str:
+    return "\n".join(f"# {name}\n{lines}" for name, lines in models.items())
+
+
 def _arguments(fields: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={_literal(value)}" for name, value in fields.items())
 

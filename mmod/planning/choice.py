@@ -10,11 +10,14 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from types import MappingProxyType
+from typing import NamedTuple
 
 from mmod.analysis.statistics import Estimate, of_samples, unbeaten
-from mmod.analysis.table import FEWEST
+from mmod.analysis.table import DENSE, FEWEST
 from mmod.analysis.timing import Spread
+from mmod.io.tables import MarkdownTable
 
 TOLERANCE = 0.02
 """Share of accuracy, or of agreement, that may be lost."""
@@ -30,6 +33,12 @@ SEEDS = "seeds"
 _SPEEDS = (1.25, 1.5, 2.0)
 # A loss that would need more times as many samples is too close to the tolerance for an estimate.
 _MOST = 50
+# Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
+_PROBABLE = 2 / 3
+# Titles of the columns: a figure has its interval in brackets.
+_HEADER = ("for", "recipe", "times [quartiles]", "points lost [95 %]", "verdict")
+# In place of a figure that stands in the sentence or in a row above.
+_ABOVE = "as above"
 
 
 @dataclass(frozen=True)
@@ -37,26 +46,18 @@ class Alternative:
     """A model that may take the dense one's place.
 
     Args:
+        label: Its name in a sentence.
         speedup: Time of the dense model over its own, over the rounds.
         loss: What it loses to the dense model, as a share.
         samples: Number of samples, or of seeds, that the loss is from.
-        measured: The loss in words.
-        alone: Its speed-up for single samples, where it was timed in batches too.
-        control: Name of the model that it is compared with.
-        to_control: Difference to it in points.
-        agreement_to_control: That of the agreement with the dense model, where it is not what is lost.
         at_random: Chance chooses what it keeps: it is compared, and never advised.
     """
 
     name: str
+    label: str
     speedup: Spread
     loss: Estimate
     samples: int
-    measured: str
-    alone: Spread | None = None
-    control: str | None = None
-    to_control: Estimate | None = None
-    agreement_to_control: Estimate | None = None
     at_random: bool = False
 
     @property
@@ -77,15 +78,20 @@ class Recommendation:
 
     Args:
         tolerance: What may be lost; 0.02 are 2 points.
+        measure: What is lost, such as "accuracy".
         samples: What intervals are over, "images", "prompts" or `SEEDS`.
-        where: The pass, such as "in batches of 8".
+        where: The pass, such as "batches of 8".
+        speed: A speed-up that is wanted: what loses least at it is named. None names the fastest model within the
+            tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
     """
 
     models: Sequence[Alternative]
     tolerance: float
+    measure: str
     samples: str
     where: str
+    speed: float | None = None
     harm: str = ""
 
     @property
@@ -114,127 +120,145 @@ class Recommendation:
         front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
         return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
 
-    @property
-    def named(self) -> Alternative | None:
-        """The model that the sentence is about: the best, or the fastest undecided one that is likely to be within."""
-        # What loses more than the tolerance by its mean would mostly be decided against.
-        likely = (model for model in self.undecided if model.loss.value <= self.tolerance)
-        return self.best or next(likely, None)
-
-    def used(self, speed: float | None = None) -> Alternative | None:
-        """Return the model that a sentence says to use, also at a speed that is wanted; None where it says of none."""
-        if speed is None:
-            return self.best
-        chosen = self.at_speed(speed)
-        return chosen if chosen is not None and keeps(chosen.loss, self.tolerance) else None
-
     def at_speed(self, speed: float) -> Alternative | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
         # The best mean of many is often luck.
-        reaching = filter(self._reaches(speed), self._advised)
+        reaching = filter(_reaches(speed), self._advised)
         return min(reaching, key=lambda model: (model.worst, -model.speedup.median), default=None)
 
     @property
+    def used(self) -> Alternative | None:
+        """The model that the sentence says to use; None where it says of none."""
+        if self.speed is None:
+            return self.best
+        chosen = self.at_speed(self.speed)
+        return chosen if chosen is not None and keeps(chosen.loss, self.tolerance) else None
+
+    @property
+    def named(self) -> Alternative | None:
+        """The model that the sentence is about; None where it is about none."""
+        if not self.is_tested:
+            return None
+        if self.speed is None:
+            return self._likely
+        fastest = max(self._advised, key=lambda model: model.speedup.median, default=None)
+        return self.at_speed(self.speed) or fastest
+
+    @property
     def sentence(self) -> str:
-        """The choice first, and what so few samples leave undecided."""
+        """What to do."""
+        if not self.is_tested:
+            return f"No interval tells what is within {self.limit} for {self.where}: these lose least by their means."
         named = self.named
-        others = [self._as_undecided(model) for model in self.undecided if model is not named]
-        if self.best is not None:
-            harm = f"; {self.harm}" if self.harm else ""
-            text = f"Use {self.best.name}: {_times(self.best)} {self.where}, at {self._measured(self.best)}{harm}."
-            further = f" Undecided, and faster: {', '.join(others)}." if others else ""
-            return f"{text}{self._noted(self.best)}{further}"
-        if named is not None:
-            further = f" Undecided too: {', '.join(others)}." if others else ""
+        if named is None:
+            return f"{self.kept.capitalize()} for {self.where}: keep the dense model."
+        figures = f"{named.speedup:[.2f} times as fast, {self._lost(named)}"
+        at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
+        if self.used is not None:
+            return f"Use {named.label} for {self.where}: {figures}{at_speed}{self.harm}."
+        if self.speed is None:
             return (
-                f"Undecided: keep the dense model {self.where} for now. The fastest that probably stays within "
-                f"{self.limit} is {named.name}, {_times(named)} at {self._measured(named)}; {self._decided_by(named)}."
-                f"{further}"
+                f"Keep the dense model for {self.where} for now: {named.label} is {figures}, and probably within "
+                f"{self.limit}, which more {self.samples} must confirm."
             )
-        if others:
+        if not _reaches(self.speed)(named):
+            nothing = self._nothing(_reaches(self.speed))
             return (
-                f"Nothing is likely to stay within {self.limit} {self.where}: keep the dense model. Not yet excluded: "
-                f"{', '.join(others)}."
+                f"{nothing.capitalize()} is {self.speed:g} times as fast for {self.where}: {named.label} is {figures}."
             )
+        return f"Nothing is sure to stay within {self.limit} for {self.where}: {named.label} is {figures}{at_speed}."
+
+    def _at_speed(self, speed: float, named: Alternative) -> str:
+        about = "" if named.speedup.median >= speed else "about "
+        return f", the least at {about}{speed:g} times the speed"
+
+    @property
+    def kept(self) -> str:
+        """Why the dense model is kept, in words without figures; of use where no model is used."""
+        if self._likely is not None:
+            return "undecided"
+        chances = [chance_within(model.loss, self.tolerance) for model in self.undecided]
+        # That of a loss without an interval is not known.
+        if not all(chance <= 1 - _PROBABLE for chance in chances):
+            return f"too few {self.samples} tell what is within {self.limit}"
+        if chances:
+            return f"nothing is likely to stay within {self.limit}"
         nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
-        return f"{nothing} pays {self.where} at a tolerance of {self.limit}: keep the dense model."
+        return f"{nothing} pays within {self.limit}"
+
+    @property
+    def roles(self) -> dict[Alternative, str]:
+        """What the sentence and the usual speeds name, and what is undecided, each with what it is for."""
+        speeds: dict[Alternative, list[str]] = {}
+        for model in (self.named, self._likely if self.is_tested else None):
+            if model is not None:
+                speeds[model] = []
+        for speed in _SPEEDS if self.speed is None else (self.speed,):
+            chosen = self.at_speed(speed)
+            if chosen is not None:
+                speeds.setdefault(chosen, []).append(f"{speed:g}")
+        undecided = self.undecided if self.is_tested else []
+        for model in undecided:
+            speeds.setdefault(model, [])
+        roles = {}
+        for model, reached in speeds.items():
+            roles[model] = self.where
+            if reached:
+                # What loses least at two speeds does so between them.
+                roles[model] += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
+            elif model in undecided:
+                roles[model] += ", undecided"
+        return roles
+
+    def outcome(self, model: Alternative) -> str:
+        """Say whether a model is within the tolerance, or how many more samples decide, and which way probably."""
+        if keeps(model.loss, self.tolerance):
+            return f"within {self.limit}"
+        if exceeds(model.loss, self.tolerance):
+            return "loses more"
+        if self.samples == SEEDS:
+            # The spread of a few seeds is not known well enough for a number.
+            needs = f"needs more {SEEDS}"
+        else:
+            missing = missing_samples(model.loss, self.tolerance, model.samples)
+            # Without an interval, so many give one.
+            least = "" if model.loss.has_interval else "at least "
+            needs = f"needs {least}{missing:,} more {self.samples}"
+        if not model.loss.has_interval:
+            return needs
+        chance = chance_within(model.loss, self.tolerance)
+        if 1 - _PROBABLE < chance < _PROBABLE:
+            return "as likely within as not"
+        return f"{needs}, {'probably within' if chance > 0.5 else 'probably loses more'}"
+
+    @property
+    def limit(self) -> str:
+        """The tolerance in words."""
+        points = f"{100 * self.tolerance:g}"
+        return f"{points} point" if points == "1" else f"{points} points"
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether losses have intervals: nothing is said on a tolerance without."""
+        return any(model.loss.has_interval for model in self.models)
+
+    def _lost(self, model: Alternative) -> str:
+        """Return in words what a model loses, or gains."""
+        if model.loss.value >= 0:
+            return f"{points(model.loss)} points of {self.measure} lost"
+        gained = Estimate(-model.loss.value, -model.loss.high, -model.loss.low)
+        return f"{points(gained)} points of {self.measure} gained"
 
     def _nothing(self, holds: Callable[[Alternative], bool]) -> str:
         """Return the subject of a sentence on what no model does, but perhaps one that chooses at random."""
         is_by_chance = any(model.at_random and holds(model) for model in self.models)
-        return "Nothing tried but a choice at random" if is_by_chance else "Nothing tried"
-
-    def _reaches(self, speed: float) -> Callable[[Alternative], bool]:
-        # What reaches the speed within the noise counts.
-        return lambda model: NOISE * model.speedup.median >= speed
-
-    def sentence_at(self, speed: float) -> str:
-        """Return what to use for a speed-up that is wanted, or that nothing keeps the tolerance, and the nearest."""
-        chosen = self.at_speed(speed)
-        if chosen is None:
-            fastest = max(self._advised, key=lambda model: model.speedup.median, default=None)
-            nearest = ""
-            if fastest is not None:
-                nearest = f"; the fastest is {fastest.name}: {_times(fastest)} at {self._measured(fastest)}"
-            nothing = self._nothing(self._reaches(speed))
-            return f"{nothing} is {speed:g} times as fast {self.where}{nearest}.{self._beside(fastest)}"
-        about = "" if chosen.speedup.median >= speed else "about "
-        if chosen is self.used(speed):
-            return (
-                f"For {about}{speed:g} times the speed use {chosen.name}: {_times(chosen)} {self.where}, at "
-                f"{self._measured(chosen)}, the least lost of what was tried.{self._noted(chosen)}"
-            )
-        # Its worse end is the best of all at this speed.
-        text = (
-            f"Nothing tried is sure to stay within {self.limit} at {about}{speed:g} times the speed {self.where}: "
-            f"least lost is {chosen.name}, {_times(chosen)} at {self._measured(chosen)}.{self._noted(chosen)}"
-        )
-        if self._is_open(chosen):
-            text += f" Undecided: {self._decided_by(chosen)}."
-        return f"{text}{self._beside(chosen)}"
-
-    def _beside(self, told: Alternative | None) -> str:
-        """Return the fastest model within the tolerance as a further sentence, or that is likely to be; see `named`."""
-        named = self.named
-        if named is None or named is told:
-            return ""
-        which = "The fastest within" if self.best is not None else "The fastest that probably stays within"
-        return f" {which} {self.limit} is {named.name}: {_times(named)} at {self._measured(named)}."
+        return "nothing tried but a choice at random" if is_by_chance else "nothing tried"
 
     @property
-    def text(self) -> str:
-        """The sentence, and the models that lose least at some speeds."""
-        return "\n\n".join(filter(None, [self.sentence if self._is_tested else "", self.by_speed]))
-
-    @property
-    def by_speed(self) -> str:
-        """The model that loses least at each of some speeds, a line each; a sentence where none reaches the first."""
-        if self.at_speed(_SPEEDS[0]) is None:
-            return f"{self._nothing(self._reaches(_SPEEDS[0]))} is {_SPEEDS[0]:g} times as fast {self.where}."
-        told = [self.named] if self._is_tested else []
-        lines = []
-        for speed in _SPEEDS:
-            chosen = self.at_speed(speed)
-            if chosen is None:
-                line = "nothing tried is as fast"
-            elif chosen in told:
-                line = f"{chosen.name}, as above"
-            else:
-                line = f"{chosen.name}, {_times(chosen)} at {self._measured(chosen)}"
-            told.append(chosen)
-            lines.append(f"- {speed:g} times: {line}")
-        return "\n".join([f"Least lost {self.where}, by the worse end of each interval, speeds within 3 %:\n", *lines])
-
-    @property
-    def recommended(self) -> list[Alternative]:
-        """The models that the text is about."""
-        chosen = [self.named if self._is_tested else None, *map(self.at_speed, _SPEEDS)]
-        return [model for model in dict.fromkeys(chosen) if model is not None]
-
-    @property
-    def _is_tested(self) -> bool:
-        """Whether losses have intervals: the sentence on a tolerance says nothing without."""
-        return any(model.loss.has_interval for model in self.models)
+    def _likely(self) -> Alternative | None:
+        """The best model, or the fastest undecided one that is probably within the tolerance."""
+        likely = (model for model in self.undecided if chance_within(model.loss, self.tolerance) >= _PROBABLE)
+        return self.best or next(likely, None)
 
     @property
     def _advised(self) -> list[Alternative]:
@@ -252,65 +276,57 @@ class Recommendation:
         """Those of them that are within the tolerance by their whole interval."""
         return [model for model in self._faster if keeps(model.loss, self.tolerance)]
 
-    @property
-    def limit(self) -> str:
-        """The tolerance in words."""
-        points = f"{100 * self.tolerance:g}"
-        return f"{points} point" if points == "1" else f"{points} points"
-
     def _is_open(self, model: Alternative) -> bool:
         return not keeps(model.loss, self.tolerance) and not exceeds(model.loss, self.tolerance)
 
-    def _measured(self, model: Alternative) -> str:
-        """Return what a model loses in words, with a warning where that may be more than the tolerance."""
-        if exceeds(model.loss, self.tolerance):
-            return f"{model.measured}, which is clearly more lost than {self.limit}"
-        if model.worst > self.tolerance and model.loss.has_interval:
-            return f"{model.measured}, but may lose up to {100 * model.worst:.1f} points"
-        return model.measured
 
-    def _noted(self, model: Alternative) -> str:
-        """Say whether a model chosen in batches is slower for single samples, and how it compares with its control."""
-        text = ""
-        if model.alone is not None and model.alone.median < 1:
-            text = f" For single images it is slower than the dense model: {model.alone:[.2f} times as fast."
-        if model.to_control is not None and model.to_control.has_interval:
-            text += f" {self._beside_control(model, model.to_control)}"
-        return text
+class Verdict(NamedTuple):
+    """What to do, and the table of what is named; `print` shows both as Markdown.
 
-    def _beside_control(self, model: Alternative, gap: Estimate) -> str:
-        """Say whether a model is better than its control, worse, as good, or whether too few samples tell."""
-        if gap.low > 0:
-            return f"It is better than its control, {model.control}, by {gap:.1f} points: what it keeps matters."
-        if gap.high < 0:
-            return f"It is worse than its control ({gap:+.1f} points): {model.control} keeps what matters more."
-        agreement = model.agreement_to_control
-        by_agreement = ""
-        if agreement is not None and agreement.is_clear:
-            which = "better" if agreement.low > 0 else "worse"
-            by_agreement = f"; by agreement with the dense model it is {which} ({agreement:+.1f} points)"
-        if _is_equivalent(gap, self.tolerance):
-            matters = by_agreement or ": on these samples it hardly matters what is kept"
-            return f"It is within {self.limit} of its control, {model.control} ({gap:+.1f} points){matters}."
-        # The control may have run on the first samples alone.
-        samples = min(one.samples for one in self.models if one.name in (model.name, model.control))
-        return (
-            f"{samples:,} {self.samples} cannot tell whether it is better than its control, {model.control} "
-            f"({gap:+.1f} points){by_agreement}."
-        )
+    Attributes:
+        sentence: What to do in the pass that comes first.
+        table: What is named for each pass, at each speed, and what is undecided. No figure stands twice.
+        named: Names of these models, each once.
+    """
 
-    def _as_undecided(self, model: Alternative) -> str:
-        return f"{model.name} ({_times(model)} at {model.measured}; {self._decided_by(model)})"
+    sentence: str
+    table: MarkdownTable
+    named: Sequence[str]
 
-    def _decided_by(self, model: Alternative) -> str:
-        """Return how many more samples decide about a model, and which way if it is as measured."""
-        # The spread of a few seeds is not known well enough for a number.
-        if self.samples == SEEDS:
-            return f"more {SEEDS} would decide"
-        missing = f"{missing_samples(model.loss, self.tolerance, model.samples):,} more {self.samples} would decide"
-        if not _decides(model.loss, self.tolerance, model.samples, _MOST * model.samples):
-            return f"at least {missing}"
-        return f"about {missing}, probably {'for' if model.loss.value <= self.tolerance else 'against'} it"
+    def __str__(self) -> str:
+        return f"{self.sentence}\n\n{self.table}"
+
+
+def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
+    """Return the verdict of the recommendations for each pass; the first one's is the sentence."""
+    first = recommendations[0]
+    rows: list[Sequence[str]] = []
+    named: dict[str, None] = {}
+    for one in recommendations:
+        if one is not first and one.is_tested and one.used is None:
+            rows.append((one.where, DENSE, "", "", one.kept))
+        slower = [model for model in one.models if _is_used_and_slower(model, first, one)]
+        rows += [(one.where, model.name, f"{model.speedup:[.2f}", _ABOVE, "slower than dense") for model in slower]
+        for model, role in one.roles.items():
+            speedup = f"{model.speedup:[.2f}"
+            lost = points(model.loss)
+            outcome = one.outcome(model)
+            if model.name in named:
+                lost = outcome = _ABOVE
+            elif one is first and model == first.named:
+                speedup = lost = _ABOVE
+            named[model.name] = None
+            use = f" {USE}" if model == one.used else ""
+            rows.append((role, model.name, speedup, lost, f"{outcome}{use}"))
+        unreached = [speed for speed in _SPEEDS if one.speed is None and one.at_speed(speed) is None]
+        if unreached:
+            rows.append((f"{one.where}, {unreached[0]:g} times", "none", "", "", "nothing tried is as fast"))
+    return Verdict(first.sentence, MarkdownTable([_HEADER, *rows]), list(named))
+
+
+def _is_used_and_slower(model: Alternative, first: Recommendation, other: Recommendation) -> bool:
+    """Return whether a model that is used in the first pass is slower than the dense one in another."""
+    return first.used is not None and model.name == first.used.name and model.speedup.median < 1
 
 
 def beside_controls(
@@ -348,9 +364,16 @@ def beside_controls(
     return " ".join(sentences[group].format(names) for group, names in named.items())
 
 
-def in_batches_of(size: int, samples: str = "images") -> str:
+def batches_of(size: int, samples: str = "images") -> str:
     """Return in words how many samples a timed pass has."""
-    return f"for single {samples}" if size == 1 else f"in batches of {size}"
+    return f"single {samples}" if size == 1 else f"batches of {size}"
+
+
+def points(loss: Estimate) -> str:
+    """Return a loss in points, with its interval."""
+    # Without the sign of a zero.
+    value, low, high = (round(100 * end, 1) + 0.0 for end in (loss.value, loss.low, loss.high))
+    return f"{Estimate(value, low, high):.1f}"
 
 
 def keeps(loss: Estimate, tolerance: float) -> bool:
@@ -361,6 +384,19 @@ def keeps(loss: Estimate, tolerance: float) -> bool:
 def exceeds(loss: Estimate, tolerance: float) -> bool:
     """Return whether the whole interval of a loss is above a tolerance."""
     return loss.low > tolerance
+
+
+def chance_within(loss: Estimate, tolerance: float) -> float:
+    """Return the chance that a loss is within a tolerance, as if it were normal to the end that faces the tolerance.
+
+    Example:
+        >>> chance_within(Estimate(0.02, 0.0, 0.04), 0.02), round(chance_within(Estimate(0.01, 0.0, 0.03), 0.02), 2)
+        (0.5, 0.84)
+    """
+    end = loss.high if loss.value <= tolerance else loss.low
+    # Of 95 %, both ends are as many deviations away.
+    deviation = abs(end - loss.value) / NormalDist().inv_cdf(0.975)
+    return NormalDist(loss.value, deviation).cdf(tolerance)
 
 
 def missing_samples(loss: Estimate, tolerance: float, samples: int) -> int:
@@ -396,5 +432,6 @@ def _is_equivalent(difference: Estimate, tolerance: float) -> bool:
     return max(-difference.low, difference.high) <= 100 * tolerance
 
 
-def _times(model: Alternative) -> str:
-    return f"{model.speedup:[.2f} times as fast"
+def _reaches(speed: float) -> Callable[[Alternative], bool]:
+    # What reaches the speed within the noise counts.
+    return lambda model: NOISE * model.speedup.median >= speed

@@ -36,10 +36,11 @@ from mmod.values import check_value
 ROUNDS = 5
 # Under which a store keeps what the advice beside it is on.
 _QUESTION = {"work": "question of advice"}
-# Why a study may say otherwise.
+# What training may change, and where models are tuned that a study can make.
+_UNTRAINED = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
 _STUDY = (
-    "`mmod tradeoff my-model` tries the same candidates at the same batch sizes, and `--tune true` fine-tunes "
-    "them first; its smaller images are made from the files, and not from the prepared images."
+    "Nothing was trained here: `mmod tradeoff my-model --dense RUN --tune true` fine-tunes the same candidates, after "
+    "which another may lose least."
 )
 
 
@@ -171,7 +172,10 @@ def advise(
         rows = tuple(rows_of(table, figure, by_name, caches, part, is_only))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
-    is_as_in_study = is_named and not stack.language and candidates is None and faster is None and not models
+    untrained = ""
+    if chosen:
+        is_as_in_study = is_named and not stack.language and candidates is None
+        untrained = _STUDY if is_as_in_study else _UNTRAINED
     advice = Advice(
         rows,
         refused | unfitted,
@@ -182,7 +186,7 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, [note, samples.note, _STUDY if is_as_in_study else "", _as_they_are(models)])),
+        " ".join(filter(None, [untrained, _as_they_are(models), note, samples.note])),
         caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,

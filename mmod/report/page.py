@@ -14,7 +14,7 @@ from mmod.io.files import read_text, write_atomically
 from mmod.io.records import record_config
 from mmod.io.tables import MarkdownTable
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
-from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
+from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, cells_of, read_sources
 
 # Nothing is fetched and no script runs, whatever names and tables contain.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -223,7 +223,7 @@ def _details(title: str, text: str) -> str:
 
 
 def _rich(text: str) -> str:
-    """Return Markdown of paragraphs, lists and fenced code as HTML.
+    """Return Markdown of paragraphs, lists, tables and fenced code as HTML.
 
     Example:
         >>> print(_rich("What to use:\\n\\n- a < b\\n\\n```python\\nimport mmod\\n\\nx\\n```"))
@@ -246,6 +246,8 @@ def _rich(text: str) -> str:
             items = block.split("\n")
             if all(item.startswith("- ") for item in items):
                 content += f"<ul>{''.join(f'<li>{inline(item[2:])}</li>' for item in items)}</ul>"
+            elif block.startswith("|"):
+                content += _table(cells_of(block), "What is named")
             else:
                 content += f"<p>{inline(block)}</p>"
     return content

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def _read_study(path: Path) -> StudyRecord:
         code = record.get("code", "")
         # The code at the end is kept apart, since its lines could look like a table.
         blocks = read_text(path.with_suffix(".md")).strip().removesuffix(code).strip().split("\n\n")
+        # Behind the tables of all models stands what is said of them, perhaps with tables of its own.
+        tables = list(itertools.takewhile(lambda block: block.startswith("|"), blocks))
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table and picture beside it ({type(error).__name__}: {error}); the "
@@ -125,16 +128,16 @@ def _read_study(path: Path) -> StudyRecord:
         title=title,
         svg=svg,
         rows=rows,
-        tables=[_table(block) for block in blocks if block.startswith("|")],
-        verdict="\n\n".join(block for block in blocks if not block.startswith("|")),
+        tables=list(map(cells_of, tables)),
+        verdict="\n\n".join(blocks[len(tables) :]),
         environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
-        summary=_table(record["summary"]) if record.get("summary") else (),
+        summary=cells_of(record["summary"]) if record.get("summary") else (),
         recommended=record.get("recommended", ()),
         code=code,
     )
 
 
-def _table(text: str) -> Sequence[Sequence[str]]:
+def cells_of(text: str) -> Sequence[Sequence[str]]:
     """Return the cells of a Markdown table, the header first."""
     # The second line is its rule.
     header, _, *lines = text.splitlines()

@@ -24,7 +24,6 @@ from mmod.analysis.table import (
     Table,
     evaluated,
     gain,
-    gap,
     gaps,
     paired_by_sample,
 )
@@ -32,8 +31,18 @@ from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import Candidate
-from mmod.planning.choice import BY_INTERVALS, NOISE, SEEDS, TOLERANCE, USE, Alternative, Recommendation, in_batches_of
+from mmod.planning.candidate import Candidate, shown_code
+from mmod.planning.choice import (
+    BY_INTERVALS,
+    NOISE,
+    SEEDS,
+    TOLERANCE,
+    USE,
+    Alternative,
+    Recommendation,
+    batches_of,
+    verdict_of,
+)
 from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
@@ -52,6 +61,19 @@ if TYPE_CHECKING:
 _SAVED = 0.6
 # Images whose redundancy is measured.
 _MEASURED = 256
+# What the other command is for, in the words of both.
+_UNTRAINED = (
+    "Nothing was trained here: `--tune true` fine-tunes all models alike first, after which another may lose least. "
+    "`mmod advise MODEL --images FOLDER` says the same as this from fewer images."
+)
+_TRAINED = (
+    "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, which "
+    "may be another one."
+)
+_RESIZED = (
+    "Smaller images are made from the files; where a model resizes prepared ones, as by `mmod.methods.Resize`, it may "
+    "answer a few pictures differently."
+)
 _MEASURES = {"top1": "accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
 _COLUMNS = (
     "name",
@@ -180,22 +202,25 @@ class ImageStudy(StudyKind):
         if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
-        by_label = {run.candidate.label: name for name, run in runs.items()}
-        texts = [one.text for one in found]
+        texts = []
+        if found:
+            decided = verdict_of(found)
+            code = self.code([runs[name].candidate for name in decided.named])
+            told = told._replace(recommended=decided.named, code=code)
+            texts.append(str(decided))
         if found and rows:
-            best = found[0].used()
-            used = None if best is None else by_label[best.name]
-            rows = _starred(rows, score, {name for name, run in runs.items() if run.candidate.at_random}, used)
+            used = found[0].used
+            at_random = {name for name, run in runs.items() if run.candidate.at_random}
+            rows = _starred(rows, score, at_random, None if used is None else used.name)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
-            batches = in_batches_of(config.latency_batch)
-            texts += [
-                f"Models with * are on the Pareto front: {batches}, by the means, none is faster and loses less."
-                + ("" if used is None else f" {BY_INTERVALS}"),
-                *_costly(rows),
-            ]
+            batches = batches_of(config.latency_batch)
+            front = f"Models with * are on the Pareto front for {batches}: by the means, none is faster and loses less."
+            texts += [front if used is None else f"{front} {BY_INTERVALS}", *_costly(rows)]
         texts += [*filter(None, [note]), *facts["images"]]
-        limits = _against_advice(bool(config.tune), [run.candidate for run in runs.values()])
+        limits = [_UNTRAINED if not is_repeated else _TRAINED]
+        if any(run.candidate.image_size is not None for run in runs.values()):
+            limits.append(_RESIZED)
         if config.tune == "others":
             limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
@@ -205,29 +230,27 @@ class ImageStudy(StudyKind):
         if is_repeated and not has_intervals:
             limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
         texts.append(" ".join(limits))
-        # Recommended are the best models in the largest batches.
-        recommended = []
-        if found:
-            recommended = [by_label[model.name] for model in found[0].recommended]
-        lines = self.code([runs[name].candidate for name in recommended])
-        return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
+        return told._replace(text="\n\n".join(texts))
 
     def code(self, candidates: Sequence[Candidate]) -> str:
-        """Return the lines of Python, or the keys of a training config, that apply models."""
-        blocks = []
-        for candidate in candidates:
-            lines = candidate.code(TrainConfig.part, is_only=True)
+        """Return the lines of Python, and the keys of a training config, that apply models."""
+        return shown_code({one.label: (self._python(one), self._keys(one)) for one in candidates})
+
+    def _python(self, candidate: Candidate) -> str:
+        if candidate.is_trained and (self.config.tune or candidate.from_scratch):
             # Its weights are no longer the dense ones, so that no line on these makes it.
-            if lines and self.config.tune and candidate.is_trained:
-                lines = f"model = mmod.load_pretrained({f'{self.config.output}/seed0/{candidate.name}/model'!r})"
-            if lines:
-                blocks.append(f"{candidate.name} in Python:\n\n```python\nimport mmod\n\n{lines}\n```")
-                continue
-            side = candidate.image_size
-            size = {} if side is None else self.dense.keys_of_size(side)
-            keys = yaml.safe_dump(merged(candidate.changes, size), default_flow_style=None, sort_keys=False).rstrip()
-            blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
-        return "\n\n".join(blocks)
+            return f"model = mmod.open_model({f'{self.config.output}/seed0/{candidate.name}'!r}).model"
+        side = candidate.image_size
+        resize = [] if side is None else [{"kind": "resize", "size": side}]
+        resized = dataclasses.replace(candidate, image_size=None, methods=(*resize, *candidate.methods))
+        return resized.code(TrainConfig.part, is_only=True)
+
+    def _keys(self, candidate: Candidate) -> str:
+        size = {} if candidate.image_size is None else self.dense.keys_of_size(candidate.image_size)
+        changes = merged(candidate.changes, size)
+        keys = yaml.safe_dump(changes, default_flow_style=None, sort_keys=False).rstrip() if changes else ""
+        methods = dataclasses.replace(candidate, image_size=None).config(TrainConfig.part, is_only=True)
+        return "\n".join(filter(None, [keys, methods]))
 
 
 def recommendations(
@@ -246,51 +269,21 @@ def recommendations(
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
     trained = gain(table, score, BEFORE, DENSE)
-    harm = ""
-    if trained is not None and trained.high < 0:
-        harm = f"but fine-tuning harmed the dense model, which this is measured by ({trained:+.1f} points)"
+    is_harmed = trained is not None and trained.high < 0
+    harm = "; but fine-tuning harmed the dense model, which this is measured by" if is_harmed else ""
+    losses = {}
+    for name, difference in gaps(table, score, dict.fromkeys(candidates, DENSE)).items():
+        if difference is not None:
+            losses[name] = Estimate(-difference.value / 100, -difference.high / 100, -difference.low / 100)
     found = []
     for size in sizes:
         models = []
-        for name, candidate in candidates.items():
-            difference = gap(table, score, name, DENSE)
-            if difference is None:
-                continue
-            loss = Estimate(-difference.value / 100, -difference.high / 100, -difference.low / 100)
-            measured = f"{difference:+.1f} points of {measure}"
+        for name, loss in losses.items():
             number = evaluated(table, name) if is_by_sample else len(table.runs[name])
-            compared = candidates.get(candidate.control or "")
-            # A control that has not run yet is known by its name alone.
-            control = candidate.control if compared is None else compared.label
-            model = Alternative(
-                candidate.label,
-                speedups[size][name],
-                loss,
-                number,
-                measured,
-                control=control,
-                at_random=candidate.at_random,
-            )
-            if size == sizes[0]:
-                alone = speedups[1][name] if 1 in speedups and size > 1 else None
-                to_control = gap(table, score, name, candidate.control)
-                model = dataclasses.replace(model, alone=alone, to_control=to_control)
-            models.append(model)
-        found.append(Recommendation(models, TOLERANCE, samples, in_batches_of(size), harm))
+            one = candidates[name]
+            models.append(Alternative(name, one.label, speedups[size][name], loss, number, one.at_random))
+        found.append(Recommendation(models, TOLERANCE, measure, samples, batches_of(size), harm=harm))
     return found
-
-
-def _against_advice(is_tuned: bool, candidates: Sequence[Candidate]) -> list[str]:
-    """Say why `mmod advise` may say otherwise."""
-    reasons = ["Nothing was trained, as in `mmod advise`: fine-tuned models may lose less, and rank differently."]
-    if is_tuned:
-        reasons = ["Models were fine-tuned, and `mmod advise` trains nothing: its figures are those before tuning."]
-    if any(candidate.image_size is not None for candidate in candidates):
-        reasons.append(
-            "Smaller images are made from the files; where a model resizes prepared ones, as in `mmod advise` and by "
-            "`mmod.methods.Resize`, it may answer a few pictures differently."
-        )
-    return reasons
 
 
 def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, dict[str, float]]:

@@ -383,7 +383,7 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     )
     assert advised.best is not None
     assert "```python" not in str(advised)
-    assert '```yaml\nmodel: {"image_size": 4}\n```' in str(advised)
+    assert '```yaml\n# smaller-image-0.25, 4 px\nmodel: {"image_size": 4}\n```' in str(advised)
     # Other prompts are not compared.
     refused = mmod.advise(models[0], batches[0], at_size=lambda *_: batches[0][::-1], **options).refused
     assert refused["smaller-image-0.25"].startswith("images of another size change more of the prompts")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import json
 import pickle
@@ -27,6 +28,8 @@ from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate
+from mmod.planning.choice import verdict_of
+from mmod.report.page import write_report
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Rates, trials_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
@@ -314,26 +317,25 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, [], {"images": []})
     assert told.text.startswith(
-        "Undecided: keep the dense model in batches of 16 for now. The fastest that probably stays within 2 points is "
-        "lucky, 1.50 times as fast at +2.5 [-7.1, +12.0] points of accuracy, but may lose up to 7.1 points; "
-        "about 270 more images would decide, probably for it. Undecided too: same (1.43 times as fast at +0.0 "
-        "[-3.4, +3.4] points of accuracy; about 57 more images would decide, probably for it).\n\n"
-        "Least lost in batches of 16, by the worse end of each interval, speeds within 3 %:\n\n"
-        "- 1.25 times: same, 1.43 times as fast at +0.0 ["
+        "Keep the dense model for batches of 16 for now: lucky is 1.50 times as fast, 2.5 [-7.1, 12.0] points of "
+        "accuracy gained, and probably within 2 points, which more images must confirm.\n\n| for "
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in told.text
     unequal = image_study(dataclasses.replace(config, tune="others")).tell(table, runs, [], {"images": []})
     assert "The dense model was not fine-tuned as the others were: `--tune true`" in unequal.text
-    # Alone it is slower, and there what may be lucky is all that is faster.
-    assert "keep the dense model for single images for now. " in told.text
-    # Every speed has a line, and none repeats the sentence.
-    lines = ("- 1.25 times: lucky, as above", "- 1.5 times: lucky, as above", "- 2 times: nothing tried is as fast")
-    assert "\n".join(lines) in told.text
+    # What another control than chance is compared with, and single images, have rows.
     candidates = {name: run.candidate for name, run in runs.items()}
-    wanted = recommendations(table, "top1", "accuracy", candidates)[0].sentence_at(1.4)
-    assert "For single images it is slower than the dense model: 0.97 times as fast." in wanted
-    assert "80 images cannot tell whether it is better than its control, chance (-2.5 [" in wanted
+    assert verdict_of(recommendations(table, "top1", "accuracy", candidates)).table.rows[1:] == [
+        ("batches of 16, 1.5 times", "lucky", "as above", "as above", "needs 270 more images, probably within"),
+        ("batches of 16, 1.25 times", "same", "1.43", "0.0 [-3.4, 3.4]", "needs 57 more images, probably within"),
+        ("batches of 16, 2 times", "none", "", "", "nothing tried is as fast"),
+        ("single images", "dense", "", "", "undecided"),
+        ("single images, 1.25 to 1.5 times", "lucky", "1.50", "as above", "as above"),
+        ("single images, 2 times", "none", "", "", "nothing tried is as fast"),
+    ]
+    # All that is named has its lines.
+    assert told.recommended == ["lucky", "same"]
     (points,) = re.findall(r"the widest interval is ([0-9.]+) points", told.text)
     difference = gap(table, "top1", "lucky", "dense")
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
@@ -384,7 +386,7 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
     told = image_study(config).tell(table, runs, rows, {"images": []})
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
-    assert told.text.startswith("Use certain: ")
+    assert told.text.startswith("Use certain for batches of 16: ")
     assert "none is faster and loses less. `<- use` is chosen by whole intervals" in told.text
     del runs["certain"], rows[1]
     undecided = image_study(config).tell(table, runs, rows, {"images": []})
@@ -398,12 +400,8 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
             table.add(name, seed, Measured({"top1": value}, samples=10_000))
     table.times = {("image", 8): {"dense": [3.0], "near": [2.0]}}
     (told,) = recommendations(table, "top1", "accuracy", {name: Candidate(name) for name in table.runs})
-    assert told.sentence.startswith(
-        "Undecided: keep the dense model in batches of 8 for now. The fastest that probably stays within 2 points is "
-        "near, "
-    )
-    assert "; more seeds would decide." in told.sentence
-    assert "Undecided: more seeds would decide." in told.sentence_at(1.4)
+    assert told.sentence == "Too few seeds tell what is within 2 points for batches of 8: keep the dense model."
+    assert [told.outcome(model) for model in told.undecided] == ["as likely within as not"]
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
@@ -419,15 +417,18 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
     told = image_study(config).tell(timed, runs, [], facts)
     assert told.text.splitlines() == [
-        "Least lost in batches of 16, by the worse end of each interval, speeds within 3 %:",
+        "No interval tells what is within 2 points for batches of 16: these lose least by their means.",
         "",
-        "- 1.25 times: b, 1.36 times as fast at -1.0 points of accuracy",
-        "- 1.5 times: a, 1.58 times as fast at -2.0 points of accuracy",
-        "- 2 times: nothing tried is as fast",
+        "| for                       | recipe | times [quartiles] | points lost [95 %] | verdict                  |",
+        "| :------------------------ | :----- | ----------------: | -----------------: | :----------------------- |",
+        "| batches of 16, 1.25 times | b      |              1.36 |                1.0 | needs more seeds         |",
+        "| batches of 16, 1.5 times  | a      |              1.58 |                2.0 | needs more seeds         |",
+        "| batches of 16, 2 times    | none   |                   |                    | nothing tried is as fast |",
         "",
         "Images: some",
         "",
-        "Models were fine-tuned, and `mmod advise` trains nothing: its figures are those before tuning. "
+        "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, "
+        "which may be another one. "
         "1,729 test images: differences below 2.0 points may be chance. About 7,000 would tell one point. One seed: "
         "`--seeds 5` gives confidence intervals over runs.",
     ]
@@ -447,14 +448,22 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
     text = image_study(config).code([prune, gradual, small])
-    routed, size = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)[1:]
-    assert f"mmod.load_pretrained('{config.output}/seed0/prune/model')" in text
-    assert yaml.safe_load(size) == {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
+    routed, keys = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)
+    assert f"# prune\nmodel = mmod.open_model('{config.output}/seed0/prune').model\n# gradual" in routed
+    # One of the keys is copied, below the name of its model.
+    by_name = dict(re.findall(r"# (.*)\n([^#]*)", keys))
+    assert yaml.safe_load(by_name["prune"]) == {"methods": [{"kind": "prune", "keep": 0.5, "blocks": [1]}]}
+    assert yaml.safe_load(by_name["gradual"]) == {"routing": {"preset": "gradual", "mean": 0.7}}
+    small_keys = {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
+    assert yaml.safe_load(by_name["small"]) == small_keys
     model = timm.create_model("test_vit")
     lines = image_study(config).code([gradual])
-    (routed,) = re.findall(r"```\w+\n(.*?)\n```", lines, re.DOTALL)
+    (routed, _) = re.findall(r"```\w+\n(.*?)\n```", lines, re.DOTALL)
     exec(routed, {"model": model})
     assert mmod.is_routed(model)
+    # The weights of a smaller image that is not trained are the dense ones.
+    untrained = image_study(config).code([dataclasses.replace(small, is_trained=False)])
+    assert "mmod.apply_(model, mmod.methods.Resize(size=24))" in untrained
     # Seeds say nothing where nothing is trained, nor of other dense models.
     untuned = dataclasses.replace(config, train_dense=False, **UNTUNED)
     fixed = dataclasses.replace(image_study(config), config=untuned)
@@ -728,11 +737,17 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert set(rows) == {point.name for point in result.points} - {"dense"}
     assert "Nothing was trained" in result.table
     assert "Nothing was trained" in str(advice)
-    assert "`mmod tradeoff my-model` tries the same candidates" in str(advice)
-    # The same answer in the same words, for batches and for single images.
+    # Each says what the other is for.
+    assert "`mmod tradeoff my-model --dense RUN --tune true` fine-tunes the same candidates" in str(advice)
+    assert "`mmod advise MODEL --images FOLDER` says the same" in result.table
+    # The same answer in the same words, for batches and for single images, also in the report.
     assert len(advice.recommendations) == 2
-    told = [one.text in result.summary for one in advice.recommendations]
-    assert told == [True, True], (result.summary, str(advice))
+    assert str(advice.verdict) in result.summary, (result.summary, str(advice))
+    assert str(advice.verdict.table) in str(advice)
+    page = write_report([tmp_path / "study"]).read_text()
+    assert html.escape(advice.sentence) in page
+    for row in advice.verdict.table.rows[1:]:
+        assert "".join(f"<td>{html.escape(cell)}</td>" for cell in row[1:]) in page
     codes = {row.name: row.code for row in advice.rows}
     for candidate in comparison_of(config).candidates[1:]:
         assert candidate.series == "smaller-image" or candidate.code("image", True) == codes[candidate.name]
