@@ -12,7 +12,6 @@ from torch import Tensor
 from mmod.ops.casting import cast_alike
 from mmod.ops.importance import (
     attention_with_importance,
-    class_token_attention,
     class_token_importance,
     importance_of_map,
 )
@@ -65,7 +64,8 @@ class capture_importance(AttentionIntercept):
             if self.average == "last_token":
                 query, mask = self._last_query(q, mask)
             # It reads the first of the queries: the class token's, or the only one.
-            self._add(class_token_importance(query, k, mask, scale=call.scale))
+            with torch.no_grad():
+                self._add(class_token_importance(query, k, mask, scale=call.scale))
             return call._replace(query=q, key=k, value=v).run()
         # One op for both, because they share the product of queries and keys.
         out, importance_BN = attention_with_importance(
@@ -158,7 +158,7 @@ class capture_inputs(AttentionIntercept):
         """Return the attention of the first token to all tokens (B, N), averaged over heads, with its gradient."""
         if self._last is not None:
             call = self._last
-            return class_token_attention(call.query, call.key, call.attn_mask, scale=call.scale)
+            return class_token_importance(call.query, call.key, call.attn_mask, scale=call.scale)
         if self._row is None:
             raise unseen_attention("tokens cannot be ranked by it")
         return self._row

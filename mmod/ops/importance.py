@@ -123,7 +123,7 @@ def _alike(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> bool:
 def class_token_importance(
     q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None = None, *, scale: float | None = None
 ) -> Tensor:
-    """Return the attention of the first token to all tokens, averaged over heads, without a gradient.
+    """Return the attention of the first token to all tokens, averaged over heads, with its gradient.
 
     The arguments are those of `attention_importance`; the result (B, N) sums to 1 over the tokens of an image.
 
@@ -134,14 +134,6 @@ def class_token_importance(
         >>> class_token_importance(q, 5 * q)
         tensor([[0.9933, 0.0067]])
     """
-    with torch.no_grad():
-        return class_token_attention(q_BHNE, k_BHNE, mask, scale=scale)
-
-
-def class_token_attention(
-    q_BHNE: Tensor, k_BHNE: Tensor, mask: Tensor | None = None, *, scale: float | None = None
-) -> Tensor:
-    """Return `class_token_importance` with its gradient."""
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
     # The query is scaled rather than the scores, which are many more.
     score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)

@@ -337,16 +337,11 @@ def _image_by_image(
     scale: float,
 ) -> Tensor:
     """Call attention once for each image; on a CPU, reading its lengths needs no synchronisation."""
-    lengths = cu_seqlens.diff().tolist()
-    heads_first = (x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q_THE, k_THE, v_THE))
-    outs = []
-    for q, k, v in zip(*heads_first):
-        # Fused attention takes no empty image.
-        if not q.shape[2]:
-            continue
-        out = SDPA(q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=is_grouped(q, k))
-        outs.append(out)
-    return torch.cat(outs, dim=2).squeeze(0).transpose(0, 1)
+    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q_THE, k_THE, v_THE))
+    call = AttentionCall(*heads_first, None, dropout, is_causal, scale, is_grouped(q_THE, k_THE))
+    # Fused attention takes no empty image.
+    by_length = attend_by_length([length for length in cu_seqlens.diff().tolist() if length])
+    return by_length.attend(call).squeeze(0).transpose(0, 1)
 
 
 def _padded(
