@@ -198,13 +198,13 @@ CALLS = {
     "a predictor without a threshold": Call(
         "options = {'predictor': True}",
         "mmod.RoutingConfig(router='linear', language=options, losses={'membership': 0.01})",
-        "set it, as to 0.5",
+        "set them, as to 0.5 and to 0.01",
         ("options['inference_threshold'] = 0.5",),
     ),
     "a predictor that nothing trains": Call(
         "losses = {}",
         "mmod.RoutingConfig(router='linear', language={'predictor': True, 'inference_threshold': 0.5}, losses=losses)",
-        "add it to losses, as with 0.01",
+        "set them, as to 0.5 and to 0.01",
         ("losses['membership'] = 0.01",),
     ),
     "thresholds of a routed model": Call(

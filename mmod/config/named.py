@@ -142,12 +142,13 @@ class Preset(RoutingConfig):
 
     def __getattr__(self, name: str) -> Any:
         """Say what to do where a field is not known yet."""
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
         if name in _BY_DEPTH:
-            raise AttributeError(
+            message = (
                 f"{name} of a preset depends on the number of blocks: route a model by it, or read it from "
                 "preset.at_depth(number of blocks)"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(message)
 
     def at_depth(self, depth: int) -> RoutingConfig:
         """Return the routing config for a model of `depth` blocks."""

@@ -155,8 +155,6 @@ class LanguageRouting(Checked, group="language"):
         super().__post_init__()
         if isinstance(self.tokens, str):
             one_of("language.tokens", self.tokens, ("image", "all", "span"))
-        if self.predictor and self.inference_threshold is None:
-            raise ValueError("language.predictor needs language.inference_threshold: set it, as to 0.5")
 
     @property
     def frames(self) -> str | int | None:

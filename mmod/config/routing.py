@@ -205,11 +205,13 @@ class RoutingConfig(Checked):
         if not router.learns:
             # A draw of 0 or 1 for a whole image needs no gradient.
             draws_images = gate.name == "step" and router.per_image
-            needs_learning = f"needs a score that learns, such as 'linear', and router {router.name!r} does not"
+            needs = f"losses {dict(self.losses)}" if self.losses else ""
             if gate.name != "identity" and not draws_images:
-                raise ValueError(f"gate {gate.name!r} {needs_learning}")
-            if self.losses:
-                raise ValueError(f"losses {dict(self.losses)} {needs_learning}")
+                needs = f"gate {gate.name!r}"
+            if needs:
+                raise ValueError(
+                    f"{needs} needs a score that learns, such as 'linear', and router {router.name!r} does not"
+                )
         elif router.shared and (self.joins or self.wants_importance(training=True)):
             raise ValueError(
                 f"router.shared of {router.name!r} needs skipped='pass' or 'scale', and no loss that reads importance: "
@@ -287,9 +289,10 @@ class RoutingConfig(Checked):
                 f"language.inference_threshold={language.inference_threshold} needs select='topk' and a score that "
                 "learns, such as 'linear'"
             )
-        if language.predictor and "membership" not in self.losses:
+        if language.predictor and (language.inference_threshold is None or "membership" not in self.losses):
             raise ValueError(
-                "language.predictor needs the loss 'membership', which trains it: add it to losses, as with 0.01"
+                "language.predictor needs language.inference_threshold and the loss 'membership', which trains it: set "
+                "them, as to 0.5 and to 0.01"
             )
 
     @property

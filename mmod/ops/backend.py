@@ -355,11 +355,10 @@ def check_counts(what: str, count: str) -> None:
         what: What reads the count, in the plural.
         count: The count.
     """
-    if exporting():
-        raise ValueError(f"{what} cannot be exported: {count} depends on the data")
-    if batching():
+    if exporting() or batching():
         raise ValueError(
-            f"{what} cannot run under torch.func.vmap: {count} depends on the data. Call the model in a loop instead"
+            f"{what} cannot be exported or run under torch.func.vmap: {count} depends on the data. In place of vmap, "
+            "call the model in a loop"
         )
 
 

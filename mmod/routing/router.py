@@ -254,17 +254,15 @@ class Router(nn.Module):
                 f"importance has shape {tuple(importance_BN.shape)}, but the block's input has "
                 f"{tuple(x_BND.shape[:2])} (images, tokens): the sequence changed between the two blocks"
             )
-        if score.reads_importance and importance_BN is None:
-            raise ValueError(
-                f"{score.name} routing needs the importance of the preceding dense block: run the whole model, and "
-                "route again where that block was cut out"
-            )
         # Importance of the dense block in front is the score as it stands; so is a score that a block before computed.
         if score.shared and importance_BN is not None:
             return importance_BN
         scorer = self.score
-        if scorer is None:
-            raise ValueError("this block uses the score of a block before it: run the whole model")
+        if scorer is None or (score.reads_importance and importance_BN is None):
+            raise ValueError(
+                f"router {score.name!r} needs the scores or the importance of a block before this one: run the whole "
+                "model, and route again where that block was cut out"
+            )
         options = {} if unit_BNE is None else {"unit_BNE": unit_BNE}
         if score.reads_importance:
             return scorer(x_BND, valid_BN, importance_BN, **options)

@@ -178,7 +178,7 @@ def test_packed_rows_have_no_last_token_and_frames_of_a_size_fit_each_sample() -
     model(input_ids=ids, pixel_values=pixels, attention_mask=mask)
     mmod.unroute_(model)
     mmod.route_(model, language=METHODS["linear"].replace(language={"tokens": 6}))
-    with pytest.raises(ValueError, match=r"frames=6 does not divide the image tokens of packed samples, \[\[9, 9\]\]"):
+    with pytest.raises(ValueError, match=r"frames=6 does not divide the image tokens .*, \[\[9, 9\]\]"):
         model(input_ids=ids, pixel_values=pixels, attention_mask=mask)
 
 

@@ -112,11 +112,11 @@ def test_interleaved_batches_that_were_copied_between_stages_are_refused(config:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("attention", "importance of the preceding dense block: run the whole model"),
+        ("attention", "importance of a block before this one: run the whole model"),
         ("random", r"decides by the scores that blocks\.1 computes.*run the whole model, or begin at blocks\.1"),
         ("redundancy", r"decides by the scores that blocks\.2 computes"),
         ("gradual", r"decides by the scores that blocks\.1 computes"),
-        ("shared", "uses the score of a block before it: run the whole model"),
+        ("shared", "needs the scores or the importance of a block before this one: run the whole model"),
     ],
 )
 @torch.no_grad()

@@ -86,8 +86,8 @@ def test_a_merged_cell_stays_merged_in_later_blocks() -> None:
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        (13, {}, "needs a square grid, 12 tokens are none: `width`"),
-        (13, {"width": 5}, "needs a grid of width=5, 12 tokens are none"),
+        (13, {}, r"needs all 12 patches in rows and columns, and the grid is \(3, 3\)"),
+        (13, {"width": 5}, r"needs all 12 patches in rows and columns at router\.width=5, and the grid is \(2, 5\)"),
         (17, {"side": 2}, r"keeps a token of each of 5 groups; capacity 0\.2 keeps 3 of 17"),
     ],
 )

@@ -133,7 +133,7 @@ def test_a_function_may_score_and_learn() -> None:
 
 def test_attention_routing_says_what_it_misses() -> None:
     router = make(RoutingConfig())
-    with pytest.raises(ValueError, match="needs the importance of the preceding dense block"):
+    with pytest.raises(ValueError, match="needs the scores or the importance of a block before this one"):
         router(torch.randn(1, 4, 8))
     with pytest.raises(ValueError, match=r"importance has shape \(1, 5\).*\(1, 4\)"):
         router(torch.randn(1, 4, 8), torch.rand(1, 5))

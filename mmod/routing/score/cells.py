@@ -105,30 +105,14 @@ class CellScore(Grouping):
         """Return rows and columns of the tokens after the prefix: the model's grid, or outside a model a square."""
         patches = tokens - self.prefix
         grid = None if self.patches is None else self.patches().grid
-        if grid is None:
-            return self._grid_by_width(patches)
-        if self.width not in (None, grid[1]):
+        if grid is None and self.width is not None:
+            grid = patches // self.width, self.width
+        elif self.patches is None:
+            grid = isqrt(patches), isqrt(patches)
+        if grid is None or grid[0] * grid[1] != patches or self.width not in (None, grid[1]):
+            width = "" if self.width is None else f" at router.width={self.width}"
             raise ValueError(
-                f"router 'cells' has width={self.width}, and the grid of patches is {grid[0]} x {grid[1]}: leave it out"
-            )
-        if grid[0] * grid[1] != patches:
-            raise ValueError(
-                f"router 'cells' needs every patch of the grid of {grid[0]} x {grid[1]}, got {patches} tokens: patch "
-                "dropout or another method removed some. Create the model with patch_drop_rate=0, or use another router"
+                f"router 'cells' needs all {patches} patches in rows and columns{width}, and the grid is {grid}: run "
+                "the whole model on images of one size, without patch dropout or what else removes tokens"
             )
         return grid
-
-    def _grid_by_width(self, patches: int) -> tuple[int, int]:
-        if self.width is None and self.patches is not None:
-            raise ValueError(
-                f"router 'cells' does not know rows and columns of {patches} patches, for images of several sizes or "
-                "blocks that run without the patch embedding: run the whole model on images of one size, or set `width`"
-            )
-        width = isqrt(patches) if self.width is None else self.width
-        rows = patches // max(width, 1)
-        if rows * width != patches or (self.width is None and rows != width):
-            raise ValueError(
-                f"router 'cells' needs a {'square grid' if self.width is None else f'grid of width={self.width}'}, "
-                f"{patches} tokens are none: `width` says how many are in a row"
-            )
-        return rows, width
