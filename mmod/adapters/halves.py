@@ -132,7 +132,6 @@ class _Search:
         self.x_BND = torch.randn(x_BND.shape, generator=generator, dtype=torch.float32)
         self.arguments = arguments
         self.outputs: dict[str, _Output] = {}
-        self.order: list[str] = []
         self.attended: list[tuple[int, ...]] = []
         self.around_attention: list[str] = []
         self.around_cross: list[str] = []
@@ -192,14 +191,13 @@ class _Search:
             if isinstance(tokens, Tensor) and tokens.ndim == self.x_BND.ndim and first is not None:
                 others = len(output) - 1 if isinstance(output, tuple) else None
                 self.outputs[name] = _Output(tuple(first.shape), others, tokens.shape[-1])
-                self.order.append(name)
 
         return keep
 
     def _updates(self) -> list[str]:
         """Return the modules whose output has the shape of tokens, the outermost first, in the order of their calls."""
         channels = self.x_BND.shape[-1]
-        names = [name for name in self.order if self.outputs[name].channels == channels]
+        names = [name for name, output in self.outputs.items() if output.channels == channels]
         return sorted(names, key=lambda name: name.count("."))
 
     def attention_candidates(self) -> Iterator[str]:

@@ -31,13 +31,6 @@ CLIP_CONFIG = "open_clip_config.json"
 BYTE_MODEL = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 # The only part that a model of a kind is routed in; of other kinds `routing` names parts.
 _PARTS = {"image": "image", "text": "language"}
-_OF_CONFIG = "name the folder of a run that was trained by it"
-# What to do in place of naming a file, by its ending; others may hold weights.
-_IN_PLACE_OF = {
-    ".py": "call mmod in Python, as in mmod.advise(model, loader), see docs/before_you_commit.md",
-    ".yaml": _OF_CONFIG,
-    ".yml": _OF_CONFIG,
-}
 
 
 def open_model(
@@ -128,8 +121,11 @@ def _named(name: str, options: Options) -> Opened:
             f"timm or transformers (config.json) or open_clip ({CLIP_CONFIG})"
         )
     if Path(name).is_file():
-        advice = _IN_PLACE_OF.get(Path(name).suffix, "name it as the model's checkpoint")
-        raise ValueError(f"{name!r} is a file, which names no model: {advice}")
+        raise ValueError(
+            f"{name!r} is a file, which names no model. Weights are named as the model's checkpoint; of a config, name "
+            "the folder of a run that was trained by it; a model of your own code goes to mmod in Python, as in "
+            "mmod.advise(model, loader)"
+        )
     from mmod.opening.timm import open_timm
 
     return open_timm(name, options)

@@ -260,11 +260,11 @@ REFUSED: dict[str, tuple[Refused, str]] = {
     "an empty folder": (lambda folder: open_model(folder), r"holds neither a run \(config.yaml\) nor a model saved by"),
     "weights alone": (
         lambda folder: open_model(write_weights(folder)),
-        "names no model: name it as the model's checkpoint",
+        "is a file, which names no model. Weights are named as the model's checkpoint",
     ),
     "a config": (
         lambda folder: open_model(write_config(folder)),
-        r"shapes\.yaml' is a file, which names no model: name the folder of a run that was trained by it$",
+        r"shapes\.yaml' is a file, which names no model.* name the folder of a run that was trained by it",
     ),
     "an untrusted pickle": (
         lambda folder: open_model("test_vit", checkpoint=write_trap(folder)),
