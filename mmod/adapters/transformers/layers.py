@@ -180,19 +180,19 @@ class DecoderLayerCall(DecoderCall):
             self.begin_update(kwargs, x_BND, None)
             return kwargs
         arguments = self.bind(args, kwargs)
-        groups = self.groups(arguments)
+        if self.groups(arguments) is None:
+            return self._run_all(arguments, x_BND)
         self.open_cache(arguments)
-        if groups is not None:
-            return None
-        selected = self.select_tokens(arguments, x_BND, None)
-        self.begin_update(arguments, x_BND, None)
-        return selected
+        return None
 
     def whole(self, arguments: Arguments, x_BND: Tensor) -> Arguments:
         """Return the arguments of a dense layer whose importance is read."""
         # A static cache holds keys of future tokens too: it also returns unused slots, and one of kept tokens does not.
         if not getattr(cache_of(arguments), "is_compileable", False):
             return arguments
+        return self._run_all(arguments, x_BND)
+
+    def _run_all(self, arguments: Arguments, x_BND: Tensor) -> Arguments:
         self.open_cache(arguments)
         selected = self.select_tokens(arguments, x_BND, None)
         self.begin_update(arguments, x_BND, None)
