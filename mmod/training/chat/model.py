@@ -137,12 +137,6 @@ def warn_of_halves(model: nn.Module, config: TrainConfig) -> None:
 
 def check_routers_learn(model: nn.Module) -> None:
     """Refuse to train a model whose routers would stay random."""
-    weights = router_parameters(model)
-    if weights and not any(weight.requires_grad for weight in weights.values()):
-        raise ValueError(
-            f"the routers would not learn: all of their {len(weights)} weights are frozen (as {next(iter(weights))}). "
-            "Call requires_grad_(True) on them, or, with peft, name them in modules_to_save=['router']"
-        )
     for name, block in routed_blocks(model).items() if is_routed(model) else ():
         config = block.router.config
         # A predictor of the kept tokens takes the loss in place of the score.

@@ -41,7 +41,6 @@ from mmod.opening.transformers import hidden_bars
 from mmod.opening.weights import SUMS, check_sums
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
-from mmod.training.chat.model import check_routers_learn
 from mmod.training.engine.checkpoint import read_newest, write_sums
 from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
 from mmod.training.engine.groups import OptimConfig
@@ -120,7 +119,6 @@ class RoutedTrainer(Trainer):
         model = options["model"]
         if isinstance(options.get("train_dataset"), ChatDataset):
             options["data_collator"] = functools.partial(_collate, options["data_collator"])
-        check_routers_learn(model)
         if arguments.fsdp:
             names = arguments.fsdp_plugin_args.get("transformer_cls_names_to_wrap")
             arguments.fsdp_plugin_args["transformer_cls_names_to_wrap"] = ",".join(_layer_classes(model, names))
