@@ -501,6 +501,6 @@ def test_images_without_pixels_are_refused_and_the_next_pass_is_not() -> None:
         embeds = merged_embeddings(make_joint(name), batch)
         model = route(make_joint(name))
         expected = model(**batch).logits
-        with pytest.raises(ValueError, match=r"pass pixel_values|reads the pixels of images: pass them"):
+        with pytest.raises(ValueError, match="pass pixel_values"):
             model(inputs_embeds=embeds, image_mask=batch["input_ids"] == IMAGE)
         assert torch.equal(model(**batch).logits, expected)

@@ -26,7 +26,7 @@ from mmod.adapters.transformers.images import (
     pixels_of,
 )
 from mmod.adapters.transformers.layers import GROUPS
-from mmod.adapters.transformers.pixels import RowPixels, TowerPixels
+from mmod.adapters.transformers.pixels import TowerPixels
 from mmod.adapters.transformers.structure import (
     Structure,
     pads_only,
@@ -177,7 +177,7 @@ class GroupHook(ModelHook):
                 "different tokens: choose a router and losses that read no importance, such as router='linear'"
             )
 
-    def _reader_of(self, entry: nn.Module) -> TowerReader | RowPixels | None:
+    def _reader_of(self, entry: nn.Module) -> TowerReader | None:
         """Return what reads the vision tower, or pixels, for the image tokens; None if the config asks for neither."""
         config = self.config
         by_importance = config.importance == "vision_tower" and config.wants_importance(training=True)
@@ -192,8 +192,6 @@ class GroupHook(ModelHook):
         stack = part()
         if not config.router.reads_pixels:
             return TowerImportance(entry, stack)
-        if stack.rows is not None:
-            return RowPixels(stack.rows, config.router)
         return TowerPixels(entry, stack, config.router)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -325,7 +323,7 @@ class GroupHook(ModelHook):
                 importance()
         return groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
 
-    def _values(self, inputs: Inputs, kind_BN: Tensor, reader: TowerReader | RowPixels) -> Tensor:
+    def _values(self, inputs: Inputs, kind_BN: Tensor, reader: TowerReader) -> Tensor:
         """Return what image tokens get from the tower or from pixels (B, N).
 
         `generate` may compute the features of images once, before any pass, and read them in several: without a cache,

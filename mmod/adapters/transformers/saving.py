@@ -21,7 +21,6 @@ from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
 from mmod.adapters.transformers.groups import GroupHook
 from mmod.adapters.transformers.images import IMAGES, LAYOUT
-from mmod.adapters.transformers.tower import TowerReader
 from mmod.blocks import (
     Deciding,
     Mixin,
@@ -149,7 +148,7 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
         kind_BN = hook.images.kinds(model, {**described, "mm_token_type_ids": types_BN}, image_BN)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
-    if isinstance(hook.image_reader, TowerReader):
+    if hook.image_reader is not None:
         # `generate` may run the tower before any pass, which would begin anew.
         hook.image_reader.forget()
     with hook.running.value.generating(GeneratedFrom(given, kind_BN, layout, drafts)):

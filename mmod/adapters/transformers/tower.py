@@ -41,7 +41,7 @@ class TowerState:
 
     call: NamedArguments
     importance: str
-    noted: PerThread[list[Tensor]]
+    noted: PerThread[list[Any]]
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner))
 
 
@@ -91,7 +91,7 @@ class TowerReader(ModelHook):
                 f"{', '.join(IN_SQUARES)}. Choose another score, such as router='stride', which keeps evenly spread "
                 "tokens"
             )
-        self.noted: PerThread[list[Tensor]] = PerThread(list)
+        self.noted: PerThread[list[Any]] = PerThread(list)
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
@@ -136,14 +136,16 @@ class TowerReader(ModelHook):
         if len(names) > 1:
             raise ValueError(f"{self.option} reads images or videos: this call has both")
         image_BN = kind_BN == KINDS[names[0]]
-        value_T = self._values(calls, int(image_BN.sum()), arguments.get(f"{names[0]}_grid_thw"))
+        pixels = cast(Tensor, pixels_of(arguments, names[0]))
+        value_T = self._values(calls, int(image_BN.sum()), pixels, arguments.get(f"{names[0]}_grid_thw"))
         return scatter_values(value_T, image_BN, self.empty)
 
-    def _values(self, calls: list[Tensor], tokens: int, grids: Tensor | None) -> Tensor:
+    def _values(self, calls: list[Any], tokens: int, pixels: Tensor, grids: Tensor | None) -> Tensor:
         """Return the value of each image token (T) from what was noted.
 
         Args:
             tokens: Image tokens in the prompts.
+            pixels: The images or videos.
             grids: Frames, rows and columns of patches of each image or video; None where the tower gets none.
         """
         raise NotImplementedError
@@ -222,14 +224,18 @@ class TowerImportance(TowerReader):
         convert(self.reads, TowerLayer, self.state, self.state.call.shell)
         remember(self.entry, self.stack)
 
-    def _values(self, calls: list[Tensor], tokens: int, grids: Tensor | None) -> Tensor:
+    def _values(self, calls: list[Tensor], tokens: int, pixels: Tensor, grids: Tensor | None) -> Tensor:
         if self.stack.rows is not None and grids is not None:
             value_Q = _in_order(torch.cat([value.flatten() for value in calls]), self.stack.rows, grids)
             return value_Q.view(tokens, -1).mean(1)
-        value_IP = torch.cat(calls)[:, self.stack.prefix :]
-        side = side_of(value_IP.numel(), tokens)
-        # Tokens of single patches need no grid, which need not be a square then.
-        rows = isqrt(value_IP.shape[1]) if side > 1 else 1
+        # Images of several sizes may be one sequence, without prefix tokens.
+        parts = [value if value.ndim == 1 else value[:, self.stack.prefix :] for value in calls]
+        side = side_of(sum(part.numel() for part in parts), tokens)
+        if side == 1:
+            return torch.cat([part.flatten() for part in parts])
+        value_IP = torch.cat(parts)
+        height, width = pixels.shape[-2:]
+        rows = isqrt(value_IP.shape[1] * height // width)
         return by_square(value_IP.unflatten(1, (rows, -1)), side).mean(1)
 
 
