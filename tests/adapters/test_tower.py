@@ -199,7 +199,9 @@ def test_image_tokens_stand_for_squares_of_patches(kind: str) -> None:
         assert torch.equal(reached, patches.sort().values)
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "gemma3-vision", "paligemma", "vipllava", "perception_lm", "janus", "glm4v"])
+@pytest.mark.parametrize(
+    "name", [*PLAIN, "gemma3-vision", "paligemma", "vipllava", "perception_lm", "janus", "glm4v", "video_llama_3"]
+)
 @torch.no_grad()
 def test_every_family_whose_tokens_are_made_of_patches_of_their_own_is_routed_by_it(name: str, tmp_path: Path) -> None:
     model, batch = make_joint(name), prompt(name, (1, 2))

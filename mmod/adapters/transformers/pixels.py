@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.tower import TowerReader, by_square, side_of
-from mmod.blocks import ModelHook, check_pixels, cut_patches, parameters_of
+from mmod.blocks import Arguments, ModelHook, check_pixels, cut_patches, parameters_of
 from mmod.blocks.record import recomputing
 from mmod.config import Score
 from mmod.ops import FIRST
@@ -62,7 +62,7 @@ class TowerPixels(TowerReader):
             self.noted.value += rows.pictures(given, arguments["grid_thw"], arguments.get("merge_sizes"))
 
     @torch.no_grad()
-    def _values(self, calls: list[tuple[Tensor, int]], tokens: int, pixels: Tensor, grids: Tensor | None) -> Tensor:
+    def _values(self, calls: list[tuple[Tensor, int]], tokens: int, name: str, arguments: Arguments) -> Tensor:
         common = 0
         if self.stack.rows is None:
             common = side_of(sum(pixels_IRCHE.shape[:3].numel() for pixels_IRCHE, _ in calls), tokens)

@@ -136,17 +136,16 @@ class TowerReader(ModelHook):
         if len(names) > 1:
             raise ValueError(f"{self.option} reads images or videos: this call has both")
         image_BN = kind_BN == KINDS[names[0]]
-        pixels = cast(Tensor, pixels_of(arguments, names[0]))
-        value_T = self._values(calls, int(image_BN.sum()), pixels, arguments.get(f"{names[0]}_grid_thw"))
+        value_T = self._values(calls, int(image_BN.sum()), names[0], arguments)
         return scatter_values(value_T, image_BN, self.empty)
 
-    def _values(self, calls: list[Any], tokens: int, pixels: Tensor, grids: Tensor | None) -> Tensor:
+    def _values(self, calls: list[Any], tokens: int, name: str, arguments: Arguments) -> Tensor:
         """Return the value of each image token (T) from what was noted.
 
         Args:
             tokens: Image tokens in the prompts.
-            pixels: The images or videos.
-            grids: Frames, rows and columns of patches of each image or video; None where the tower gets none.
+            name: What they are of, "image" or "video".
+            arguments: Arguments of the model that describe these.
         """
         raise NotImplementedError
 
@@ -224,31 +223,38 @@ class TowerImportance(TowerReader):
         convert(self.reads, TowerLayer, self.state, self.state.call.shell)
         remember(self.entry, self.stack)
 
-    def _values(self, calls: list[Tensor], tokens: int, pixels: Tensor, grids: Tensor | None) -> Tensor:
-        if self.stack.rows is not None and grids is not None:
-            value_Q = _in_order(torch.cat([value.flatten() for value in calls]), self.stack.rows, grids)
-            return value_Q.view(tokens, -1).mean(1)
+    def _values(self, calls: list[Tensor], tokens: int, name: str, arguments: Arguments) -> Tensor:
+        if self.stack.rows is not None:
+            value_Q = torch.cat([value.flatten() for value in calls])
+            sides = arguments.get(f"{name}_merge_sizes")
+            return _means_in_rows(value_Q, self.stack.rows, arguments[f"{name}_grid_thw"], sides)
         # Images of several sizes may be one sequence, without prefix tokens.
         parts = [value if value.ndim == 1 else value[:, self.stack.prefix :] for value in calls]
         side = side_of(sum(part.numel() for part in parts), tokens)
         if side == 1:
             return torch.cat([part.flatten() for part in parts])
         value_IP = torch.cat(parts)
-        height, width = pixels.shape[-2:]
+        height, width = cast(Tensor, pixels_of(arguments, name)).shape[-2:]
         rows = isqrt(value_IP.shape[1] * height // width)
         return by_square(value_IP.unflatten(1, (rows, -1)), side).mean(1)
 
 
-def _in_order(value_Q: Tensor, source: RowSource, grids: Tensor) -> Tensor:
-    """Return the values of patches in the order of the tower's rows, from that of its layers."""
-    if source.order is None:
-        return value_Q
-    frames: list[tuple[int, int]] = []
-    for count, rows, columns in grids.tolist():
-        frames += [(rows, columns)] * count
-    parts = value_Q.split([rows * columns for rows, columns in frames])
-    orders = [source.order(source.module, grid).argsort().to(value_Q.device) for grid in frames]
-    return torch.cat([part[order] for part, order in zip(parts, orders, strict=True)])
+def _means_in_rows(value_Q: Tensor, source: RowSource, grids: Tensor, sides: Tensor | None) -> Tensor:
+    """Return the mean of the patches that each token stands for (T), from patches in the order of the tower's layers.
+
+    Args:
+        sides: Patches along a side of a token, of each image or video; None where they are those of the source.
+    """
+    means = []
+    start = 0
+    by_picture = [source.side] * len(grids) if sides is None else sides.tolist()
+    for (frames, rows, columns), side in zip(grids.tolist(), by_picture, strict=True):
+        for frame_N in value_Q[start : start + frames * rows * columns].split(rows * columns):
+            if source.order is not None:
+                frame_N = frame_N[source.order(source.module, (rows, columns)).argsort().to(frame_N.device)]
+            means.append(frame_N.view(-1, side**2).mean(1))
+        start += frames * rows * columns
+    return torch.cat(means)
 
 
 def _last_used(config: Any, layers: int) -> int:
