@@ -7,7 +7,6 @@ Axes: B images, N tokens of the largest image, T tokens of all images, K rows, D
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -28,6 +27,8 @@ GRIDS = "grid_thw"
 """Argument that gives frames, rows and columns of the patches of each image or video, which come as one sequence."""
 WINDOWS = "mmod_windows"
 """The keyword by which a block that attends within windows gets the number of each token's (T, 1), one of its rows."""
+_IMAGES = "mmod_images"
+"""Attribute of boundaries of windows that holds the images."""
 MASKS = ("attention_mask", "attn_mask", "mask")
 """Arguments that hide keys or weigh them, in hosts' words."""
 
@@ -144,11 +145,6 @@ class SequenceImages(ModelHook):
     def __init__(self, calls: PerThread[StackCalls], tower: nn.Module) -> None:
         self.calls = calls
         self.names = tuple(parameters_of(tower))
-        self._of_boundaries: dict[int, tuple[weakref.ref[Tensor], Segments]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave calls out of copies and pickles."""
-        return {**vars(self), "_of_boundaries": {}}
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grids."""
@@ -178,10 +174,10 @@ class SequenceImages(ModelHook):
         Raises:
             ValueError: The windows are not those of the running call.
         """
-        key = id(boundaries)
-        known, images = self._of_boundaries.get(key, (None, windows))
-        if known is not None and known() is boundaries:
-            return images
+        # The tensor remembers them for a block that is recomputed outside the call.
+        known: Segments | None = getattr(boundaries, _IMAGES, None)
+        if known is not None:
+            return known
         images = Segments(self.calls.value.lengths[-1] if self.calls.value.lengths else ())
         if sum(images.lengths) != sum(windows.lengths) or not windows.divides(images):
             raise ValueError(
@@ -189,11 +185,7 @@ class SequenceImages(ModelHook):
                 f"that they are of are unknown: run the whole tower with {GRIDS}; a backward pass that recomputes "
                 "blocks needs use_reentrant=False"
             )
-
-        def forget(tensor: weakref.ref[Tensor]) -> None:
-            self._of_boundaries.pop(key, None)
-
-        self._of_boundaries[key] = weakref.ref(boundaries, forget), images
+        setattr(boundaries, _IMAGES, images)
         return images
 
 
