@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmod.blocks.conversion import Mixin
 from mmod.routing import Routing
-from mmod.threads import PerThread
 
 UNCOLLECTED = 16
 """How many forward passes of a module keep a loss that nobody collects."""
@@ -119,11 +118,6 @@ def _watch(loss: PassLoss, x: Tensor) -> None:
             found.spent = True
 
     x.register_hook(note)
-
-
-def make_records(make: Callable[[], Record] = Record) -> PerThread[Record]:
-    """Return a record of each thread, of a kind."""
-    return PerThread(make)
 
 
 class Deciding(Mixin):

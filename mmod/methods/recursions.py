@@ -25,7 +25,6 @@ from mmod.blocks import (
     WholeBatchHook,
     attach,
     convert,
-    make_records,
 )
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
@@ -210,7 +209,7 @@ class Cycle(Added, Deciding):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        records = make_records()
+        records = PerThread(Record)
         self.mod_state = CycleState(config, stack.prefix, stack.language, stack.read_blocks, calls, removed, records)
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}

@@ -104,18 +104,14 @@ class Route(Method):
         return Route(parts, tuple(capacities(model).values()))
 
     def card(self, model: nn.Module) -> str:
-        """Return plan, options and capacities of every part, in Markdown."""
+        """Return plan and options of every part, in Markdown; kept shares stand with the FLOPs."""
         stacks = find_parts(model)
         sections = []
         for name, config in self.parts.items():
             plan = config.resolved(len(stacks[name]().blocks))
             values = json.dumps(config.to_dict(), indent=2)
             sections.append(f"`{name}`:\n\n```\n{plan}\n```\n\n```json\n{values}\n```")
-        kept = ", ".join(
-            f"{name} by threshold" if block.cost_follows_data else f"{name} {float(block.router.capacity):g}"
-            for name, block in routed_blocks(model).items()
-        )
-        return "\n\n".join([*sections, f"Share of tokens that each routed block keeps: {kept}."])
+        return "\n\n".join(sections)
 
     @property
     def training_only(self) -> bool:
