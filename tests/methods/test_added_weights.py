@@ -15,8 +15,9 @@ from torch import Tensor
 import mmod
 from mmod.methods import Channels, Experts, Method, Recursions, methods_of
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.evaluate import read_rows
 from mmod.training.engine.start import create_models
-from mmod.training.text.evaluate import evaluate
+from mmod.training.text.evaluate import evaluate_ways, score
 from mmod.training.text.kind import TextKind
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import text_config
@@ -127,4 +128,5 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     assert kind == "experts" or teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     test = TextKind(config).create_streams(Process(0, 1, torch.device("cpu")), again)[1]
-    assert evaluate(again, test).loss == pytest.approx(evaluation.loss)
+    rows = read_rows(evaluate_ways, again, test, torch.device("cpu"))
+    assert score(rows, again).loss == pytest.approx(evaluation.loss)

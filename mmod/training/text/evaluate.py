@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.data.stream import BatchStream
 from mmod.methods.base import decided_alone, deciding_together, methods_of
 from mmod.methods.route import every_token
-from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows, read_rows
+from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows
 from mmod.training.engine.task import autocast
 from mmod.training.text.task import logits_of
 from mmod.values import check_value
@@ -72,28 +69,6 @@ class EvalResult(RoutedResult):
         return f"{'; '.join(lines)} ({self.samples} windows)"
 
 
-def evaluate(
-    model: nn.Module,
-    stream: BatchStream,
-    device: torch.device | str = "cpu",
-    precision: str = "fp32",
-    *,
-    elastic: bool = False,
-    progress: bool = False,
-) -> EvalResult:
-    """Measure the loss of a model over one pass of a stream, in every way in which it can decide.
-
-    With several processes, each evaluates its share of the data and all return the result of all data.
-
-    Args:
-        model: A causal language model, on `device`; its mode is restored at the end.
-        elastic: Also measure the loss with all tokens in all layers.
-    """
-    device = torch.device(device)
-    read = partial(evaluate_ways, precision=precision, elastic=elastic)
-    return score(read_rows(read, model, stream, device, progress=progress), model)
-
-
 def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Columns:
     """Return the rows of a batch of windows, as the model decides in its mode, in one pass.
 
@@ -110,7 +85,9 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
     return {"loss": loss_BN.double().mean(1), "outcome": right_BN.double().mean(1), **kept_rows(decisions)}
 
 
-def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, elastic: bool) -> Columns:
+def evaluate_ways(
+    model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32", *, elastic: bool = False
+) -> Columns:
     """Return the rows of a batch in every way in which the model can decide.
 
     Decisions as in training have the names of `evaluate_batch`. "causal_loss" and "causal_kept/" are for tokens that

@@ -22,13 +22,13 @@ from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
-from mmod.training.engine.evaluate import Columns, Evaluated
+from mmod.training.engine.evaluate import Columns, Evaluated, read_rows
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
-from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
+from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
 from mmod.training.text.task import TextTask, logits_of
 
 
@@ -79,10 +79,9 @@ class TextKind:
         return evaluate_batch(model, batch, self.config.precision)
 
     def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
-        """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
-        config = self.config
-        result = evaluate(model, stream, process.device, config.precision, elastic=config.elastic, progress=progress)
-        return Evaluated(result)
+        """Measure the losses of a model in every way in which it can decide; see `evaluate_ways`."""
+        read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
+        return Evaluated(score(read_rows(read, model, stream, process.device, progress=progress), model))
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""

@@ -15,7 +15,8 @@ from mmod.data.config import TextConfig
 from mmod.data.loader import text_stream
 from mmod.methods.base import deciding_together
 from mmod.methods.route import deciding_by, every_token
-from mmod.training.text.evaluate import evaluate
+from mmod.training.engine.evaluate import read_rows
+from mmod.training.text.evaluate import evaluate_ways, score
 from tests.kit.vlm_zoo import make_language
 
 LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
@@ -30,6 +31,7 @@ ROUTINGS = {
         language={**LANGUAGE, "predictor": True},
     ),
 }
+CPU = torch.device("cpu")
 WINDOWS = TextConfig(length=24, batch_size=4, val_limit=7)
 
 
@@ -65,7 +67,7 @@ def decoded(model: Any, tokens: Tensor) -> Tensor:
 def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     config, (tokens, following) = ROUTINGS[routing], windows()
     model = make(name, config).train()
-    evaluation = evaluate(model, text_stream(WINDOWS))
+    evaluation = score(read_rows(evaluate_ways, model, text_stream(WINDOWS), CPU), model)
     assert model.training
     model.eval()
     assert evaluation.samples == 7
@@ -90,10 +92,8 @@ def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
 
 def test_what_decides_in_one_way_has_one_loss() -> None:
     threshold = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold")
-    dense, one, none = (
-        evaluate(make("llama", routing), text_stream(WINDOWS))
-        for routing in (None, threshold, mmod.RoutingConfig(router="random"))
-    )
+    models = [make("llama", routing) for routing in (None, threshold, mmod.RoutingConfig(router="random"))]
+    dense, one, none = (score(read_rows(evaluate_ways, model, text_stream(WINDOWS), CPU), model) for model in models)
     assert dense.causal_loss == dense.loss
     assert one.causal_loss == one.loss
     assert 0 < one.mean_kept < 1
