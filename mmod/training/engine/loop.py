@@ -141,9 +141,9 @@ class _Trainer:
         self.ema = None
         if config.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.use_warmup)
-        average = None if self.ema is None else self.ema.module
+        self.average: nn.Module | None = None if self.ema is None else self.ema.module
         share = Shards if sharded else Replicas
-        self.parallel = share(self.model, average, process, config.precision, compiled=config.compile)
+        self.parallel = share(self.model, self.average, process, config.precision, compiled=config.compile)
         self.task: Task = kind.create_task(self.model, teacher, process).to(process.device)
         self.wrapped = self.parallel.wrap(self.task)
 
@@ -254,9 +254,8 @@ class _Trainer:
                 self.write_config()
                 if self.classes is not None:
                     record_classes(self.folder, self.classes.numbers)
-            average = None if self.ema is None else self.ema.module
             total = self.epochs * self.steps_per_epoch
-            self.after_step(Step(self.step, total, self.model, average, self.optimizer))
+            self.after_step(Step(self.step, total, self.model, self.average, self.optimizer))
             if logged:
                 self._log(bar)
             if config.checkpoint_every and self.step % config.checkpoint_every == 0:
@@ -364,7 +363,7 @@ class _Trainer:
         # Evaluations may draw as well, and a resumed run has to give the same figures.
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         evaluation = self._evaluate_model(self.model)
-        return evaluation, None if self.ema is None else self._evaluate_model(self.ema.module)
+        return evaluation, None if self.average is None else self._evaluate_model(self.average)
 
     def _evaluate_model(self, model: nn.Module) -> Evaluated:
         with self.parallel.full_weights(model) as gathered_model:
@@ -392,7 +391,7 @@ class _Trainer:
             "epoch": self.epoch,
             "step": self.step,
         }
-        average = self.ema.module.state_dict() if self.ema is not None else None
+        average = None if self.average is None else self.average.state_dict()
         content = Checkpoint(self.model.state_dict(), average, training, moments)
         save_checkpoint(self._checkpoints, self.epoch, self.step, content)
         if self.process.is_first:
@@ -443,8 +442,8 @@ class _Trainer:
             usage=self.usage.figures(),
             outcomes=(average or evaluation).outcomes,
         )
-        self._export(self.model if self.ema is None else self.ema.module, FINAL_MODEL)
-        if self.ema is not None:
+        self._export(self.model if self.average is None else self.average, FINAL_MODEL)
+        if self.average is not None:
             self._export(self.model, LAST_WEIGHTS)
         if self.process.is_first:
             write_csv(self.folder / "metrics.csv", self.history)

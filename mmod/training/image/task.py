@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,7 +64,7 @@ class ClassificationTask(Task):
         self.feature_weight = feature_weight
         self.final = None
         if self.teacher is not None and feature_weight is not None:
-            self.final = _FinalTokens(model), _FinalTokens(self.teacher)
+            self.final = _final_tokens(model), _final_tokens(self.teacher)
         self.mixup = mixup
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[MicroBatch]:
@@ -100,7 +100,7 @@ class ClassificationTask(Task):
         parts = {"task": self.criterion(*labelled(logits.float(), labels, targets))}
         parts |= self.distillation_term(logits, partial(answers, images=images, targets=targets))
         if self.final is not None and self.feature_weight is not None:
-            student_BND, taught_BND = (final.take().float() for final in self.final)
+            student_BND, taught_BND = (take().float() for take in self.final)
             parts["features"] = self.feature_weight * (1 - F.cosine_similarity(student_BND, taught_BND, dim=-1).mean())
         return logits, parts | self.auxiliary_term()
 
@@ -127,22 +127,15 @@ class ElasticTask(ClassificationTask):
         return logits, {**parts, "elastic": torch.stack(others).sum()}
 
 
-class _FinalTokens:
-    """Keeps the final tokens of a timm model's last pass: the output of its `norm`."""
+def _final_tokens(model: nn.Module) -> Callable[[], Tensor]:
+    """Return a function that takes the final tokens (B, N, D) of a timm model's last pass: the output of its `norm`."""
+    tokens: dict[str, Tensor] = {}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tokens: Tensor | None = None
-        model.get_submodule("norm").register_forward_hook(self._keep)
+    def keep(norm: nn.Module, inputs: object, output: Tensor) -> None:
+        tokens["last"] = output
 
-    def _keep(self, norm: nn.Module, inputs: object, output: Tensor) -> None:
-        self._tokens = output
-
-    def take(self) -> Tensor:
-        """Return the tokens (B, N, D), once."""
-        tokens = self._tokens
-        self._tokens = None
-        assert tokens is not None
-        return tokens
+    model.get_submodule("norm").register_forward_hook(keep)
+    return lambda: tokens.pop("last")
 
 
 def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
