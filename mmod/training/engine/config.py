@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from mmod.methods.base import Method
 
 
-def check_described(fields: Mapping[str, object]) -> None:
-    """Raise unless fields of a transformers config name a model type."""
-    if not isinstance(fields.get("model_type"), str):
-        raise ValueError(f"model.config needs a model_type, got {', '.join(fields) or 'nothing'}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Checked, group="model"):
     """The weights that training starts from.

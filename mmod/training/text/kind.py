@@ -114,9 +114,7 @@ def create_dense(config: ModelConfig) -> Any:
     # The run's config says how the checkpoint was routed.
     model: Any = open_start("text", vars(config)).model
     if model.config.vocab_size != BYTES:
-        raise ValueError(
-            f"{config.checkpoint!r} holds a model of {model.config.vocab_size} tokens, not of {BYTES} bytes"
-        )
+        raise ValueError(f"vocab_size must be {BYTES}, as many as there are bytes, got {model.config.vocab_size}")
     return model.train()
 
 

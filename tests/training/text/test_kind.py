@@ -101,3 +101,9 @@ def test_configs_that_come_with_mmod_build_their_model(path: Path) -> None:
         model, _ = create_models(TextKind(config))
     assert mmod.is_routed(model) == (config.routing is not None)
     assert config.output == f"runs/text/{path.stem}"
+
+
+def test_a_model_of_other_tokens_than_bytes_is_refused(tmp_path: Path) -> None:
+    config = text_config(tmp_path, model={"config": {**LLAMA, "vocab_size": 300}})
+    with pytest.raises(ValueError, match="vocab_size must be 256, as many as there are bytes, got 300"):
+        TextKind(config).prepare()
