@@ -337,8 +337,8 @@ def _image_by_image(
     scale: float,
 ) -> Tensor:
     """Call attention once for each image; on a CPU, reading its lengths needs no synchronisation."""
-    heads_first = (x.transpose(0, 1).unsqueeze(0) for x in (q_THE, k_THE, v_THE))
-    call = AttentionCall(*heads_first, None, dropout, is_causal, scale, is_grouped(q_THE, k_THE))
+    query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (q_THE, k_THE, v_THE))
+    call = AttentionCall(query, key, value, None, dropout, is_causal, scale, is_grouped(q_THE, k_THE))
     # Fused attention takes no empty image.
     by_length = attend_by_length([length for length in cu_seqlens.diff().tolist() if length])
     return by_length.attend(call).squeeze(0).transpose(0, 1)
