@@ -135,6 +135,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
     places = places_of(config)
     runner = Runner(config.processes, progress)
+    runner.say(f"{_ahead(config, places)}. The time left is known from the first run on")
     dense = _dense(config)
     candidates = [place.candidate for place in places]
     keys = ("changes", "changes")
@@ -159,15 +160,24 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
 def describe(config: IsoflopConfig) -> str:
     """Say what a study would do: runs, steps and FLOPs of every model."""
     places = places_of(config)
-    trials = len(config.rates) if len(config.rates) > 1 else 0
-    runs = trials + config.seeds
     lines = [
         f"{place.name}: {place.parameters:,} parameters, {place.forward:.3g} FLOPs a window, {place.steps} steps, "
         f"{place.spent:.3g} FLOPs a run"
         for place in places
     ]
+    return "\n".join([*lines, _ahead(config, places)])
+
+
+def _ahead(config: IsoflopConfig, places: Sequence[Place]) -> str:
+    """Say how many runs a study has, and of which lengths."""
+    trials = len(config.rates) if len(config.rates) > 1 else 0
+    runs = trials + config.seeds
+    steps = [place.steps for place in places]
     total = runs * sum(place.spent for place in places)
-    return "\n".join([*lines, f"{runs * len(places)} runs of {len(places)} models, {total:.3g} FLOPs in total"])
+    return (
+        f"{len(places)} models, each trained {runs} times ({trials} rates, {config.seeds} seeds) for {min(steps):,} to "
+        f"{max(steps):,} steps: {runs * len(places)} runs, {total:.3g} FLOPs in total"
+    )
 
 
 def _length(config: LoopConfig, budget: float, step: int, name: str) -> dict[str, int]:

@@ -113,7 +113,7 @@ def test_each_budget_is_spent(tmp_path: Path) -> None:
         assert place.steps == place.config.epochs * (place.config.epoch_steps or 0)
     steps = {place.name: place.steps for place in places}
     assert steps["mod-w24-5e+08"] > steps["dense-w24-5e+08"] > steps["dense-w24-2e+08"]
-    assert "48 runs of 12 models" in describe(isoflop(tmp_path, budgets=[2e8, 5e8]))
+    assert "12 models, each trained 4 times (2 rates, 2 seeds) for" in describe(isoflop(tmp_path, budgets=[2e8, 5e8]))
 
 
 def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
