@@ -15,9 +15,10 @@ from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
 from mmod.io.yaml import merged, read_yaml
 from mmod.methods import METHODS, read_method
+from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, config_of, read_runs
@@ -41,6 +42,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         routed = [candidate for candidate in candidates if candidate.series not in config.baselines]
         baselines = [candidate for candidate in candidates if candidate.series in config.baselines]
         candidates = [*routed, *_shallow(routed, dense, epochs), *baselines]
+    candidates = _with_controls(config, candidates, is_of_parts=not dense.part)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
@@ -54,7 +56,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         bases=config.bases,
         notes=[
             *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
-            *_without_control(candidates),
+            *_of_controls(config, candidates),
             *_numbers(config, candidates),
         ],
         keys=("changes", "finetune"),
@@ -67,16 +69,88 @@ def comparison_of(config: StudyConfig) -> Comparison:
     return comparison
 
 
-def _without_control(candidates: Sequence[Candidate]) -> list[str]:
-    """Say which models have no control although the study does not leave it out: a sentence or none."""
+def _with_controls(config: StudyConfig, candidates: Sequence[Candidate], is_of_parts: bool) -> list[Candidate]:
+    """Return candidates with their controls: their own routing with random scores, where the study names no others.
+
+    Models whose routing is equal but for the score share a control. Where none of the series is the same, it joins the
+    candidates without a series, and is no row of the table.
+
+    Args:
+        is_of_parts: Routings are those of parts by name.
+    """
     names = {candidate.name for candidate in candidates}
-    alone = [candidate.name for candidate in candidates if candidate.control not in (None, *names)]
-    if not alone:
-        return []
-    return [
-        f"No control is compared with {', '.join(alone)}: whether it matters which tokens they keep is not tested. Add "
-        "`random: {router: random, blocks: ...}` with their blocks to `routers`, or name their controls in `controls`"
+    controls = [(candidate.name, _model_of(candidate, is_of_parts)) for candidate in candidates if candidate.at_random]
+    controlled: list[Candidate] = []
+    added: list[Candidate] = []
+    for candidate in candidates:
+        is_settled = candidate.control in names or config.controls.get(candidate.series, "") is None
+        drawn = None
+        if candidate.series in config.routers and not candidate.at_random and not is_settled:
+            drawn = _at_random(candidate, is_of_parts)
+        if drawn is None:
+            controlled.append(candidate)
+            continue
+        model = _model_of(drawn, is_of_parts)
+        same = next((name for name, other in controls if other == model), None)
+        if same is None:
+            controls.append((drawn.name, model))
+            added.append(drawn)
+        controlled.append(dataclasses.replace(candidate, control=same or drawn.name))
+    return [*controlled, *added]
+
+
+def _at_random(candidate: Candidate, is_of_parts: bool) -> Candidate | None:
+    """Return a candidate's control; None where its plan is still to be searched, or the data say how much it keeps."""
+    if candidate.routing is None:
+        return None
+    parts = candidate.routing if is_of_parts else {"": candidate.routing}
+    drawn = {}
+    for part, fields in parts.items():
+        known = resolve_routing(fields)
+        if known.select != "topk":
+            return None
+        drawn[part] = {**fields, "router": CONTROL}
+        if known.router.learns:
+            # What only a score that learns can have.
+            language = {"predictor": False, "inference_threshold": None, "gate_on": "update"}
+            drawn[part] |= {"gate": "identity", "losses": {}, "language": {**fields.get("language", {}), **language}}
+        if known.skipped == "scale":
+            drawn[part]["skipped"] = "pass"
+    routing = drawn if is_of_parts else drawn[""]
+    return dataclasses.replace(candidate, name=f"{CONTROL}-{candidate.name}", series="", control=None, routing=routing)
+
+
+def _model_of(candidate: Candidate, is_of_parts: bool) -> Candidate:
+    """Return what is equal for candidates that are the same model, however they are named and written."""
+    routing = candidate.routing
+    if routing is not None:
+        parts = routing if is_of_parts else {"": routing}
+        routing = {part: resolve_routing(fields) for part, fields in parts.items()}
+    return dataclasses.replace(candidate, name="", series="", budget=None, control=None, routing=routing)
+
+
+def _of_controls(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
+    """Say what controls are that are no rows, and which models have none although the study does not leave it out."""
+    added = [candidate.name for candidate in candidates if not candidate.series]
+    told = []
+    if added:
+        told.append(
+            f"Controls, which are no rows of the table, keep as many tokens by the same routing at random: "
+            f"{', '.join(added)}"
+        )
+    alone = [
+        candidate.name
+        for candidate in candidates
+        if candidate.series in {*config.routers} - {*config.controls}
+        and not candidate.at_random
+        and candidate.control is None
     ]
+    if alone:
+        told.append(
+            f"No control is compared with {', '.join(alone)}: the data or a search decide how much they keep. Whether "
+            "it matters which tokens that are is not tested, unless `controls` names one"
+        )
+    return told
 
 
 def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
@@ -95,8 +169,7 @@ def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
             text += "; of baselines, those of the routed models that they are matched to"
     else:
         return []
-    is_counted = isinstance(config, TimmStudyConfig) and config.isoflop == "scratch"
-    return [f"{text}; of shallow, blocks" if is_counted else text]
+    return [text]
 
 
 def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
@@ -161,12 +234,11 @@ def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> 
         routed = _flops_of(candidate, dense)
         if routed is not None:
             depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed)))
-    return [
-        _from_scratch(
-            Candidate(f"shallow-{fewer}", series="shallow", budget=1.0), epochs, {"model": {"args": {"depth": fewer}}}
-        )
-        for fewer in sorted(depths - {depth})
-    ]
+    shallow = []
+    for fewer in sorted(depths - {depth}):
+        candidate = Candidate(f"shallow-{fewer}-blocks", series="shallow", budget=1.0)
+        shallow.append(_from_scratch(candidate, epochs, {"model": {"args": {"depth": fewer}}}))
+    return shallow
 
 
 def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:

@@ -13,7 +13,7 @@ from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
 from mmod.plain import from_plain
-from mmod.planning.candidate import CONTROL, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT, PlanOptions
 from mmod.values import Checked, check_value, one_of, refuse_unknown
 
@@ -49,6 +49,7 @@ class StudyConfig(Checked):
         kind: The kind of study.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Keys of the training config that fine-tuning sets otherwise than `dense`, such as epochs and schedule.
+            Where `tune` is set, there is at least one.
         budgets: The budgets of series and baselines that are run; null for all.
         capacities: Capacities of the routed blocks; null runs a series as it is, like one that sets `capacity`.
         train_dense: Train the dense model first; False loads it as the config's `model` says.
@@ -61,8 +62,9 @@ class StudyConfig(Checked):
             its `base`.
         bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
             they are missing.
-        controls: The control of a series, by its name; null for none. It is "random" for series that are not named,
-            and a study says which models have none because it has no such series.
+        controls: The control of a series: the name of another one, or null for none. That of series which are not
+            named is their own routing with random scores at the same budget; it is no row of the table, unless one of
+            the series is the same.
         latency_batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
         latency_batches: Further batch sizes whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
@@ -182,8 +184,7 @@ class StudyConfig(Checked):
         changes = fields.get("changes", {})
         refuse_set_by_study(f"{name}: changes", changes)
         check_value(f"{name}: tune", fields.get("tune", True), bool)
-        # Baselines have a control only where the study names one.
-        control = self.controls.get(series, CONTROL if series in self.routers else None)
+        control = self.controls.get(series)
         return Candidate(
             name,
             series=series,
@@ -306,7 +307,7 @@ class TimmStudyConfig(StudyConfig):
         maps: Sample images over which routing is drawn.
     """
 
-    isoflop: Literal["scratch", "none"] = "scratch"
+    isoflop: Literal["scratch", "none"] = "none"
     baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: Annotated[list[float] | None, "(0, inf)"] = None
     rate_split: str = "val"
@@ -397,7 +398,6 @@ class FeaturesStudyConfig(TimmStudyConfig):
     train_dense: bool = False
     tune: bool | Literal["others"] = False
     before: bool = False
-    isoflop: Literal["scratch", "none"] = "none"
     latency_batch: int = 8
     latency_batches: list[int] = field(default_factory=lambda: [1, 32])
     latency_rounds: int = 5

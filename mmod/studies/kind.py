@@ -51,7 +51,7 @@ class Told(NamedTuple):
         summary: Columns of the table that is printed; None prints all.
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
-        code: Lines that apply them, as Markdown.
+        code: Lines that apply each of them, as Markdown.
         pictures: Further pictures by the name of their file.
     """
 

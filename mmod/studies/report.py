@@ -147,15 +147,17 @@ def write_study(
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
     caution = timing_caution(table.times, table.waiting, DENSE)
-    parts = [*harm(table, config.score, names), told.text, caution, *_cheaper(table, runs), *notes]
+    parts = [*harm(table, config.score, names), told.text, caution, *_cheaper(table, runs)]
     parts += _of_one_seed(config, table, names)
-    beside = beside_controls({point.name: point.to_control for point in points}, TOLERANCE)
-    text = "\n\n".join(filter(None, [*parts, beside]))
+    parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
+    # The notes were printed before the first run.
+    printed_text = "\n\n".join(filter(None, parts))
+    text = "\n\n".join(filter(None, [*parts, *notes]))
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
     shown = str(table_of(told.columns, [*lines, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, lines))
-    page = "\n\n".join([shown, *filter(None, [text, told.code])])
+    page = "\n\n".join(filter(None, [shown, text, told.code]))
     record = {
         "config": dataclasses.asdict(config),
         **machine,
@@ -175,7 +177,8 @@ def write_study(
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)
-    printed = "\n\n".join(filter(None, [summary, text, told.code]))
+    # The page has that of the other models.
+    printed = "\n\n".join(filter(None, [summary, printed_text, told.code]))
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 

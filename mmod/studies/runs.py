@@ -43,6 +43,12 @@ Config = TypeVar("Config", bound=RunConfig)
 
 def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
+    if config.tune and not config.finetune:
+        # A silent default would repeat the dense model's whole schedule for each model.
+        raise ValueError(
+            "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
+            "`{trainer: {max_steps: 100}}`), or set tune to false"
+        )
     run_config = config_class(config.trains)
     fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
     dense = from_plain(run_config, fields, "dense")

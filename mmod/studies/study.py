@@ -34,7 +34,8 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     runs = comparison.checked_runs()
     check_following(config)
     study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
-    names = [candidate.name for candidate in comparison.candidates]
+    # Controls without a series are compared with, and are no rows of the table.
+    names = [candidate.name for candidate in comparison.candidates if candidate.series]
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
     store = Store(make_folder(config.output) / STORE)
     question = question_of(config, runs)
@@ -45,7 +46,9 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     rates_folder = Path(config.output) / "rates"
     trials = {} if rates is None else trials_of(runs, rates, rates_folder)
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
-    runner.say(". ".join([f"{len(names)} models{ahead}", *comparison.notes]))
+    controls = len(comparison.candidates) - len(names)
+    models = f"{len(names)} models" + (f" and {controls} controls" if controls else "")
+    runner.say(". ".join([f"{models}{ahead}", *comparison.notes]))
     measurer = Measurer(study.measure, store, keeps_all=True)
     table = Table(weigh=study.weigh)
     if rates is not None:
@@ -57,18 +60,18 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
         result = write_study(study, comparison.notes, table, ordered, facts, runner.facts)
-        question.keep(Path(config.output), ordered)
+        question.keep(Path(config.output), table.runs)
         return result
 
     is_announced = False
     for run in compare(runs, table, measurer, runner):
-        if run.seed == 0:
+        if run.seed == 0 and run.name in names:
             done[run.name] = measurer.ready(run)
             table.costs[run.name] = _counted(study, done[run.name], measurer, table)
             _draw_once(study, done[run.name], measurer)
         # Where nothing is trained, the next model is there before a picture is drawn.
         is_first = run.seed == 0 and (len(done) == 2 or run.is_trained)
-        is_seed_done = all(run.seed in table.runs.get(name, {}) for name in names)
+        is_seed_done = all(run.seed in table.runs.get(one.name, {}) for one in comparison.candidates)
         if len(done) > 1 and DENSE in done and (is_first or is_seed_done):
             write()
             if not is_announced:
@@ -132,7 +135,10 @@ def training_ahead(runs: Sequence[Run]) -> str:
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.
-    return f"{text}: about {Bar.format_interval(seconds * epochs)} of training by the dense model's run"
+    return (
+        f"{text}: about {Bar.format_interval(seconds * epochs)} by the dense model's run, and besides that models are "
+        "loaded, evaluated before training, and timed"
+    )
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:

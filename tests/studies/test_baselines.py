@@ -43,7 +43,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     return ImageStudyConfig(
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
-        isoflop="none",
+        finetune={"epochs": 1},
         maps=0,
         changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}},
         baselines=BASELINES,
@@ -170,17 +170,20 @@ _FEATURES = {"distill": {"features": 1.0}}
     ("changes", "names"),
     [
         # Shallow models are as near as possible to routed ones whose numbers are fitted.
-        ({"routers": {"a": _FIT}, "isoflop": "scratch"}, ["a-0.7", "shallow-3"]),
+        ({"routers": {"a": _FIT}, "isoflop": "scratch"}, ["a-0.7", "shallow-3-blocks"]),
         # A model of one block is no model at the budget 1.
         (
             {
                 "routers": {"a": {"router": "norm", "blocks": "all", "budgets": {0.3: {"capacity": 0.1}}}},
                 "isoflop": "scratch",
             },
-            ["a-0.11", "shallow-1"],
+            ["a-0.11", "shallow-1-blocks"],
         ),
         # What only trained weights can have is counted before there are any.
-        ({"routers": {"a": {**_FIT, "changes": {"trained": "routers"}}}, "isoflop": "scratch"}, ["a-0.7", "shallow-3"]),
+        (
+            {"routers": {"a": {**_FIT, "changes": {"trained": "routers"}}}, "isoflop": "scratch"},
+            ["a-0.7", "shallow-3-blocks"],
+        ),
         ({"routers": {"a": {**_FIT, "changes": {"distill": {"teacher": "dense"}}}}}, ["a-0.7"]),
         ({"routers": {"a": {**_FIT, "changes": _FEATURES}}}, ["a-0.7"]),
         ({"routers": {"a": {"router": "norm"}}, "finetune": {"distill": {"teacher": "dense"}}}, ["a-0.5"]),
@@ -207,7 +210,8 @@ _FEATURES = {"distill": {"features": 1.0}}
 def test_models_are_counted_as_they_will_be_trained(
     study: ImageStudyConfig, changes: dict[str, Any], names: list[str]
 ) -> None:
-    runs = comparison_of(dataclasses.replace(study, **{"baselines": {}, **changes})).checked_runs()
+    changes = {"baselines": {}, "controls": dict.fromkeys(changes["routers"]), **changes}
+    runs = comparison_of(dataclasses.replace(study, **changes)).checked_runs()
     assert [run.name for run in runs if run.name not in ("base", "dense")] == names
 
 
@@ -235,7 +239,8 @@ def test_a_preset_chooses_its_blocks_by_the_depth_that_changes_set(study: ImageS
     config = dataclasses.replace(
         study, routers={"a": {"preset": "p-mod", "changes": deep}}, baselines={}, capacities=[None]
     )
-    run = comparison_of(config).runs()[-1].config
+    runs = {run.name: run.config for run in comparison_of(config).runs()}
+    run = runs["a"]
     assert run.routings["image"] == preset("p-mod", depth=8)
 
 

@@ -99,6 +99,7 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
     routers = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2]}}
     jobs = comparison_of(dataclasses.replace(study, routers=routers, capacities=[0.5, 0.25])).runs()
     names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
+    names += ["random-p-mod-0.5", "random-p-mod-0.25"]
     assert [job.name for job in jobs] == names * 2
     for job in jobs:
         assert job.config.seed == job.seed
@@ -106,12 +107,12 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
             assert job.config.model.checkpoint == f"{study.output}/seed{job.seed}/base"
             assert job.config.trainer["max_steps"] == 2
     capacities = [job.config.routing["language"]["capacity"] for job in jobs if job.config.routing]
-    assert capacities == [0.5, 0.25] * 4
+    assert capacities == [0.5, 0.25] * 6
 
 
 def test_a_given_checkpoint_is_not_trained(study: ChatStudyConfig) -> None:
     jobs = comparison_of(dataclasses.replace(study, train_dense=False, seeds=1)).runs()
-    assert [job.name for job in jobs] == ["dense", "p-mod", "random"]
+    assert [job.name for job in jobs] == ["dense", "p-mod", "random", "random-p-mod"]
 
 
 def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:

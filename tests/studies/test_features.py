@@ -324,7 +324,9 @@ def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_train
         baselines={},
         limit=18,
         tune=True,
+        finetune={"epochs": 1},
         before=True,
+        controls={"attention": None},
         rates=[0.5, 1.0],
         rate_split="train",
     )

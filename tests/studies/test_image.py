@@ -57,6 +57,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
         dense=str(folder / "dense.yaml"),
         changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}},
         finetune={"optim": {"lr": 1e-4}},
+        isoflop="scratch",
         routers={
             "a-mod": {"preset": "a-mod"},
             "threshold": {"router": "linear", "select": "threshold"},
@@ -81,17 +82,17 @@ def test_a_study_compares_and_can_be_continued(
 ) -> None:
     result = compared
     points = {point.name: point for point in result.points}
-    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "shallow-3"]
-    assert points["dense"].cost["gflops"] > points["shallow-3"].cost["gflops"] > 0
+    assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "shallow-3-blocks"]
+    assert points["dense"].cost["gflops"] > points["shallow-3-blocks"].cost["gflops"] > 0
     assert points["dense"].cost["gflops"] > points["a-mod-0.5"].cost["gflops"]
     assert points["a-mod-0.5"].row()["kept"] == pytest.approx(8 / 17)
-    assert "before" not in points["shallow-3"].row()
+    assert "before" not in points["shallow-3-blocks"].row()
     assert {"before", "top1"} <= set(points["dense"].row()) & set(points["a-mod-0.5"].row())
     assert all(len(point.figures) == 2 and point.row()["top1_std"] is not None for point in result.points)
     for name, point in points.items():
         gaps = [point.figures[seed]["top1"] - points["dense"].figures[seed]["top1"] for seed in (0, 1)]
         assert point.to_dense is None if name == "dense" else point.to_dense.value == pytest.approx(mean(gaps))
-        assert (point.to_control is None) == (name in ("dense", "random-0.5", "shallow-3"))
+        assert (point.to_control is not None) == (name == "a-mod-0.5")
         assert point.cost["latency_ms"] > 0
         assert point.cost["speedup"] > 0
     assert result.cpu_seconds > 0
@@ -238,7 +239,9 @@ PRUNE = {
 
 
 def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(study: ImageStudyConfig) -> None:
-    plain = dataclasses.replace(study, routers=BUDGETS, baselines=PRUNE, isoflop="none", seeds=1)
+    plain = dataclasses.replace(
+        study, routers=BUDGETS, controls={"a-mod": None}, baselines=PRUNE, isoflop="none", seeds=1
+    )
     comparison = comparison_of(plain)
     assert comparison.notes[-1] == "Numbers in names are shares of the dense model's FLOPs"
     jobs = comparison.runs()
@@ -250,27 +253,40 @@ def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(stud
 
 
 @pytest.mark.parametrize(
-    ("controls", "random", "told"),
+    ("routing", "named", "control"),
     [
-        ({}, {}, "compared with a-mod-0.5, merge-0.5:"),
-        # Run once, it is the control at every capacity.
-        ({}, {"capacity": 0.5}, ""),
-        ({"merge": "a-mod"}, None, "compared with a-mod-0.5:"),
-        ({"a-mod": None}, None, "compared with merge-0.5:"),
-        ({"a-mod": None, "merge": "a-mod"}, None, ""),
-        ({}, {"blocks": "late"}, ""),
+        # The series at random is the same, written otherwise.
+        ({"preset": "a-mod"}, {}, "random-0.5"),
+        ({"preset": "mod"}, {}, "random-0.5"),
+        ({"preset": "distilled"}, {}, "random-0.5"),
+        ({"preset": "a-mod", "blocks": "late"}, {}, "random-mine-0.5"),
+        ({"router": "redundancy", "skipped": "merge"}, {}, "random-mine-0.5"),
+        ({"preset": "p-mod"}, {}, "random-mine-0.5"),
+        ({"preset": "a-mod", "blocks": "late"}, {"mine": "random", "as mine": "random"}, "random-0.5"),
+        ({"preset": "a-mod", "blocks": "late"}, {"mine": None, "as mine": None}, None),
+        # The data say how much it keeps.
+        ({"router": "linear", "select": "threshold"}, {}, None),
     ],
 )
-def test_a_study_says_first_which_models_have_no_control(
-    study: ImageStudyConfig, controls: dict[str, Any], random: dict[str, Any] | None, told: str
+def test_a_control_keeps_random_tokens_by_the_same_routing(
+    study: ImageStudyConfig, routing: dict[str, Any], named: dict[str, Any], control: str | None
 ) -> None:
-    routers: dict[str, Any] = {"a-mod": {"preset": "a-mod"}, "merge": {"router": "redundancy", "skipped": "merge"}}
-    if random:
-        routers["random"] = {"router": "random", **random}
-    notes = comparison_of(dataclasses.replace(study, routers=routers, controls=controls, isoflop="none")).notes
-    alone = [note for note in notes if note.startswith("No control")]
-    assert [told in note for note in alone] == ([True] if told else [])
-    assert notes[-1].endswith("are capacities: shares of the tokens that routed blocks keep, and not of FLOPs")
+    routers = {"mine": routing, "as mine": routing, "random": {"router": "random"}}
+    comparison = comparison_of(dataclasses.replace(study, routers=routers, controls=named, isoflop="none"))
+    candidates = {candidate.name: candidate for candidate in comparison.candidates}
+    controls = {name: candidate.control for name, candidate in candidates.items() if candidate.control}
+    assert controls == ({"mine-0.5": control, "as mine-0.5": control} if control else {})
+    added = {name: candidate for name, candidate in candidates.items() if not candidate.series}
+    assert list(added) == [control] * (control == "random-mine-0.5")
+    for name, drawn in added.items():
+        assert drawn.at_random
+        mine = candidates["mine-0.5"]
+        assert drawn == dataclasses.replace(mine, name=name, series="", control=None, routing=drawn.routing)
+    *told, numbers = comparison.notes
+    assert numbers.endswith("are capacities: shares of the tokens that routed blocks keep, and not of FLOPs")
+    is_untested = control is None and not named
+    assert any("at random: random-mine-0.5" in note for note in told) == bool(added)
+    assert any("compared with mine-0.5, as mine-0.5: the data" in note for note in told) == is_untested
 
 
 def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
@@ -443,7 +459,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         few_told = scored.tell(few, runs, [], facts)
         assert re.search(limit, few_told.text)
     untold = image_study(config).tell(table, runs, [], facts)
-    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
+    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), ())
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
@@ -630,7 +646,8 @@ CONTROLS = {
 def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_roughly(monkeypatch)
     config = PLANNED[STUDIES[path].get("kind", "image")](**STUDIES[path])
-    planned = comparison_of(config).runs()
+    comparison = comparison_of(config)
+    planned = comparison.runs()
     assert planned[0].name == ("base" if config.tune is True and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
     controls = {series for series in map(config.controls.get, config.series) if series}
@@ -638,7 +655,8 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls
     routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
     chosen = [model for model in config.routed() if model.search is None]
-    assert len(routed) == config.seeds * len(chosen)
+    added = [model for model in comparison.candidates if not model.series]
+    assert len(routed) == config.seeds * (len(chosen) + len(added))
     assert all(job.config.model.has_weights and job.config.routings for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     for job in planned:
@@ -666,10 +684,10 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     flops = {}
     for job in jobs:
         # How many patches are equal, no name tells.
-        if job.name != "pixelprune":
+        if job.name != "pixelprune" and job.candidate.series:
             kind = kind_of(job.config)
             flops[job.name] = mmod.flops(kind.sketch(), job.config.data.image_size).routed
-    assert {candidate.series for candidate in candidates} == {"dense", "pixelprune", *FITTED}
+    assert {candidate.series for candidate in candidates} == {"", "dense", "pixelprune", *FITTED}
     for name, count in flops.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
         assert count < flops["dense"] or name == "dense"
@@ -677,7 +695,7 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     # No model stands there twice, and controls are those of the same names.
     runs = [{**job.config.to_dict(), "output": ""} for job in jobs]
     assert all(run not in runs[:place] for place, run in enumerate(runs))
-    assert {candidate.control for candidate in candidates} <= {None, *flops}
+    assert {candidate.control for candidate in candidates} <= {None, *(job.name for job in jobs)}
 
 
 FITTED = {"gradual", "merge-late", "a-mod", "random", "smaller-image", "tome", "prune"}
@@ -725,7 +743,11 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "12 test images: the widest interval is" in result.table
     # Each of the 19 models that the config names is compared, or said to be left out.
     assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
-    assert result.summary.endswith(json.loads((tmp_path / "study/tradeoff.json").read_text())["code"])
+    # The code of the model that is named first is printed, and the page has that of all.
+    code = json.loads((tmp_path / "study/tradeoff.json").read_text())["code"]
+    first = code.partition("\n```\n\n")[0].removesuffix("\n```")
+    assert result.summary.endswith(f"{first}\n```")
+    assert code in result.table
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
@@ -783,7 +805,10 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
     assert training_ahead([*runs, *trials]) == f", {3 * len(runs)} runs to train, of {3 * len(runs)} epochs in all"
     # A folder is timed as the dense model's run where it is one, and the directory of the command is no run.
     told = f", {len(runs)} runs to train, of {len(runs)} epochs in all"
-    in_time = f": about {len(runs)}:00 of training by the dense model's run"
+    in_time = (
+        f": about {len(runs)}:00 by the dense model's run, and besides that models are loaded, evaluated before "
+        "training, and timed"
+    )
     for name, result, is_run, time in [
         ("dense", '{"epochs": 4, "usage": {"wall_seconds": 240}}', True, in_time),
         ("untimed", '{"epochs": 4, "usage": null}', True, ""),

@@ -75,7 +75,7 @@ def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str
 def test_a_study_reads_each_of_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dense.yaml").write_text(yaml.safe_dump(DENSE))
     routers = {"random": {"router": "random"}}
-    fields = {"output": "o", "dense": str(tmp_path / "dense.yaml"), "routers": routers, "isoflop": "none"}
+    fields = {"output": "o", "dense": str(tmp_path / "dense.yaml"), "routers": routers, "finetune": {"epochs": 1}}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(fields))
     files: list[Path] = []
     read = yaml_files._read

@@ -27,7 +27,7 @@ def study_in(folder: Path, **changes: Any) -> ImageStudyConfig:
         "dense": merged(DENSE, {"model": {"checkpoint": str(folder / "dense.safetensors")}}),  # type: ignore[arg-type]
         "routers": {"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}},
         "train_dense": False,
-        "isoflop": "none",
+        "finetune": {"epochs": 1},
         "seeds": 2,
     }
     return ImageStudyConfig(output=str(folder / "out"), **{**fields, **changes})

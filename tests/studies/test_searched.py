@@ -31,12 +31,11 @@ def image_study(folder: Path) -> ImageStudyConfig:
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
         capacities=[0.8, 0.7],
-        isoflop="none",
+        finetune={"epochs": 1},
         changes={"epoch_steps": 1, "data": {"root": str(SETS / "digits")}},
         rates=[0.5, 1.0],
         rate_split="test",
         routers={"searched": {"search": QUICK}},
-        controls={"searched": None},
         latency_rounds=1,
         maps=0,
         latency_batch=16,
@@ -87,10 +86,10 @@ def test_what_no_search_can_do_is_refused_before_anything_runs(tmp_path: Path) -
         ({"search": {}, "blocks": [1]}, "unknown field beside routers.one.search blocks"),
     ):
         with pytest.raises(ValueError, match=message):
-            dataclasses.replace(config, routers={"one": fields}, controls={})
+            dataclasses.replace(config, routers={"one": fields})
     # Leaving out MLPs alone makes no model as cheap; that is known before the dense model is trained.
     few = {"search": {**QUICK, "options": [[0, "mlp", "kept"]]}}
-    dear = dataclasses.replace(config, routers={"one": few}, controls={}, capacities=[0.1])
+    dear = dataclasses.replace(config, routers={"one": few}, capacities=[0.1])
     with pytest.raises(ValueError, match=r"model .one-0\.1. of the study: budget must lie in \[0\.\d+, 1\)"):
         run_study(dear, progress=False)
     assert not Path(config.output).exists()
