@@ -161,7 +161,7 @@ class ExitCall(StackCall):
     Attributes:
         args: The arguments that its heads take.
         total: Number of images.
-        latest: Number of the block that ran last; -1 for none.
+        last_block: Number of the block that ran last; -1 for none.
         index_B: Batch indices of the remaining images; None for all.
         answers: Batch indices of the images that exited, and what their head returned, by exit.
     """
@@ -171,7 +171,7 @@ class ExitCall(StackCall):
         self.args: tuple[Any, ...] = ()
         self.kwargs: Mapping[str, Any] = {}
         self.total = 0
-        self.latest = -1
+        self.last_block = -1
         self.index_B: Tensor | None = None
         self.answers: list[tuple[Tensor, Any]] = []
 
@@ -180,12 +180,12 @@ class ExitCall(StackCall):
         # Compilers would guard on the number of each block.
         if not torch.compiler.is_compiling():
             remaining = self.total if self.index_B is None else self.index_B.shape[0]
-            if number <= self.latest or (self.latest >= 0 and x_BND.shape[0] != remaining):
+            if number <= self.last_block or (self.last_block >= 0 and x_BND.shape[0] != remaining):
                 raise RuntimeError(
                     "a block of an early-exit model got other images than the running call of the model has left, as "
                     "from a hook: call the model itself on a second batch, which keeps their images apart"
                 )
-            self.latest = number
+            self.last_block = number
         if self.index_B is None:
             self.total = x_BND.shape[0]
 

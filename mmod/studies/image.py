@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
+import yaml
 from torch import nn
 
 from mmod.adapters import image_facts

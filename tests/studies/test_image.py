@@ -170,7 +170,7 @@ def test_table_and_pictures_come_with_the_first_pair_and_one_seed_is_paired_by_s
     assert routed.to_dense.has_interval
     assert routed.to_dense.value == pytest.approx(routed.figures[0]["top1"] - dense.figures[0]["top1"])
     assert "One seed: intervals are over samples, not over training runs" in result.table
-    assert "Models were fine-tuned, and `mmod advise` trains nothing" in result.table
+    assert "Models were trained here; `mmod advise MODEL --images FOLDER` says" in result.table
     assert "before tuning" in result.table
 
 
@@ -459,7 +459,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         few_told = scored.tell(few, runs, [], facts)
         assert re.search(limit, few_told.text)
     untold = image_study(config).tell(table, runs, [], facts)
-    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), ())
+    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
