@@ -743,10 +743,8 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "12 test images: the widest interval is" in result.table
     # Each of the 19 models that the config names is compared, or said to be left out.
     assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
-    # The code of the model that is named first is printed, and the page has that of all.
-    code = json.loads((tmp_path / "study/tradeoff.json").read_text())["code"]
-    first = code.partition("\n```\n\n")[0].removesuffix("\n```")
-    assert result.summary.endswith(f"{first}\n```")
+    # The code of all models that are named is printed last.
+    assert result.summary.endswith(json.loads((tmp_path / "study/tradeoff.json").read_text())["code"])
     assert code in result.table
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
