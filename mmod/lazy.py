@@ -59,7 +59,6 @@ def import_path(path: str) -> Any:
 EXTRAS = {
     "train": (
         "PIL",
-        "adjustText",
         "docstring_parser",
         "filelock",
         "matplotlib",

@@ -156,33 +156,11 @@ def add_hint(artist: Artist, text: str) -> None:
     artist.set_gid(f"{_HINT}{text}")
 
 
-@name_missing_extra()
 def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> None:
-    """Move labels so that none overlaps another, a mark or the border; a label without room is removed."""
-    from adjustText import adjust_text
-
-    if not texts:
-        return
-    points = np.array([text.get_position() for text in texts])
-    # Start beside the points: a text on its mark would be pushed to both sides equally.
-    for text, (x, y) in zip(texts, axis.transData.transform(points)):
-        # Half the text and a gap, to the side with room for it.
-        aside = text.get_window_extent().width / 2 + 9
-        side = 1 if x + 2 * aside < axis.get_window_extent().x1 else -1
-        text.set_position(tuple(axis.transData.inverted().transform((x + side * aside, y))))
-    boxes = [mark.padded(2).transformed(axis.transData.inverted()) for mark in marks]
-    adjust_text(
-        list(texts),
-        objects=boxes,
-        target_x=points[:, 0],
-        target_y=points[:, 1],
-        avoid_self=False,
-        ax=axis,
-        iter_lim=100,
-        expand=(1.05, 1.2),
-    )
+    """Move each label to where none overlaps another, a mark or the border; a label without room is removed."""
     taken = list(marks)
-    for text, point in zip(texts, points):
+    for text in texts:
+        point = text.get_position()
         x, y = axis.transData.transform(point)
         box = _free_box(axis, text, (x, y), taken)
         if box is None:
@@ -200,15 +178,11 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
 def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequence[Bbox]) -> Bbox | None:
     """Place a text near its point where it overlaps nothing, and return its box; None without room."""
     room = axis.get_window_extent()
-    box = text.get_window_extent()
-    centres = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
+    size = text.get_window_extent()
     # From near to far, and at each distance to the right and above first.
-    sides = itertools.product((0, 1, -1), (1, -1, 0))
+    sides = itertools.product((1, -1, 0), (0, 1, -1))
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), sides):
-        aside = x * (box.width / 2 + far)
-        above = y * (box.height / 2 + far)
-        centres.append((point[0] + aside, point[1] + above))
-    for centre in centres:
+        centre = (point[0] + x * (size.width / 2 + far), point[1] + y * (size.height / 2 + far))
         text.set_position(tuple(axis.transData.inverted().transform(centre)))
         box = text.get_window_extent()
         inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
