@@ -16,6 +16,7 @@ from torch import Tensor
 from mmod.analysis.statistics import Estimate, normal_mean
 from mmod.audits.information import Information, information_of
 from mmod.audits.tables import BatchRows, joined
+from mmod.io.tables import MarkdownTable
 
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5
@@ -46,6 +47,20 @@ class Across:
     information: dict[str, dict[str, Information]]
     kind: Kind
     verdict: str
+
+    def tables(self) -> list[MarkdownTable]:
+        """Return how often tokens kept in one block are kept in another, a table for each part of the model."""
+        tables = []
+        for part, names in groupby(self.decisions, key=_part):
+            chosen = [self.decisions.index(name) for name in names]
+            short = [self.decisions[i].rpartition(".")[2] for i in chosen]
+            rows = [[f"kept in {part or 'the model'}, again in", *short]]
+            for name, i in zip(short, chosen):
+                shares = (self.again[i][j] for j in chosen)
+                rows.append([name, *("" if share is None else f"{Estimate(share.value):.2f}" for share in shares)])
+            rows.append(["by chance", *(f"{Estimate(self.kept[self.decisions[i]].value):.2f}" for i in chosen)])
+            tables.append(MarkdownTable(rows))
+        return tables
 
 
 def across_of(batches: Sequence[BatchRows], routed: Sequence[str]) -> Across:

@@ -168,27 +168,21 @@ def _entropy(share: Tensor) -> Tensor:
     return -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)) / torch.log(share.new_tensor(2.0))
 
 
-def information_table(information: Mapping[str, Mapping[str, Information]]) -> MarkdownTable:
-    """Return what known facts of tokens say of decisions."""
-    rows = []
-    for decision, facts in information.items():
-        for known, entry in facts.items():
-            row = {
-                "decision": decision,
-                "known": known,
-                "bits": entry.bits,
-                "percent": 100 * entry.share,
-                "kept": ", ".join(f"{kind} {share:.2f}" for kind, share in entry.kept.items()),
-            }
-            rows.append(row)
-    columns = {
-        "decision": ("decision", ""),
-        "known": ("known of a token", ""),
-        "bits": ("bits", ".4f"),
-        "percent": ("% of the decision's entropy", ".1f"),
-        "kept": ("kept", ""),
-    }
-    return table_of(columns, rows, _TOLD)
+def information_tables(information: Mapping[str, Mapping[str, Information]]) -> list[MarkdownTable]:
+    """Return what known facts of tokens say of decisions, a table for each fact."""
+    facts = dict.fromkeys(chain.from_iterable(information.values()))
+    tables = []
+    for known in facts:
+        rows: list[dict[str, object]] = []
+        columns = {"decision": (f"{known} of a token", ""), "percent": ("% of the decision's entropy", ".1f")}
+        for decision, entries in information.items():
+            if known in entries:
+                entry = entries[known]
+                columns |= {f"kept {kind}": (f"kept of {kind}", ".2f") for kind in entry.kept}
+                kept = {f"kept {kind}": share for kind, share in entry.kept.items()}
+                rows.append({"decision": decision, "percent": 100 * entry.share, **kept})
+        tables.append(table_of(columns, rows))
+    return [*tables[:-1], tables[-1]._replace(caption=_TOLD)] if tables else []
 
 
 @dataclass(frozen=True)

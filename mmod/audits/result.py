@@ -14,7 +14,7 @@ from mmod.analysis.table import Table
 from mmod.audits.across import Across, across_of
 from mmod.audits.choices import LEARNED, RANDOM, Choice
 from mmod.audits.contrast import OF_ACCURACY, OF_LOSS, Contrast, values_of
-from mmod.audits.information import Influence, influence_of, information_table
+from mmod.audits.information import Influence, influence_of, information_tables
 from mmod.audits.oracle import LeaveOneOut, leave_one_out_of
 from mmod.audits.strata import (
     ALL,
@@ -25,23 +25,21 @@ from mmod.audits.strata import (
     compare_strata,
     members_of,
     say_gaps,
-    strata_table,
+    strata_tables,
 )
 from mmod.audits.tables import BatchRows, baseline_row, outcome_table
 from mmod.config import AuditConfig
-from mmod.io.tables import MarkdownTable, table_of
+from mmod.io.tables import MarkdownTable, fitted, table_of
 from mmod.plain import from_plain
 
 _LEVEL = 0.05
 _COLUMNS = {
     "name": ("tokens kept", ""),
     "accuracy": ("accuracy %", ".1f"),
-    "loss": ("loss", ".3f"),
     "accuracy_change": ("accuracy change", "+.1f"),
     "accuracy_p": ("p", ".3g"),
     "loss_change": ("loss change", "+.3f"),
     "loss_p": ("p of loss", ".3g"),
-    "effect": ("effect", ".2f"),
 }
 Kind = Literal["content", "position", "both", "no better than random", "inconclusive"]
 _LEADS: dict[Kind, str] = {
@@ -70,7 +68,6 @@ class Condition:
         accuracy: Accuracy in percent.
         accuracy_change: Accuracy minus that with the learned choice, paired by image; None for the learned choice.
         accuracy_p: P-value of that change, corrected for all tests of the audit.
-        effect: Change of the loss over its standard deviation among images.
     """
 
     name: str
@@ -81,7 +78,6 @@ class Condition:
     loss_change: Estimate | None = None
     accuracy_p: float | None = None
     loss_p: float | None = None
-    effect: float | None = None
 
 
 @dataclass(frozen=True)
@@ -127,37 +123,30 @@ class Audit:
     def sections(self) -> list[str | MarkdownTable]:
         """Return sentences and tables, all but the verdict."""
         across = self.across
-        names = self.across.decisions
         conditions = (
             f"{self.images} images, {self.draws} random draws. Intervals are of 95 %, by resampling images; p-values "
             "are of paired tests by random signs, corrected by Holm's method."
         )
-        again = []
-        for name, row in zip(names, across.again):
-            again.append([name, *("" if share is None else f"{share:.2f}" for share in row)])
-        kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names)]
         never = "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in across.never.items())
         parts: list[str | MarkdownTable] = [
             table_of(_COLUMNS, [vars(condition) for condition in self.conditions], conditions),
             across.verdict,
-            MarkdownTable([["kept in", *(f"again in {name}" for name in names)], *again, kept]),
+            *across.tables(),
             f"Never kept: {never}.",
+            *information_tables(across.information),
         ]
-        known = information_table(across.information)
-        if len(known.rows) > 1:
-            parts.append(known)
         if self.strata:
             caption = "Gaps are those of the learned over the random choice"
-            parts += [strata_table(self.strata, "random", caption), *say_gaps(self.strata)]
+            parts += [*strata_tables(self.strata, "random", caption), *say_gaps(self.strata)]
         if self.baselines:
             caption = "Gaps are those of this model over the other, on the same images"
-            parts += [strata_table(self.baselines, "its", caption), *say_gaps(self.baselines)]
+            parts += [*strata_tables(self.baselines, "its", caption), *say_gaps(self.baselines)]
         if self.leave_one_out is not None:
             parts.append(self.leave_one_out.table())
         return parts
 
     def __str__(self) -> str:
-        return "\n\n".join([self.verdict, *map(str, self.sections())])
+        return "\n\n".join(map(fitted, [self.verdict, *self.sections()]))
 
     _repr_markdown_ = __str__  # Notebooks show it.
 
@@ -258,18 +247,15 @@ def _conditions(names: Sequence[str], choices: Mapping[str, Choice], contrast: C
     p_FC = np.reshape(adjusted(contrast.p_FC[:, 1:].flatten().tolist()), (2, -1))
     conditions = [Condition(LEARNED, "learned", contrast.mean(OF_ACCURACY, 0), contrast.mean(OF_LOSS, 0))]
     for number, name in enumerate(names[1:], 1):
-        loss_change = contrast.change(OF_LOSS, number)
-        spread = float(contrast.change_IFC[:, OF_LOSS, number].std())
         condition = Condition(
             name,
             choices[name].family,
             accuracy=contrast.mean(OF_ACCURACY, number),
             loss=contrast.mean(OF_LOSS, number),
             accuracy_change=contrast.change(OF_ACCURACY, number),
-            loss_change=loss_change,
+            loss_change=contrast.change(OF_LOSS, number),
             accuracy_p=float(p_FC[OF_ACCURACY, number - 1]),
             loss_p=float(p_FC[OF_LOSS, number - 1]),
-            effect=loss_change.value / spread if spread else 0.0,
         )
         conditions.append(condition)
     return conditions

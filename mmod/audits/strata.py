@@ -120,20 +120,24 @@ def compare_strata(strata: ByStratum, resamples: int) -> list[Stratum]:
     return rows
 
 
-def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> MarkdownTable:
-    """Return a table of strata; `other` is what the learned choice, or the model, is compared with."""
-    columns = {
-        "group": ("by", ""),
-        "name": ("stratum", ""),
-        "images": ("images", ""),
-        "accuracy": ("accuracy %", ".1f"),
-        "random": (f"{other} %", ".1f"),
-        "gap": ("gap", "+.1f"),
-        "accuracy_p": ("p", ".3g"),
-        "loss_gap": ("loss gap", "+.3f"),
-        "loss_p": ("p of loss", ".3g"),
-    }
-    return table_of(columns, [vars(stratum) for stratum in strata], f"{caption}; {_TOGETHER}.")
+def strata_tables(strata: Sequence[Stratum], other: str, caption: str) -> list[MarkdownTable]:
+    """Return a table for each group; `other` is what the learned choice, or the model, is compared with."""
+    tables = []
+    for group in dict.fromkeys(stratum.group for stratum in strata):
+        columns = {
+            "name": (group, ""),
+            "images": ("images", ""),
+            "accuracy": ("accuracy %", ".1f"),
+            "random": (f"{other} %", ".1f"),
+            "gap": ("gap", "+.1f"),
+            "accuracy_p": ("p", ".3g"),
+            "loss_gap": ("loss gap", "+.3f"),
+        }
+        rows = [vars(stratum) for stratum in strata if stratum.group == group]
+        # Of the accuracies the values alone: what their difference is, and how sure, stands in the gap.
+        shown = [{**row, **{name: row[name].value for name in ("accuracy", "random", "loss_gap")}} for row in rows]
+        tables.append(table_of(columns, shown))
+    return [*tables[:-1], tables[-1]._replace(caption=f"{caption}; {_TOGETHER}.")]
 
 
 def say_gaps(strata: Sequence[Stratum]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,9 @@ from mmod.plain import without_nan
 
 Column = tuple[str, str]
 """Title and format of a column. Before the format, `±` adds the value named `NAME_std` and `[` a spread's quartiles."""
+
+
+_WIDTH = 120
 
 
 class MarkdownTable(NamedTuple):
@@ -44,6 +48,39 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, object]]
     # Rows and columns without a value are left out here, so that callers may offer more than was measured.
     lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]
     return MarkdownTable([[columns[name][0] for name in used], *lines], caption)
+
+
+def fitted(part: str | MarkdownTable) -> str:
+    """Return a sentence in lines, or a table in several with the same first column, for terminals of 120 columns.
+
+    Example:
+        >>> wide = MarkdownTable([["block", *(f"kept again in block {number}" for number in range(5))], ["0"] * 6])
+        >>> print(fitted(wide))
+        | block | kept again in block 0 | kept again in block 1 | kept again in block 2 | kept again in block 3 |
+        | ----: | --------------------: | --------------------: | --------------------: | --------------------: |
+        |     0 |                     0 |                     0 |                     0 |                     0 |
+        <BLANKLINE>
+        | block | kept again in block 4 |
+        | ----: | --------------------: |
+        |     0 |                     0 |
+    """
+    if isinstance(part, str):
+        return textwrap.fill(part, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    first, *columns = zip(*part.rows)
+    texts = []
+    while columns:
+        count = len(columns)
+        # One column is shown, however wide.
+        while count > 1 and len(_aligned([first, *columns[:count]]).partition("\n")[0]) > _WIDTH:
+            count -= 1
+        texts.append(_aligned([first, *columns[:count]]))
+        columns = columns[count:]
+    return "\n\n".join([*texts, fitted(part.caption)] if part.caption else texts)
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> str:
+    header, *rows = zip(*columns)
+    return markdown_table(header, rows)
 
 
 def _cell(row: Mapping[str, object], name: str, form: str) -> str:

@@ -124,7 +124,7 @@ def test_planted_routers_are_told_apart_by_what_is_known_of_tokens() -> None:
     for known in audits["random"].across.information.values():
         assert known["place"].share.low < 0.02
     page = str(audits["position"])
-    assert "favoured 0.75, other 0.00" in page
+    assert "kept of favoured | kept of other |" in page
     assert Audit.from_dict(json.loads(json.dumps(audits["random"].to_dict()))) == audits["random"]
     with pytest.raises(
         ValueError, match=r"token_kinds give 'place' of \(60, 3\) tokens, and decisions are on \(60, 17"
