@@ -201,24 +201,13 @@ def draw_tradeoff(
         score: Key of the score, and `measure` its name.
         costs: Key of each cost to the title of its axis; None for FLOPs alone. One that a row lacks is not drawn.
 
-    Raises:
-        ValueError: No rows, a key is missing, or no row has a cost.
-
     Example:
         >>> rows = [dict(name="dense", series="dense", gflops=2.5, top1=91.0)]
         >>> draw_tradeoff(rows).axes[0].get_xlabel()
         'GFLOPs per image'
     """
-    if not rows:
-        raise ValueError("a trade-off needs at least one row")
-    for row in rows:
-        missing = [key for key in ("name", "series", score) if key not in row]
-        if missing:
-            raise ValueError(f"row {row.get('name', row)!r} lacks {', '.join(missing)}")
     titles = {"gflops": "GFLOPs per image"} if costs is None else costs
     panels = {key: title for key, title in titles.items() if all(row.get(key) is not None for row in rows)}
-    if not panels:
-        raise ValueError(f"no cost that all rows have: {', '.join(titles)}")
     figure = new_figure(max(_PANEL, len(panels) * min(_PANEL, _WIDTH / len(panels))), 4.2)
     axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False).flatten())
     fronts = Fronts(axes, [[_mark(row, key, score) for row in rows] for key in panels])

@@ -50,12 +50,17 @@ def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) 
         return values.new_zeros(images, *values.shape[1:]).index_copy(0, kept_images, values)
     if values.shape[:2] == (images, tokens):
         return values
-    padded = _padded(values, routing)
-    slot_BN = _slots(routing)
-    slot_B_N = slot_BN.view(*slot_BN.shape, *[1] * (padded.ndim - 2))
-    # Every token takes the value of its slot; those without one are set to 0 below.
-    spread = padded.gather(1, slot_B_N.clamp(min=0).expand(-1, -1, *padded.shape[2:]))
-    return torch.where(slot_B_N >= 0, spread, 0)
+    return _spread(_padded(values, routing), _slots(routing), 1)
+
+
+def _spread(values: Tensor, slot_BN: Tensor, axis: int) -> Tensor:
+    """Return values with tokens in the place of slots along an axis; those of tokens without a slot, -1, are 0."""
+    shape = [1] * values.ndim
+    shape[0], shape[axis] = slot_BN.shape
+    slots = slot_BN.view(shape)
+    # Every token takes the value of its slot; those without one are set to 0 behind.
+    index = slots.clamp(min=0).expand(*values.shape[:axis], -1, *values.shape[axis + 1 :])
+    return torch.where(slots >= 0, values.gather(axis, index), 0)
 
 
 def _padded(values: Tensor, routing: Routing) -> Tensor:
@@ -104,9 +109,7 @@ def _map_to_all(values: Tensor, routing: Routing) -> Tensor:
         slot_BN = _slots(routing)
         if maps.shape[3] != tokens:
             maps = _keys_to_all(maps, routing)
-        slot_B1N1 = slot_BN[:, None, :, None]
-        rows = maps.gather(2, slot_B1N1.clamp(min=0).expand(-1, maps.shape[1], -1, tokens))
-        maps = torch.where(slot_B1N1 >= 0, rows, itself_NN)
+        maps = torch.where(slot_BN[:, None, :, None] >= 0, _spread(maps, slot_BN, 2), itself_NN)
     elif (len(maps), *maps.shape[2:]) != (images, tokens, tokens):
         raise ValueError(
             f"attention maps of shape {tuple(values.shape)} are none of {slots} kept tokens of {images} images, nor of "
@@ -123,6 +126,4 @@ def _keys_to_all(maps_BHKK: Tensor, routing: Routing) -> Tensor:
     if size_BK is not None:
         # A slot stands for several tokens, which share the attention that it receives.
         maps_BHKK = maps_BHKK / size_BK.clamp(min=1)[:, None, None, :].to(maps_BHKK.dtype)
-    slot_B11N = slot_BN[:, None, None, :]
-    keys = maps_BHKK.gather(3, slot_B11N.clamp(min=0).expand(-1, *maps_BHKK.shape[1:3], -1))
-    return torch.where(slot_B11N >= 0, keys, 0)
+    return _spread(maps_BHKK, slot_BN, 3)

@@ -145,8 +145,6 @@ def choices(
     names = default_choices(has_reference) if conditions is None else list(conditions)
     custom = custom or {}
     refuse_unknown("condition", names, list(CHOICES))
-    if len(set(names)) < len(names):
-        raise ValueError(f"conditions must not repeat a name, got {names}")
     reserved = sorted(set(custom) & {*CHOICES, LEARNED, ORACLE})
     if reserved:
         raise ValueError(f"custom uses the reserved names {', '.join(reserved)}: choose other names")

@@ -163,12 +163,3 @@ def test_series_have_one_colour_and_marker_in_all_panels_and_figures() -> None:
                 styles_of.setdefault(name, set()).add((mark.get_color(), mark.get_marker()))
     assert set(styles_of) == {"dense", "a-mod", "mod", "random", "shallow", "untrained"}
     assert all(len(styles) == 1 for styles in styles_of.values())
-
-
-def test_tradeoff_names_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="at least one row"):
-        draw_tradeoff([])
-    with pytest.raises(ValueError, match="row 'dense' lacks top1"):
-        draw_tradeoff([{"name": "dense", "series": "dense", "gflops": 1.0, "right": 3.0}])
-    with pytest.raises(ValueError, match="no cost that all rows have: prefill_ms"):
-        draw_tradeoff(rows(), costs={"prefill_ms": "ms"})

@@ -206,9 +206,6 @@ def test_routers_of_a_long_run_stay_few(tmp_path: Path) -> None:
     assert axes[0].get_title() == "share of tokens kept"
     assert len(axes) == 5
     assert health_chart(RunRecord("none", [])) is None
-    (tmp_path / "run/routers.csv").write_text("step,data,block,kept\n1,train,a,nan\n")
-    with pytest.raises(ValueError, match="holds no figures of routers"):
-        read_sources([tmp_path])
 
 
 def test_what_holds_nothing_or_something_else_is_refused(folders: list[Path], tmp_path: Path) -> None:
