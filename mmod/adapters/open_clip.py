@@ -53,46 +53,36 @@ PROTECTED_IN_TEXT = 2
 def find_parts(model: Any) -> dict[str, Part]:
     """Return the parts of an open_clip model: "image" and "text"; a tower alone is one part."""
     if isinstance(model, MODELS):
-        text = getattr(model, "text", model)
+        text = getattr(model, "text", None)
         return {
-            "image": functools.partial(_image_tower, model.visual, "visual."),
-            "text": functools.partial(_text_tower, text, "" if text is model else "text."),
+            "image": lambda: _image_tower(model.visual).below("visual"),
+            "text": lambda: _text_tower(model) if text is None else _text_tower(text).below("text"),
         }
     if isinstance(model, (transformer.VisionTransformer, TimmModel, clip_models.ModifiedResNet)):
-        return {"image": functools.partial(_image_tower, model, "")}
+        return {"image": functools.partial(_image_tower, model)}
     if isinstance(model, (transformer.TextTransformer, HFTextEncoder)):
-        return {"text": functools.partial(_text_tower, model, "")}
+        return {"text": functools.partial(_text_tower, model)}
     raise ValueError(
         f"cannot route open_clip's {type(model).__name__}: supported are {', '.join(m.__name__ for m in MODELS)}, and "
         "their towers VisionTransformer, TimmModel and TextTransformer"
     )
 
 
-def _image_tower(tower: Any, name: str) -> BlockStack:
+def _image_tower(tower: Any) -> BlockStack:
     if isinstance(tower, TimmModel):
-        stack = timm_adapter.find_blocks(tower.trunk).below(f"{name}trunk")
+        stack = timm_adapter.find_blocks(tower.trunk).below("trunk")
         if stack.grid is None or not hasattr(tower, "image_std"):
             return stack
         # open_clip normalises images for the tower, whatever timm says of the trunk.
         return dataclasses.replace(stack, grid=stack.grid._replace(std=tuple(tower.image_std)))
-    if not isinstance(tower, transformer.VisionTransformer):
-        raise ValueError(
-            f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route only the text tower: "
-            "mmod.route_(model, text=config)"
-        )
-    stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
+    stack = _stack(tower, prefix=1)
     std = getattr(tower, "image_std", None)
     grid = GridSource(tower.conv1, grid_of_map, None if std is None else tuple(std))
     return dataclasses.replace(stack, class_token=True, host="open_clip", grid=grid)
 
 
-def _text_tower(tower: Any, name: str) -> BlockStack:
-    if isinstance(tower, HFTextEncoder):
-        raise ValueError(
-            "cannot route a text tower of Hugging Face transformers inside open_clip. Route only the image tower: "
-            "mmod.route_(model, image=config)"
-        )
-    stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT)
+def _text_tower(tower: Any) -> BlockStack:
+    stack = _stack(tower, PROTECTED_IN_TEXT)
     # The embedding has number 0 in a pass of captions.
     captions = Span(stack.calls, ("the token embedding", *stack.names))
     hook = (tower.token_embedding, CaptionHook(tower, captions))
@@ -105,22 +95,22 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
     )
 
 
-def _stack(tower: Any, name: str, prefix: int) -> BlockStack:
-    blocks = tuple(tower.resblocks)
-    for block in blocks:
-        if not isinstance(block, BLOCKS):
-            raise ValueError(
-                f"cannot route blocks of type {host_class(block).__qualname__} in {name}: supported are "
-                f"{', '.join(block_type.__name__ for block_type in BLOCKS)}"
-            )
-    if not tower.batch_first:
-        raise ValueError(f"cannot route {name}: it runs with batch_first=False, so that tokens are not its second axis")
+def _stack(tower: Any, prefix: int) -> BlockStack:
+    """Return the blocks of a tower, or of a model that holds the modules of its text tower itself."""
+    runs: Any = getattr(tower, "transformer", None)
+    blocks = tuple(getattr(runs, "resblocks", ()))
+    if not blocks or not all(isinstance(block, BLOCKS) for block in blocks) or not runs.batch_first:
+        raise ValueError(
+            f"cannot route the tower {host_class(tower).__name__}: it must have a transformer of open_clip with "
+            f"batch_first=True, of blocks {' or '.join(block.__name__ for block in BLOCKS)}, or a model of timm. The "
+            "other tower can be routed alone, by mmod.route_(model, image=config) or mmod.route_(model, text=config)"
+        )
     return BlockStack(
-        block_list=name,
+        block_list="transformer.resblocks",
         blocks=blocks,
         prefix=prefix,
-        dim=int(tower.width),
-        call_of=functools.partial(_call_of, dim=int(tower.width), blocks=blocks),
+        dim=int(runs.width),
+        call_of=functools.partial(_call_of, dim=int(runs.width), blocks=blocks),
     )
 
 
@@ -282,15 +272,14 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
     """
     if not isinstance(model, MODELS):
         raise ValueError(f"cannot save a {type(model).__name__} alone: save the full model")
-    if architecture is None:
-        raise ValueError(
-            f"a {type(model).__name__} does not store its architecture: pass architecture, the name it was created "
-            "with, such as 'ViT-B-32', or its config"
-        )
     name = architecture if isinstance(architecture, str) else None
-    config = open_clip.get_model_config(name) if name is not None else copy.deepcopy(dict(architecture))  # type: ignore[arg-type]
+    config = dict(architecture) if isinstance(architecture, Mapping) else open_clip.get_model_config(name or "")
     if config is None:
-        raise ValueError(f"open_clip {open_clip.__version__} knows no model {name!r}; see open_clip.list_models()")
+        raise ValueError(
+            f"a {type(model).__name__} does not store its architecture: pass architecture, its config or a name like "
+            f"'ViT-B-32', got {architecture!r}; open_clip {open_clip.__version__} knows no model of this name"
+        )
+    config = copy.deepcopy(config)
     # By it open_clip's factory chooses the class, which is named below.
     config.pop("custom_text", None)
     # The weights are in the folder, so nothing is downloaded.

@@ -243,7 +243,7 @@ def test_saves_mixed_precision_and_preprocessing(models: str, tmp_path: Path) ->
     ("architecture", "message"),
     [
         (None, "pass architecture"),
-        ("ViT-of-tomorrow", "knows no model 'ViT-of-tomorrow'"),
+        ("ViT-of-tomorrow", "got 'ViT-of-tomorrow'; open_clip"),
         ("ViT-B-32", "other weights"),
         ({**small_config(NAME), "quick_gelu": True}, "gelu is 'QuickGELU', the model's is 'GELU'"),
         ({**small_config(NAME), "colour": 1}, "config in a saved folder may not have colour"),
