@@ -209,7 +209,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.attention_ranks(m, ["a text"]), TypeError, "keyword arguments, or one tensor, got str"),
     (lambda m: mmod.plan_divergence(m, ["a text"], LINEAR), TypeError, "keyword arguments, or one tensor, got str"),
     (lambda m: mmod.advise(m, torch.rand(2, 3, 8, 8)), TypeError, r"got a Tensor alone: put it into a list"),
-    (lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]), TypeError, r"indices of classes \(B,\), got"),
+    (
+        lambda m: mmod.advise(m, [(torch.rand(2, 3, 8, 8), torch.eye(2))]),
+        TypeError,
+        r"an index of a class for each of 2 images, got",
+    ),
     (lambda m: mmod.advise(m, [torch.rand(2, 3, 9, 9)]), ValueError, r"cannot run on images of shape \(2, 3, 9, 9\): "),
     (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
     (lambda m: mmod.preset("mindskip", 4, select="topk"), ValueError, "needs select='threshold'"),

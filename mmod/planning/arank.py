@@ -17,7 +17,7 @@ from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
-from mmod.planning.divergence import check_batch, check_batches
+from mmod.planning.divergence import check_batch, check_batches, check_rows
 from mmod.values import check_value
 
 
@@ -144,8 +144,7 @@ def attention_ranks(
         samples += modes[0].samples
         tokens += sum(modes[0].tokens)
         maps += len(modes[0].tokens)
-    if not samples:
-        raise ValueError("no calibration samples: batches is empty")
+    check_rows(samples)
     ranks = tuple(total / samples for total in totals)
     return LayerRanks(stack.names, ranks, tokens / maps, samples, tolerance)
 

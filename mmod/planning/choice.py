@@ -216,6 +216,9 @@ class Recommendation:
             return f"within {self.limit}"
         if exceeds(model.loss, self.tolerance):
             return "loses more"
+        chance = chance_within(model.loss, self.tolerance)
+        if 1 - _PROBABLE < chance < _PROBABLE:
+            return "as likely within as not"
         if self.samples == SEEDS:
             # The spread of a few seeds is not known well enough for a number.
             needs = f"needs more {SEEDS}"
@@ -226,9 +229,6 @@ class Recommendation:
             needs = f"needs {least}{missing:,} more {self.samples}"
         if not model.loss.has_interval:
             return needs
-        chance = chance_within(model.loss, self.tolerance)
-        if 1 - _PROBABLE < chance < _PROBABLE:
-            return "as likely within as not"
         return f"{needs}, {'probably within' if chance > 0.5 else 'probably loses more'}"
 
     @property

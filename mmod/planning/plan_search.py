@@ -250,11 +250,12 @@ class PlanSearch:
     def _option_of(self, plan: RoutingConfig) -> dict[int, int]:
         """Return the option's index by routed block of a plan."""
         options = {block: option for block, option in enumerate(choices_of(plan)) if option is not None}
-        unknown = [f"{option} in block {block}" for block, option in options.items() if option not in self.options]
-        if plan.router != self.router:
-            raise ValueError(f"this search uses the router {self.router.name!r}, and the plan {plan.router.name!r}")
-        if unknown or plan.depth != len(self.names):
-            raise ValueError(f"this search has no {', '.join(unknown) or f'plan of {plan.depth} blocks'}")
+        has_all = set(options.values()).issubset(self.options)
+        if plan.router != self.router or plan.depth != len(self.names) or not has_all:
+            raise ValueError(
+                f"this search has plans of {len(self.names)} blocks with the router {self.router.name!r} and the "
+                f"options {', '.join(map(str, self.options))}, got\n{plan}"
+            )
         return {block: self.options.index(option) for block, option in options.items()}
 
     def frontier(self, steps: int = 20) -> list[tuple[float, float]]:

@@ -109,11 +109,7 @@ def tread(depth: int, start: int = 2, end: int = 2) -> dict[str, object]:
     dense blocks at the end. Differences: prefix tokens are always kept and count as tokens, and the draw is a hash of
     the tokens, so that recomputing a block draws alike. With `training_only=False` evaluations draw too.
     """
-    if depth <= start + end:
-        raise ValueError(
-            f"preset 'tread' keeps the first {start} and the last {end} blocks dense: depth must be at least "
-            f"{start + end + 1}, got {depth}"
-        )
+    _check_depth("tread", depth, start + end + 1)
     return {"router": "random", "blocks": tuple(range(start, depth - end)), "capacity": 0.5, "training_only": True}
 
 
@@ -170,10 +166,7 @@ def v2drop(depth: int) -> dict[str, object]:
     each stage, and skipped tokens remain in the output of the last layer.
     """
     stages = (3, math.ceil(depth * 17 / 32), math.ceil(depth * 22 / 32))
-    if stages[0] >= stages[1]:
-        raise ValueError(
-            f"preset 'v2drop' has three stages after the third layer: depth must be at least 6, got {depth}"
-        )
+    _check_depth("v2drop", depth, 6)
     blocks = tuple(range(stages[0], depth))
     return {
         "router": "change",
@@ -239,10 +232,7 @@ def gamma_mod(depth: int) -> dict[str, object]:
     weight is 0.01, summed over layers. In evaluation tokens above 0.005 are kept; the released code compares decoded
     tokens with 0.5, or runs all of them.
     """
-    if depth < 5:
-        raise ValueError(
-            f"preset 'gamma-mod' keeps the first three layers and the last dense: depth must be at least 5, got {depth}"
-        )
+    _check_depth("gamma-mod", depth, 5)
     return {
         # The difference of two rows with standard deviation 0.02.
         "router": score("linear", normalize=False, init_std=0.02 * 2**0.5, tied=True),
@@ -268,3 +258,9 @@ def videollm_mod() -> dict[str, object]:
         "capacity": 0.2,
         "language": LanguageRouting(tokens="span"),
     }
+
+
+def _check_depth(name: str, depth: int, least: int) -> None:
+    """Raise a ValueError if a model has no block besides those that a preset keeps dense."""
+    if depth < least:
+        raise ValueError(f"preset {name!r} keeps some blocks dense: depth must be at least {least}, got {depth}")

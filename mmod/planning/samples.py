@@ -354,10 +354,8 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
             raise TypeError(f"batches must hold images (B, C, H, W), or pairs of images and labels, got {_shape(x)}")
         if x.shape[1:] != (pixels or [x])[0].shape[1:]:
             raise ValueError(f"images must have one size, got {_shape(pixels[0])} and {_shape(x)}")
-        if more and not (isinstance(more[0], Tensor) and more[0].ndim == 1):
-            raise TypeError(f"labels must be indices of classes (B,), got {_shape(more[0])}")
-        if any(len(label_B) != len(x) for label_B in more[:1]):
-            raise ValueError(f"a batch has {len(x)} images and {len(more[0])} labels: pass one for each")
+        if more and not (isinstance(more[0], Tensor) and more[0].shape == x.shape[:1]):
+            raise TypeError(f"labels must be an index of a class for each of {len(x)} images, got {_shape(more[0])}")
         pixels.append(x)
         labels += more[:1]
         if sum(map(len, pixels)) >= images:

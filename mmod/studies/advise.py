@@ -36,10 +36,8 @@ def main(arguments: Sequence[str]) -> None:
     if options.prompts is not None and not Path(options.prompts).is_file():
         # Before the model, which may come from a hub.
         raise ValueError(f"--prompts {options.prompts!r} is no file")
-    if options.prompts is None and not Path(options.images).is_dir():
-        raise FileNotFoundError(f"no folder of images at {options.images!r}")
     if options.prompts is None and not any(path.is_file() for path in Path(options.images).rglob("*")):
-        raise FileNotFoundError(f"the folder {options.images!r} has no images: it is empty")
+        raise FileNotFoundError(f"no images in {options.images!r}: it is no folder, or an empty one")
     check_value("--faster", options.faster, float | None, "(1, inf)")
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch

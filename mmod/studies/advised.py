@@ -11,6 +11,7 @@ from mmod.io.yaml import read_yaml
 from mmod.opening.open import OPEN_CLIP, open_model
 from mmod.opening.opened import Opened
 from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.values import one_of
 
 
 def open_advised(
@@ -25,8 +26,9 @@ def open_advised(
     Args:
         measure: "top1", "features" or "patches"; the last two take off the head of a model of timm.
     """
-    if name.startswith(OPEN_CLIP):
-        _check_clip_measure(measure)
+    if name.startswith(OPEN_CLIP) and measure is not None:
+        # Before weights, which may come from a hub.
+        one_of("--measure of a model of open_clip", measure, ("features",))
     run = find_run(name)
     kind = "image" if run is None else read_yaml(run / RUN_CONFIG).get("kind", "image")
     if kind not in ("image", "pairs"):
@@ -65,23 +67,15 @@ def _flexible(model: nn.Module) -> nn.Module:
 
 def _take_off_head(model: Any, name: str, measure: str | None) -> None:
     """Let a model return what `--measure` evaluates, or refuse it."""
-    library = find_library(model)
-    if library == "open_clip":
-        _check_clip_measure(measure)
+    if measure is None:
         return
+    library = find_library(model)
     classes = image_facts(model).classes
-    if library == "transformers" and measure not in (None, "top1" if classes else "features"):
-        raise ValueError(
-            f"the {type(model).__name__} in {name!r} has {classes} classes: leave out --measure {measure}, or save the "
-            f"model {'without' if classes else 'with'} its classifier"
-        )
-    if measure == "top1" and not classes:
-        raise ValueError(f"{name} has no classes: use --measure features or --measure patches")
-    if library == "timm" and measure in ("features", "patches"):
+    measures = ["top1"] if classes else ["features"]
+    if library == "timm":
+        # Whose head can be taken off.
+        measures = [*measures, "features", "patches"] if classes else ["features", "patches"]
+    one_of(f"--measure of {name!r}, which has {classes or 'no'} classes,", measure, measures)
+    if library == "timm" and measure != "top1":
         # Without pooling, the model returns the features of each patch.
         model.reset_classifier(0, *([""] if measure == "patches" else []))
-
-
-def _check_clip_measure(measure: str | None) -> None:
-    if measure not in (None, "features"):
-        raise ValueError(f"a model of open_clip is evaluated by its image features, got --measure {measure}")

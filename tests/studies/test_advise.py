@@ -219,9 +219,9 @@ def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.Capt
 def test_measures_that_a_model_cannot_have_are_refused(tmp_path: Path) -> None:
     headless = timm.create_model("test_vit", num_classes=0)
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
-    with pytest.raises(ValueError, match="has no classes: use --measure features"):
+    with pytest.raises(ValueError, match=r"which has no classes, must be one of .features., .patches."):
         open_advised("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
-    with pytest.raises(ValueError, match="evaluated by its image features, got --measure patches"):
+    with pytest.raises(ValueError, match=r"--measure of a model of open_clip must be one of .features., got"):
         open_advised("open_clip:ViT-B-32", measure="patches")
 
 
@@ -257,7 +257,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("shared --images images", "changed by recursions, which replaced dense weights"),
         ("unprepared --images images", "does not say how its images are prepared: save the image processor there"),
         ("vit --images images --image_size 64", "has its own weights and size of images: leave out image_size"),
-        ("vit --images images --measure patches", "has 2 classes: leave out --measure patches"),
+        ("vit --images images --measure patches", "which has 2 classes, must be one of .top1., got"),
         ("test_vit --images images --number 0", "--number must be an integer of at least 1, got 0"),
         ("test_vit --images images --image_size -3", "--image_size must be .*got -3"),
         ("test_vit --no_pretrained --images images --image_size 100", "a multiple of the model's patches, 16 px"),
@@ -267,8 +267,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test_vit --images images --tolerance few%", r"--tolerance must be a number in \[0, 1\), got 'few%'$"),
         ("test_vit --images images --faster 1.4x", "--faster must be a number above 1 or null, got '1.4x'"),
         # Before the weights, which may come from a hub.
-        ("vit_tiny_patch16_224 --images empty", "the folder 'empty' has no images: it is empty"),
-        ("test_vit --no_pretrained --images none", "no folder of images at"),
+        ("vit_tiny_patch16_224 --images empty", "no images in 'empty': it is no folder, or an empty one"),
+        ("test_vit --no_pretrained --images none", "no images in 'none': it is no folder"),
         ("llava --prompts questions.json --measure top1", "leave out --measure"),
         ("llava", "advice needs --images FOLDER, or --prompts FILE"),
         ("llava --prompts missing.json", r"--prompts 'missing\.json' is no file"),
