@@ -155,21 +155,17 @@ def _of_controls(config: StudyConfig, candidates: Sequence[Candidate]) -> list[s
 
 def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
     """Say what the numbers in names of routed models and their baselines are: a sentence or none."""
-    numbered = {one.series for one in candidates if one.budget is not None and one.name != one.series}
-    routed = numbered & {*config.routers}
     if isinstance(config, TimmStudyConfig) and _names_budgets(config):
-        text = "Numbers in names are shares of the dense model's FLOPs"
-    elif routed and not any("budgets" in config.routers[series] for series in routed):
-        text = "Numbers in names are capacities: shares of the tokens that routed blocks keep, and not of FLOPs"
-        # The capacity of a study is the budget of its searches.
-        searched = [series for series in config.routers if series in routed and "search" in config.routers[series]]
-        if searched:
-            text += f"; of {', '.join(searched)}, budgets of the search"
-        if numbered & {*config.baselines_by_series}:
-            text += "; of baselines, those of the routed models that they are matched to"
-    else:
+        return ["Numbers in names are shares of the dense model's FLOPs"]
+    numbered = {one.series for one in candidates if one.budget is not None and one.name != one.series}
+    routed = [fields for series, fields in config.routers.items() if series in numbered]
+    if not routed or any("budgets" in fields for fields in routed):
         return []
-    return [text]
+    text = "Numbers in names are capacities: shares of the tokens that routed blocks keep, and not of FLOPs"
+    if any("search" in fields for fields in routed):
+        text += "; of searches, their budgets"
+    is_matched = numbered & {*config.baselines_by_series}
+    return [f"{text}; of baselines, those of the routed models that they are matched to" if is_matched else text]
 
 
 def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:

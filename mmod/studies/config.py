@@ -412,14 +412,17 @@ class FeaturesStudyConfig(TimmStudyConfig):
     def check_settings(self) -> None:
         """Refuse what features are not compared by; see `StudyConfig.check_settings`."""
         super().check_settings()
-        if self.seeds != 1 or self.train_dense:
-            raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
-        if self.isoflop != "none" or not self.strengths:
-            raise ValueError("a study of features needs isoflop='none' and at least one value in strengths")
-        if (self.feature == "patches") != (self.score == "mean_iou"):
-            raise ValueError(f"score 'mean_iou' is that of feature 'patches', got {self.score!r} of {self.feature!r}")
-        if self.feature == "patches" and self.tune:
-            raise ValueError("a study of patches evaluates features without training: tune=False")
+        if self.seeds != 1 or self.train_dense or self.isoflop != "none" or not self.strengths:
+            raise ValueError(
+                "a study of features compares one trained model over images: seeds=1, train_dense=False, "
+                "isoflop='none', and at least one value in strengths"
+            )
+        is_of_patches = self.feature == "patches"
+        if is_of_patches != (self.score == "mean_iou") or (is_of_patches and self.tune):
+            raise ValueError(
+                f"score 'mean_iou' is that of feature 'patches', with tune=False: got {self.score!r} of "
+                f"{self.feature!r}, tune={self.tune}"
+            )
         if self.classifier == "dense" and (self.tune or self.processes > 1):
             raise ValueError(
                 "classifier='dense' needs tune=False and processes=1: the dense model's features come first"

@@ -34,7 +34,6 @@ from mmod.methods.route import is_routed
 from mmod.planning.candidate import Candidate, shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
-    NOISE,
     SEEDS,
     TOLERANCE,
     USE,
@@ -57,8 +56,6 @@ from mmod.training.image.kind import ImageKind, sample_images, timed_images
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Time saved below this share of the saved FLOPs is explained.
-_SAVED = 0.6
 # Images whose redundancy is measured.
 _MEASURED = 256
 # What the other command is for, in the words of both.
@@ -216,7 +213,7 @@ class ImageStudy(StudyKind):
             told = told._replace(rows=rows, summary=summary)
             batches = batches_of(config.latency_batch)
             front = f"Models with * are on the Pareto front for {batches}: by the means, none is faster and loses less."
-            texts += [front if used is None else f"{front} {BY_INTERVALS}", *_costly(rows)]
+            texts.append(front if used is None else f"{front} {BY_INTERVALS}")
         texts += [*filter(None, [note]), *facts["images"]]
         limits = [_UNTRAINED if not is_repeated else _TRAINED]
         if any(run.candidate.image_size is not None for run in runs.values()):
@@ -322,23 +319,6 @@ def _starred(rows: Lines, score: str, at_random: Container[str], used: str | Non
         marks = ["*" if name in front else "", USE if name == used else ""]
         starred.append({**row, "front": " ".join(filter(None, marks))})
     return starred
-
-
-def _costly(rows: Lines) -> list[str]:
-    """Say why the fastest model that saves far more FLOPs than time does, if its times tell: a sentence or none."""
-    dense = next((row for row in rows if row["name"] == DENSE), None)
-    for row in sorted(rows, key=lambda row: -row["speedup"]):
-        alone = row.get("speedup_b1")
-        if dense is None or alone is None:
-            continue
-        share = row["gflops"] / dense["gflops"]
-        # Time that does not grow with the batch is no arithmetic.
-        if row["speedup"] < _SAVED / share and alone < row["speedup"] / NOISE:
-            return [
-                f"{row['name']} has {100 * share:.0f} % of the FLOPs and is {row['speedup']:.2f} times as fast, single "
-                f"images {alone:.2f} times: a part of its time is the same for any batch, and larger batches gain more."
-            ]
-    return []
 
 
 def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str:

@@ -304,28 +304,17 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     """Return a warning if fine-tuning made models worse, clearly or by more than the tolerance; empty else."""
     gains = {name: gain(table, score, BEFORE, name) for name in names}
     tuned = {name: value for name, value in gains.items() if value is not None}
-    fallen = sorted((name for name, value in tuned.items() if value.value < 0), key=lambda name: tuned[name].value)
+    # A fall within the tolerance that is not clear is what chance does to every second model.
+    fallen = [name for name, value in tuned.items() if value.high < 0 or value.value < -100 * TOLERANCE]
     if not fallen:
         return []
-    worse = [name for name in fallen if tuned[name].high < 0]
-    # Some of many models fall by chance; where the dense one does, or most do, training is at fault.
-    if DENSE not in worse and 2 * len(worse) <= len(tuned):
-        # A fall within the tolerance that is not clear is what chance does to every second model.
-        told = [name for name in fallen if name in worse or tuned[name].value < -100 * TOLERANCE]
-        if not told:
-            return []
-        names_told = ", ".join(f"{name} ({tuned[name]:+.1f} points)" for name in told[:_GROUPS])
-        names_told += f" and {len(told) - _GROUPS} more" if len(told) > _GROUPS else ""
-        return [
-            f"Fine-tuning may have done harm: {len(told)} of {len(tuned)} models fell by more than "
-            f"{100 * TOLERANCE:g} points or beyond their 95 % intervals ({len(worse)} of them): {names_told}. A lower "
-            "rate in `finetune`, or more steps, may do less."
-        ]
-    dense = f", and by {tuned[DENSE]} points the dense model" if DENSE in tuned else ""
+    # The dense one, by which all are measured, counts most.
+    fallen.sort(key=lambda name: (name != DENSE, tuned[name].value))
+    told = "; ".join(f"{name} ({tuned[name]:+.1f} points)" for name in fallen[:_GROUPS])
+    told += f"; and {len(fallen) - _GROUPS} more" if len(fallen) > _GROUPS else ""
     return [
-        f"Fine-tuning did harm: it changed {len(worse)} of {len(tuned)} models for the worse beyond their 95 % "
-        f"intervals{dense}. The learning rate in `finetune` is too high, or there are too few steps: models that are "
-        "not yet trained to their end are compared here."
+        f"Fine-tuning may have done harm: {len(fallen)} of {len(tuned)} models fell by more than {100 * TOLERANCE:g} "
+        f"points or beyond their 95 % intervals: {told}. A lower rate in `finetune`, or more steps, may do less."
     ]
 
 

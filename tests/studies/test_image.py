@@ -192,23 +192,20 @@ def test_harm_by_fine_tuning_is_told(tuned: tuple[float, float], worse: int, see
     told = harm(table, "top1", ["dense", "a"])
     fallen = 100 * tuned[1] - 90
     if tuned[0] < 0.5:
-        assert f"changed {worse} of 2 models for the worse" in told[0]
+        assert f"{worse} of 2 models fell by more than 2 points or beyond their 95 % intervals: dense (" in told[0]
     elif worse == 0 and seeds == 1:
         # Every second model falls by less than the tolerance by chance.
         assert told == []
     else:
         assert told[0].startswith("Fine-tuning may have done harm: 1 of 2 models fell by more than 2 points or ")
         if seeds == 1:
-            assert f"beyond their 95 % intervals ({worse} of them): a ({fallen:+.1f} [" in told[0]
+            assert f"beyond their 95 % intervals: a ({fallen:+.1f} [" in told[0]
     assert harm(Table({"dense": {0: Measured({"top1": 90.0})}}), "top1", ["dense"]) == []
     few = Table()
     for name, right in (("dense", 36), ("a", 34)):
         outcomes = {"top1": (right_N[:40] < right / 200).astype(float), "before": (right_N[:40] < 0.18).astype(float)}
         few.add(name, 0, Measured({"top1": 2.5 * right, "before": 90.0}, samples=40, outcomes=outcomes))
-    assert (
-        "1 of 2 models fell by more than 2 points or beyond their 95 % intervals (0 of"
-        in harm(few, "top1", ["dense", "a"])[0]
-    )
+    assert "1 of 2 models fell by more than 2 points or beyond" in harm(few, "top1", ["dense", "a"])[0]
 
 
 def test_an_evaluation_of_another_routing_is_not_taken(
@@ -357,7 +354,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
 
 
-def test_a_table_stars_the_front_and_says_why_few_flops_save_little_time(study: ImageStudyConfig) -> None:
+def test_a_table_stars_the_front(study: ImageStudyConfig) -> None:
     config = dataclasses.replace(study, latency_batch=16, seeds=1, tune=False)
     table = Table()
     rows = []
@@ -381,7 +378,6 @@ def test_a_table_stars_the_front_and_says_why_few_flops_save_little_time(study: 
     runs["chance"] = dataclasses.replace(runs["chance"], candidate=drawn)
     whole = image_study(config).tell(table, runs, rows, {"images": []})
     assert {row["name"] for row in whole.rows if row["front"]} == {"cheap"}
-    assert "cheap has 27 % of the FLOPs and is 1.29 times as fast, single images 0.70 times: a part" in told.text
     assert (list(told.summary or {})[:2], "before" in (told.summary or {})) == (["name", "front"], False)
     tuned = image_study(config).tell(table, runs, [{**row, "before": 9.0} for row in rows], {"images": []})
     assert "before" in (tuned.summary or {})
