@@ -89,7 +89,7 @@ def _text_tower(tower: Any) -> BlockStack:
     return dataclasses.replace(
         stack,
         captions=captions,
-        call_of=functools.partial(stack.call_of, captions=captions),
+        call_of=functools.partial(_call_of, dim=stack.dim, blocks=tuple(stack.blocks), captions=captions),
         hooks=lambda routing: [hook],
         sequence=int(tower.context_length),
     )

@@ -740,7 +740,8 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     # Each of the 19 models that the config names is compared, or said to be left out.
     assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
     # The code of all models that are named is printed last.
-    assert result.summary.endswith(json.loads((tmp_path / "study/tradeoff.json").read_text())["code"])
+    code = json.loads((tmp_path / "study/tradeoff.json").read_text())["code"]
+    assert result.summary.endswith(code)
     assert code in result.table
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
