@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from mmod.analysis.memory import ActivationMemory
-from mmod.data.loader import check_files
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
 from mmod.training.engine.kind import LoopKind, device_of
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.preflight import check_evaluation, check_schedule
-from mmod.training.engine.start import create_models
+from mmod.training.engine.preflight import check_evaluation
+from mmod.training.engine.start import begin
 from mmod.training.engine.task import Task
 
 # Mixup needs a pair of samples.
@@ -84,15 +83,9 @@ def estimate(kind: LoopKind) -> RunEstimate:
     config = kind.config
     device = device_of(kind)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    # The checks of a run in the same order, so that an estimate refuses what training would.
-    check_schedule(kind, world)
-    check_files(config.data)
-    torch.manual_seed(config.seed)
-    model, teacher = create_models(kind)
+    # As the first of the run's processes, by whose number the steps of an epoch go; refuses what training would.
+    model, teacher, (stream, test) = begin(kind, Process(0, world, device))
     model.to(device)
-    # As the first of the run's processes, by whose number the steps of an epoch go.
-    stream, test = kind.create_streams(Process(0, world, device), model)
-    kind.check_samples(model, stream)
     check_evaluation(test, config.data, shown=True)
     batch = config.step_samples(world)
     epoch_steps = config.steps_of_epoch(stream.steps_per_epoch)

@@ -121,10 +121,7 @@ class LoopKind(Kind, Protocol):
         """Create the stream of evaluation batches of one process, or with a seed of shuffled training batches."""
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Create the streams of training and evaluation batches of one process."""
-
-    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
-        """Raise a ValueError if the model does not fit the training data."""
+        """Create the streams of training and evaluation batches of one process; raise unless the model fits them."""
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
         """Create the training objective of a model, on its device, and its frozen teacher."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
-from mmod.data.loader import BatchStream, check_files
+from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.processes import gathered
 from mmod.io.progress import Bar, progress_bar
@@ -46,16 +46,15 @@ from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_d
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
-from mmod.training.engine.preflight import check_evaluation, check_schedule
+from mmod.training.engine.preflight import check_evaluation
 from mmod.training.engine.run_folder import (
     FitResult,
-    check_recorded,
     read_fit,
     record_classes,
     run_once,
     write_result,
 )
-from mmod.training.engine.start import create_models
+from mmod.training.engine.start import begin
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite, gradient_norm
 
 
@@ -115,23 +114,11 @@ class _Trainer:
 
         self.usage = Usage(process.device)
         self.step_samples = config.step_samples(process.world)
-        if streams is None:
-            # Before the model is made, which may take minutes.
-            check_schedule(kind, process.world)
-            check_files(config.data)
-        # As rank 0 in all processes, so that all draw the same new weights.
-        seed_draws(config.seed, 0, 0)
-
-        self.model, teacher = create_models(kind)
-        train, test = streams or kind.create_streams(process, self.model)
+        self.model, teacher, (train, test) = begin(kind, process, streams)
         self.train_stream = train
         self.test_stream = test
         # Streams of a caller may name no classes.
         self.classes: Classes | None = getattr(train, "classes", None)
-        if self.classes is not None:
-            check_recorded(self.folder, self.classes.numbers)
-        if streams is None:
-            kind.check_samples(self.model, train)
 
         sharded = config.distributed.sharded
         if not sharded:

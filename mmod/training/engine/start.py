@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mmod.data.loader import check_files
 from mmod.io.tensors import some_keys
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
@@ -17,7 +18,8 @@ from mmod.model import change_, freeze_dense_
 from mmod.opening.weights import load_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
-from mmod.training.engine.kind import LoopKind, Streams, device_of
+from mmod.training.engine.kind import LoopKind, Streams, device_of, seed_draws
+from mmod.training.engine.preflight import check_schedule
 
 Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
 """From a dense model and the dense weights of a checkpoint to weights by the model's names and in its shapes."""
@@ -80,6 +82,20 @@ def sketch(kind: LoopKind) -> nn.Module:
         for method in kind.config.applied:
             change_(model, method)
     return model.eval()
+
+
+def begin(
+    kind: LoopKind, process: Process, streams: Streams | None = None
+) -> tuple[nn.Module, nn.Module | None, Streams]:
+    """Create the model, the teacher and the batches that a run begins with, after the checks that need neither."""
+    if streams is None:
+        # Before the model is made, which may take minutes.
+        check_schedule(kind, process.world)
+        check_files(kind.config.data)
+    # As rank 0 in all processes, so that all draw the same new weights.
+    seed_draws(kind.config.seed, 0, 0)
+    model, teacher = create_models(kind)
+    return model, teacher, streams or kind.create_streams(process, model)
 
 
 class _Unfilled(TorchFunctionMode):

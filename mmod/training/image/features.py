@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, find_part, image_facts, image_output, load_adapter
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.modes import in_mode
-from mmod.analysis.tracing import trace
 from mmod.data.loader import BatchStream
 from mmod.io.store import Store
-from mmod.methods.route import is_routed
+from mmod.training.engine.evaluate import decisions_of
 from mmod.training.engine.kind import seed_draws
 from mmod.training.engine.task import autocast
 
@@ -82,8 +80,7 @@ def _features_of(
 ) -> Features:
     """Return the features of a batch, on the CPU."""
     device = next(model.parameters()).device
-    watched: Any = trace(model) if is_routed(model) else nullcontext({})
-    with autocast(device, precision), watched as decisions:
+    with autocast(device, precision), decisions_of(model) as decisions:
         features = read(images.to(device)).float()
     shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
     kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)

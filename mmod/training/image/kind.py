@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from mmod.model import set_capacity_
 from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
-from mmod.opening.transformers import read_state
+from mmod.opening.transformers import INTERPOLATIONS, read_state
 from mmod.opening.weights import converted, load_weights
 from mmod.planning.samples import image_reading
 from mmod.pretrained import save_pretrained
@@ -39,10 +40,10 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of
 from mmod.training.engine.loop import fit
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
-from mmod.training.image.folder import save_model
 from mmod.training.image.preflight import check_input, check_outputs, check_same_classes
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
@@ -115,26 +116,27 @@ class ImageKind:
             ValueError: The model does not know a class, or its names are not known and it has another number of them.
         """
         stream = self._stream(process, model_classes(self.config, model), seed)
-        # Of evaluations alone: what training needs of the model's outputs is checked by `check_samples`.
+        # Of evaluations alone: what training needs of the model's outputs is checked by `create_streams`.
         if seed is None and stream.classes is not None:
             stream.classes.check_ranks(image_facts(model).classes)
         return stream
 
-    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
-        """Raise if the model has another number of outputs than the training data has classes."""
-        model_config = self.config.model
-        outputs = image_facts(model).classes
-        check_outputs(
-            train.classes, outputs, from_checkpoint=model_config.checkpoint is not None and model_config.head is None
-        )
-
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Create the streams of training and evaluation images; those of evaluation have the classes of training."""
+        """Create the streams of training and evaluation images; those of evaluation have the classes of training.
+
+        Raises:
+            ValueError: The model has another number of outputs than the training data has classes, or the teacher or
+                the run folder numbers them in another way.
+        """
         train = self.create_stream(process, model, self.config.seed)
         trained = train.classes
-        teacher = self.config.teacher()
         if trained is None:
             return train, self._stream(process, None)
+        check_recorded(Path(self.config.output), trained.numbers)
+        model_config = self.config.model
+        from_checkpoint = model_config.checkpoint is not None and model_config.head is None
+        check_outputs(trained, image_facts(model).classes, from_checkpoint=from_checkpoint)
+        teacher = self.config.teacher()
         if teacher is not None:
             check_same_classes(trained.numbers, teacher, "the teacher")
         test = self._stream(process, ModelClasses(trained.numbers, "the training data"))
@@ -224,7 +226,7 @@ class ImageKind:
         prepared = evaluation_fields(self.config.data)
         numbers = run_classes(self.config.output)
         if find_library(model) == "transformers":
-            save_model(model, folder, prepared, numbers)
+            _save_hf(model, folder, prepared, numbers)
         elif methods_of(model):
             if find_library(model) == "timm":
                 # By which timm prepares images. Recommendations for tests were those of the starting weights.
@@ -264,3 +266,36 @@ def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
         return ModelClasses(read_classes(named), named)
     published = published_classes(model) if config.has_classes else None
     return None if published is None else ModelClasses(published, "timm", required=False)
+
+
+def _save_hf(model: Any, folder: Path, prepared: Mapping[str, Any], numbers: Mapping[str, int] | None) -> None:
+    """Write a folder that `mmod.load_pretrained` or transformers reads, with a processor of the evaluation images.
+
+    Args:
+        prepared: How images are prepared for evaluation, see `mmod.data.loader.evaluation_fields`.
+        numbers: Number of each class by name; None keeps the model's names.
+    """
+    from transformers import ViTImageProcessor
+
+    if numbers is not None:
+        model.config.id2label = {number: name for name, number in numbers.items()}
+        model.config.label2id = dict(numbers)
+    # As the file will be read: JSON has no tuples.
+    prepared = {name: list(value) if isinstance(value, tuple) else value for name, value in prepared.items()}
+    if hasattr(model, "timm_model"):
+        # The processor of these models reads it in config.json.
+        model.config.pretrained_cfg = {**(getattr(model.config, "pretrained_cfg", None) or {}), **prepared}
+        model.save_pretrained(folder)
+        return
+    model.save_pretrained(folder)
+    _, height, width = prepared["input_size"]
+    processor = ViTImageProcessor(
+        # The size before the crop, from which the processor cuts the middle.
+        size={"shortest_edge": math.floor(min(height, width) / prepared["crop_pct"])},
+        do_center_crop=True,
+        crop_size={"height": height, "width": width},
+        resample=INTERPOLATIONS.index(prepared["interpolation"]),
+        image_mean=prepared["mean"],
+        image_std=prepared["std"],
+    )
+    processor.save_pretrained(folder)

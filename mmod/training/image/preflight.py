@@ -55,17 +55,17 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
                 )
 
 
-def check_outputs(classes: Classes | None, outputs: int | None, *, from_checkpoint: bool) -> None:
+def check_outputs(classes: Classes, outputs: int | None, *, from_checkpoint: bool) -> None:
     """Raise a ValueError if a classifier has another number of outputs than its training data has classes.
 
     More are fine where the classes are matched to those of the model by name.
 
     Args:
-        classes: The classes of the training data; None where they have no names.
+        classes: The classes of the training data.
         outputs: Outputs of the model; None where it does not say.
         from_checkpoint: The classifier's weights are those of a checkpoint.
     """
-    if classes is None or not outputs:
+    if not outputs:
         return
     count = 1 + max(classes.numbers.values())
     # More outputs than classes are meant where the user listed the classes, and a slip elsewhere.

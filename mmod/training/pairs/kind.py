@@ -102,9 +102,6 @@ class PairsKind:
         transform, tokenizer = create_transforms(model, config.model.name, augment)
         return pairs_stream(config.data, transform, tokenizer, seed, process.rank, process.world)
 
-    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
-        """Accept all pairs: captions are cut to the model's length."""
-
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Create the task with the config's loss and distillation."""
         distiller = None if teacher is None else create_loss("distill", process)

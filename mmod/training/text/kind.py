@@ -67,9 +67,6 @@ class TextKind:
         """Create the stream of evaluation or training windows."""
         return text_stream(self.config.data, seed, process.rank, process.world)
 
-    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
-        """Accept all text: a model of bytes reads any."""
-
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Create the task with the config's distillation and auxiliary losses."""
         return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))

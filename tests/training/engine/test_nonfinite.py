@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.opening.weights import list_checkpoints
 from mmod.training import fit
-from mmod.training.engine import loop
+from mmod.training.engine import start
 from mmod.training.engine.checkpoint import load_checkpoint
 from mmod.training.engine.kind import LoopKind
 from mmod.training.engine.start import create_models
@@ -72,7 +72,7 @@ def test_the_module_and_the_batch_are_named(
         model.get_submodule(name).register_forward_hook(poison)
         return model, teacher
 
-    monkeypatch.setattr(loop, "create_models", poisoned)
+    monkeypatch.setattr(start, "create_models", poisoned)
     config = tiny_config(output=tmp_path / "run", epochs=1, routing={**ROUTED, "losses": losses}, accumulate=2)
     message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
@@ -89,7 +89,7 @@ def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pyt
         )
         return model, teacher
 
-    monkeypatch.setattr(loop, "create_models", poisoned)
+    monkeypatch.setattr(start, "create_models", poisoned)
     config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=1)
     with pytest.raises(FloatingPointError, match=r"or its gradient, .*at step 4 .*good checkpoint: .*step-000000003"):
         run(config)
