@@ -6,7 +6,6 @@ Axes: B images or texts, N tokens, E experts, J experts including idle ones, T r
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -36,7 +35,6 @@ from mmod.methods.mixture import (
 from mmod.ops.backend import check_counts
 from mmod.ops.select import kept_count
 from mmod.ops.views import is_visible
-from mmod.routing import Routing
 from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
 from mmod.threads import PerThread
@@ -103,15 +101,6 @@ class Experts(Mixture):
     def causal(self) -> bool:
         """Whether evaluation decides token by token."""
         return not self.chooses_together(training=False)
-
-    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens have a logit of 0 or more (B, N), by expert."""
-        names = {name for name, module in model.named_modules() if isinstance(module, ExpertMlp)}
-        return {
-            name: decision.predicted_BN >= 0
-            for name, decision in decisions.items()
-            if name.rpartition(".")[0] in names and decision.predicted_BN is not None
-        }
 
     def slots_of(self, tokens: int) -> int:
         """Return the slots per expert; without a limit, the number that the balance loss aims at."""

@@ -6,7 +6,7 @@ T rows of all experts, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -37,9 +37,13 @@ class Mixture(Method):
             gradient.
         balance: Weight of the load-balance loss, for "tokens".
         membership: Weight of the loss by which "score" and "predictor" learn to predict the top-k choice.
+
+    Attributes:
+        nested: A place of a module decides among the tokens that the place before kept.
     """
 
     decoders: ClassVar[bool] = True
+    nested: ClassVar[bool] = False
     choice: Literal["topk", "tokens", "score", "predictor"] = "topk"
     balance: Annotated[float, "[0, inf)"] = 0.01
     membership: Annotated[float, "[0, inf)"] = 0.01
@@ -58,6 +62,23 @@ class Mixture(Method):
     def causal(self) -> bool:
         """Whether evaluation decides token by token."""
         return self.choice != "topk"
+
+    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens have a logit of at least 0 (B, N), by expert or recursion."""
+        alone = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, Deciding) or module.mod_method != self:
+                continue
+            candidate_BN = None
+            for place in module.places():
+                # Experts inside routed blocks, which share the tokens of these, are not traced.
+                if f"{name}.{place}" not in decisions:
+                    continue
+                routing = decisions[f"{name}.{place}"]
+                keep_BN = routing.logit_BN >= 0
+                alone[f"{name}.{place}"] = keep_BN if candidate_BN is None else keep_BN & candidate_BN
+                candidate_BN = routing.keep_BN if self.nested else None
+        return alone
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks receive complete images or texts that allow the choice."""

@@ -91,6 +91,7 @@ class Recursions(Mixture):
     """
 
     replaces: ClassVar[str] = ".shared."
+    nested: ClassVar[bool] = True
     recursions: Annotated[int, "[1, inf)"] = 2
     keys: Literal["kept", "first"] = "kept"
     adds: Literal["output", "change"] = "output"
@@ -120,18 +121,6 @@ class Recursions(Mixture):
                     "and values, as in timm and open_clip"
                 )
 
-    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens of the previous recursion have a logit of at least 0 (B, N), by recursion."""
-        alone: dict[str, Tensor] = {}
-        for name, cycle in _cycles(model).items() if self.two_ways else ():
-            previous_BN = None
-            for place in cycle.places():
-                routing = decisions[f"{name}.{place}"]
-                keep_BN = routing.logit_BN >= 0
-                alone[f"{name}.{place}"] = keep_BN if previous_BN is None else keep_BN & previous_BN
-                previous_BN = routing.keep_BN
-        return alone
-
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Replace the middle blocks by a `Cycle`."""
         container: Any = model.get_submodule(stack.block_list)
@@ -151,7 +140,8 @@ class Recursions(Mixture):
 
     def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""
-        for name, cycle in _cycles(model).items():
+        cycles = {name: module for name, module in model.named_modules() if isinstance(module, Cycle)}
+        for name, cycle in cycles.items():
             container: Any = model.get_submodule(name.rpartition(".")[0])
             # Removed layers of a loaded model are on meta until the model's initialisation fills them.
             restored = cycle.blocks(getattr(model, "_init_weights", None))
@@ -161,10 +151,6 @@ class Recursions(Mixture):
             del container[:]
             container.extend(blocks)
         super().restore(model)
-
-
-def _cycles(model: nn.Module) -> dict[str, Cycle]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Cycle)}
 
 
 class Depths(NamedTuple):
