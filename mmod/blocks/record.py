@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.conversion import Mixin
 from mmod.routing import Routing
+from mmod.threads import PerThread
 
 UNCOLLECTED = 16
 """How many forward passes of a module keep a loss that nobody collects."""
@@ -118,6 +119,11 @@ def _watch(loss: PassLoss, x: Tensor) -> None:
             found.spent = True
 
     x.register_hook(note)
+
+
+def make_records() -> PerThread[Record]:
+    """Return a record of each thread."""
+    return PerThread(Record)
 
 
 class Deciding(Mixin):

@@ -21,7 +21,7 @@ from torch import Tensor
 from mmod.blocks.branches import Inner
 from mmod.blocks.call import BlockCall
 from mmod.blocks.calls import UNFINISHED, SpanPass, StackCall, StackCalls
-from mmod.blocks.record import Record
+from mmod.blocks.record import Record, make_records
 from mmod.threads import PerThread
 
 
@@ -313,7 +313,7 @@ class BlockState:
     position: int = 0
     number: int = 0
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
-    records: PerThread[Record] = field(default_factory=lambda: PerThread(Record), init=False, repr=False)
+    records: PerThread[Record] = field(default_factory=make_records, init=False, repr=False)
     begins: bool = field(init=False)
     ends: bool = field(init=False)
 

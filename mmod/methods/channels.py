@@ -14,7 +14,7 @@ from timm.models import ResNet
 from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
-from mmod.blocks import Deciding, Record, convert
+from mmod.blocks import Deciding, Record, convert, make_records
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, merge_rows, select_topk
 from mmod.routing import Kept, RandomScore, Routing
@@ -98,7 +98,7 @@ class Channels(Method):
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
-            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), PerThread(Record)))
+            convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), make_records()))
             block.selector = selector
 
     def restore(self, model: nn.Module) -> None:

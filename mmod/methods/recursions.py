@@ -25,6 +25,7 @@ from mmod.blocks import (
     WholeBatchHook,
     attach,
     convert,
+    make_records,
 )
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
@@ -194,7 +195,7 @@ class Cycle(Added, Deciding):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        records = PerThread(Record)
+        records = make_records()
         self.mod_state = CycleState(config, stack.prefix, stack.language, stack.read_blocks, calls, removed, records)
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
