@@ -35,8 +35,6 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
         parts: dict[str, Part] = {"image": functools.partial(find_blocks, inner)}
     else:
         parts = load_adapter(library).find_parts(inner)
-    if inner is model:
-        return parts
     path = next(name for name, module in model.named_modules() if module is inner)
     return {name: functools.partial(_find_below, path, part) for name, part in parts.items()}
 

@@ -124,17 +124,16 @@ def find_weights(path: str | Path) -> Path:
     path = Path(path)
     if path.is_file():
         return path
-    if path.is_dir():
-        folders = [path, path / "model", *list_checkpoints(path / CHECKPOINTS)[:1]]
-        # A finished model before checkpoints, and a file before its shards.
-        for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
-            candidate = folder / name
-            if candidate.is_file():
-                return candidate
-            if any(shards_of(candidate).glob("shard-*.safetensors")):
-                return shards_of(candidate)
-        raise FileNotFoundError(f"no {WEIGHTS} in the folder {str(path)!r}")
-    raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+    folders = [path, path / "model", *list_checkpoints(path / CHECKPOINTS)[:1]]
+    # A finished model before checkpoints, and a file before its shards.
+    for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
+        candidate = folder / name
+        if candidate.is_file():
+            return candidate
+        if any(shards_of(candidate).glob("shard-*.safetensors")):
+            return shards_of(candidate)
+    inside = f": the folder holds no {WEIGHTS}" if path.is_dir() else ""
+    raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
 
 
 def shards_of(file: Path) -> Path:
