@@ -22,6 +22,7 @@ from mmod.audits.information import check_shapes, kept_shares, rolled_twice
 from mmod.audits.oracle import worth_of
 from mmod.audits.reference import Reference, consult
 from mmod.audits.replace import keep_best, replaced_decisions
+from mmod.audits.shifts import ImageShift
 from mmod.audits.strata import DIFFICULTY, check_labels
 from mmod.audits.tables import ACCURACY, LOSS, BatchRows, Columns, DecisionRows, Mask, TokenKinds, baseline_row
 from mmod.config import AuditConfig, Grid
@@ -29,9 +30,6 @@ from mmod.io.store import fingerprint
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing, only_free
 from mmod.values import Checked, brief
-
-Shift = Callable[[Any, range], Any]
-"""Maps a batch and the numbers of its images to a changed batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +41,8 @@ class Comparisons(Checked):
             into strata by difficulty.
         baselines: Other models by name, such as early exit at the same budget, on all samples and by stratum.
         others: Further sets of batches by name, on which the learned choice is compared with the random one.
-        shifts: Corruptions by name, such as those in `mmod.audits.SHIFTS`, of which the audited set makes further sets.
-            Each is a function from a batch and the numbers of its images to a changed batch.
+        shifts: Corruptions by name, such as those in `mmod.audits.SHIFTS`, by which the audited set makes further sets.
+            Each is a function from images (B, C, H, W) and their numbers in the set to images of the same size.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the audited ones.
         custom: Further conditions by name. Each is a function from an `mmod.audits.DecisionContext` to ranks (B, N);
             the tokens of the highest ranks are kept.
@@ -53,7 +51,7 @@ class Comparisons(Checked):
     reference: nn.Module | None = None
     baselines: Mapping[str, nn.Module] = field(default_factory=dict)
     others: Mapping[str, Any] = field(default_factory=dict)
-    shifts: Mapping[str, Shift] = field(default_factory=dict)
+    shifts: Mapping[str, ImageShift] = field(default_factory=dict)
     positions_from: Any = None
     custom: Mapping[str, Callable[[DecisionContext], Tensor]] = field(default_factory=dict)
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from mmod.analysis.statistics import Estimate, pseudo_mean
+from mmod.audits.shifts import changed_images
 from mmod.audits.tables import BatchRows
 from mmod.io.tables import MarkdownTable, table_of
 
@@ -269,25 +269,18 @@ def _shifts(images: range, grid: tuple[int, int]) -> Tensor:
 
 def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
     """Return a batch whose images are rolled by whole patches; None where it has none that the grid divides."""
-    is_rolled = False
 
-    def move(value: object) -> Any:
-        nonlocal is_rolled
-        # Images alone: labels, masks and ids go with no place.
-        if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
-            return value
-        sides = value.shape[2:]
-        if len(value) != len(shift_B2) or any(side % count for side, count in zip(sides, grid)):
-            return value
-        is_rolled = True
-        images = []
-        for image, shift_2 in zip(value, shift_B2):
+    def roll(images: Tensor) -> Tensor | None:
+        sides = images.shape[2:]
+        if any(side % count for side, count in zip(sides, grid)):
+            return None
+        rolled = []
+        for image, shift_2 in zip(images, shift_B2):
             steps = [int(shift) * side // count for shift, side, count in zip(shift_2, sides, grid)]
-            images.append(image.roll(steps, (1, 2)))
-        return torch.stack(images)
+            rolled.append(image.roll(steps, (1, 2)))
+        return torch.stack(rolled)
 
-    moved = tree_map(move, batch)
-    return moved if is_rolled else None
+    return changed_images(batch, len(shift_B2), roll)
 
 
 def _rolled_back(keep_BF: Tensor, shift_B2: Tensor, grid: tuple[int, int]) -> Tensor:

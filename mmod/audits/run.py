@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.modes import in_mode
 from mmod.audits.choices import RANDOM, choices
-from mmod.audits.contexts import Comparisons, Contexts, Shift, check_set
+from mmod.audits.contexts import Comparisons, Contexts, check_set
 from mmod.audits.evaluations import Evaluate, LabelledBatch, evaluate_classes
 from mmod.audits.information import position_counts
 from mmod.audits.result import Audit, result_of
+from mmod.audits.shifts import ImageShift, changed_images
 from mmod.audits.tables import LOSS, BatchRows
 from mmod.config import AuditConfig
 from mmod.io.progress import progress_bar
@@ -102,10 +103,23 @@ def audit(
     return result_of(audited, elsewhere, list(compared.baselines), routed, by_name, config)
 
 
-def _changed(batches: Iterable[Any], audited: Sequence[BatchRows], shift: Shift) -> Iterator[Any]:
+def _changed(batches: Iterable[Any], audited: Sequence[BatchRows], shift: ImageShift) -> Iterator[Any]:
     """Yield the batches of the audited set with changed images."""
     for batch, rows in zip(batches, audited):
-        yield shift(_labelled(batch).batch, rows.images)
+        inputs = _labelled(batch).batch
+        # Also those that torch takes for leaves, as what a processor returns.
+        inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+        # Bound as a default, because a closure would see the last value of the loop.
+        def change(images: Tensor, numbers: range = rows.images) -> Tensor:
+            return shift(images, numbers)
+
+        changed = changed_images(inputs, len(rows.images), change)
+        if changed is None:
+            raise ValueError(
+                "shifts change images (B, C, H, W), one for each sample, and this batch has none: leave shifts out"
+            )
+        yield changed
 
 
 def _read(

@@ -5,10 +5,12 @@ Axes: B images, C channels, H rows and W columns of pixels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 ImageShift = Callable[[Tensor, range], Tensor]
 """From images (B, C, H, W) and their numbers in the set to images of the same size."""
@@ -20,6 +22,28 @@ _BLUR = 0.03
 _SMALLER = 2
 _FRAGMENT = 0.2
 _FRAGMENTS = 4
+
+
+def changed_images(batch: Any, images: int, change: Callable[[Tensor], Tensor | None]) -> Any:
+    """Return a batch with its images (B, C, H, W) changed, and all else as it is; None where it has none to change.
+
+    Args:
+        images: Number of samples.
+        change: Returns None for images that it leaves alone.
+    """
+    is_changed = False
+
+    def move(value: object) -> Any:
+        nonlocal is_changed
+        # Images alone: labels, masks and ids go with no place.
+        if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point() or len(value) != images:
+            return value
+        changed = change(value)
+        is_changed = is_changed or changed is not None
+        return value if changed is None else changed
+
+    moved = tree_map(move, batch)
+    return moved if is_changed else None
 
 
 def _noise(x_BCHW: Tensor, images: range) -> Tensor:

@@ -49,10 +49,6 @@ def labelled(size: int) -> list[LabelledBatch]:
     return [LabelledBatch(batch, place_of(batch)) for batch in batches_of(60, 1, size)]
 
 
-def shifted(batch: Batch, images: range) -> Batch:
-    return SHIFTS["noise"](batch[0], images), batch[1]
-
-
 def test_batches_do_not_matter_and_findings_are_read_again() -> None:
     config = mmod.AuditConfig(["random"], draws=1, resamples=200)
     audits = [
@@ -60,7 +56,7 @@ def test_batches_do_not_matter_and_findings_are_read_again() -> None:
             plant("norm"),
             labelled(size),
             config,
-            Comparisons(reference=plant("norm", capacity=1), shifts={"noise": shifted}),
+            Comparisons(reference=plant("norm", capacity=1), shifts={"noise": SHIFTS["noise"]}),
         )
         for size in (60, 17)
     ]

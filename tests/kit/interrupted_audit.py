@@ -45,7 +45,7 @@ def options(**comparisons: Any) -> dict[str, Any]:
     compared = {
         "positions_from": batches(5, seed=1),
         "reference": make_model(NAME),
-        "shifts": {"noise": lambda batch, images: (SHIFTS["noise"](batch[0], images), batch[1])},
+        "shifts": {"noise": SHIFTS["noise"]},
         "others": {"other": batches(5, seed=2)},
         "baselines": {"random": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="random"))},
     }

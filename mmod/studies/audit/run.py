@@ -24,6 +24,7 @@ from mmod.audits.generation import Generation, evaluate_generation
 from mmod.audits.plots import draw_audit
 from mmod.audits.result import Audit
 from mmod.audits.run import audit
+from mmod.audits.shifts import SHIFTS
 from mmod.audits.tables import joined
 from mmod.config.parse import read_config
 from mmod.data.loader import text_stream
@@ -34,7 +35,7 @@ from mmod.io.store import STORE, Store
 from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
-from mmod.studies.audit.sets import Batches, read_set, sets_of, shifts_of
+from mmod.studies.audit.sets import Batches, read_set, sets_of
 from mmod.training.engine.arguments import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
@@ -43,6 +44,7 @@ from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.kind import sample_images
 from mmod.training.image.preflight import check_same_classes
 from mmod.training.kinds import kind_of
+from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,13 +73,14 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     conditions = options.conditions
     if conditions is None:
         conditions = [name for name in default_choices(options.reference is not None) if name not in sets.on_request]
+    refuse_unknown("shift of audit.shifts", options.shifts, list(SHIFTS))
     choices(conditions, None, has_reference=options.reference is not None)
     baselines = _baselines(config, options.baselines)
     comparisons = Comparisons(
         reference=None if options.reference is None else _dense(kind, options.reference),
         baselines=baselines,
         others={name: read_set(kind, model, changes) for name, changes in options.others.items()},
-        shifts=shifts_of(kind, options.shifts),
+        shifts={name: SHIFTS[name] for name in options.shifts},
     )
     # Once the options are checked, so that a refused audit leaves no folder.
     record_config(folder, record_of(config), file="config.json", kind="an audit")

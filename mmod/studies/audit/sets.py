@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_stack, image_stack, patch_grid
 from mmod.audits.choices import REFERENCE_ENTROPY
-from mmod.audits.contexts import Shift
 from mmod.audits.evaluations import LabelledBatch
-from mmod.audits.shifts import SHIFTS, ImageShift
 from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import is_routed, routing_configs
@@ -31,7 +28,6 @@ from mmod.values import IGNORED, refuse_unknown
 
 # Left, top, right and bottom in pixels.
 Box = tuple[int, int, int, int]
-_PIXELS = "pixel_values"
 _QUESTION = "kind of question"
 
 
@@ -121,41 +117,24 @@ def _of_text(kind: LoopKind, model: nn.Module) -> Batches:
     return _streamed(kind, model, lambda batch: LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]}))
 
 
-def _change_images(change: ImageShift, batch: tuple[Tensor, Tensor], numbers: range) -> tuple[Tensor, Tensor]:
-    images, labels = batch
-    return change(images, numbers), labels
-
-
-def _change_pixels(change: ImageShift, batch: Any, numbers: range) -> Any:
-    if _PIXELS not in batch or batch[_PIXELS].ndim != 4 or len(batch[_PIXELS]) != len(batch["labels"]):
-        raise ValueError("audit.shifts need conversations of one image each, of one size")
-    return {**batch, _PIXELS: change(batch[_PIXELS], numbers)}
-
-
-def _change_nothing(change: ImageShift, batch: Any, numbers: range) -> Any:
-    raise ValueError("audit.shifts change images, and text has none: leave them out")
-
-
 class Sets(NamedTuple):
-    """How the sets of a kind of training are read; by default as in training, without images to change.
+    """How the sets of a kind of training are read; by default as in training.
 
     Attributes:
         read: Returns the batches of the evaluation set that a kind's config names, as a model of the kind reads them.
-        change: Returns a batch with images that a shift changed, and the same labels.
         on_request: Conditions that are only compared where the config names them.
     """
 
     read: Callable[[Any, nn.Module], Batches] = _streamed
-    change: Callable[[ImageShift, Any, range], Any] = _change_nothing
     on_request: frozenset[str] = frozenset()
 
 
 _SETS = {
-    "image": Sets(_of_images, _change_images),
+    "image": Sets(_of_images),
     # No head of such a model predicts tokens.
-    "pairs": Sets(change=_change_images, on_request=frozenset({REFERENCE_ENTROPY})),
+    "pairs": Sets(on_request=frozenset({REFERENCE_ENTROPY})),
     # Conversations differ in length, and no loss trained the head on image tokens.
-    "chat": Sets(_of_conversations, _change_pixels, frozenset({"shuffled", REFERENCE_ENTROPY})),
+    "chat": Sets(_of_conversations, frozenset({"shuffled", REFERENCE_ENTROPY})),
     "text": Sets(_of_text),
 }
 
@@ -172,12 +151,6 @@ def read_set(kind: Kind, model: nn.Module, changes: Mapping[str, object] | None 
     refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(data)])
     config = dataclasses.replace(kind.config, data=dataclasses.replace(data, **changes))
     return sets_of(config.kind).read(kind_of(config), model)
-
-
-def shifts_of(kind: Kind, names: Sequence[str]) -> dict[str, Shift]:
-    """Return the shifts of these names, as functions of batches."""
-    refuse_unknown("shift of audit.shifts", names, list(SHIFTS))
-    return {name: partial(sets_of(kind.config.kind).change, SHIFTS[name]) for name in names}
 
 
 def strata_of(boxes: Sequence[Box], canvas: int, targets: Tensor) -> dict[str, list[float]]:
