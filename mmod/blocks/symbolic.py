@@ -20,7 +20,17 @@ def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Ma
     check_tokens(block, x)
     assert isinstance(x, fx.Proxy)
     tracer: Any = x.tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(block), (x, *args), dict(kwargs))
+    path = tracer.path_of_module(block)
+    names = getattr(tracer, "node_to_qualname", None)
+    if names is not None:
+        # A feature extractor takes the names that match a pattern, and would leave out this block without a word.
+        # Nodes that nobody asks for are removed from its graph.
+        known = set(names.values())
+        for inside in (f"{path}.{name}" for name in _names_inside(block)):
+            if inside not in known:
+                proxy = tracer.create_proxy("call_function", refuse_inside, (x, path), {})
+                names[proxy.node] = inside
+    return tracer.create_proxy("call_module", path, (x, *args), dict(kwargs))
 
 
 def check_tokens(block: nn.Module, x: object) -> None:
@@ -41,3 +51,19 @@ def check_once(block: Mixin, x: object) -> None:
             f"the method {block.mod_method.kind!r} does not support gradient checkpointing, which runs blocks twice: "
             "turn it off"
         )
+
+
+def _names_inside(block: nn.Module) -> list[str]:
+    """Return the names of the nodes that the dense block would have: its leaf modules, and the map of its attention."""
+    modules = list(block.named_modules())[1:]
+    leaves = [name for name, module in modules if not any(True for _ in module.children())]
+    return [*leaves, *(f"{name}.softmax" for name, module in modules if hasattr(module, "fused_attn"))]
+
+
+def refuse_inside(x: object, path: str) -> None:
+    """Raise, where a node inside a converted block was asked for."""
+    raise ValueError(
+        f"{path} is converted by mmod and one node of this graph, from which nothing inside it can be extracted: "
+        "register hooks, as AttentionExtract does by method='hook', and bring their values to all tokens by "
+        "mmod.to_all_tokens"
+    )

@@ -148,16 +148,19 @@ def test_the_map_of_a_block_that_decides_after_its_attention_is_that_of_the_bloc
         torch.testing.assert_close(full_map.sum(-1), torch.ones_like(full_map[..., 0]))
 
 
-def test_extraction_by_fx_sees_dense_blocks_and_hooks_see_all() -> None:
+def test_extraction_by_fx_refuses_what_is_inside_and_hooks_see_it() -> None:
     model: Any = make_model("vit_tiny_patch16_224")
     for block in model.blocks:
         block.attn.fused_attn = False
     x = make_images("vit_tiny_patch16_224", 2)
     dense = AttentionExtract(model, method="fx")(x)
     mmod.route_(model, mmod.RoutingConfig(router="norm", blocks="late", capacity=0.5))
-    extracted = AttentionExtract(model, method="fx")(x)
-    assert 0 < len(extracted) < len(dense)
-    for name, map_BHNN in extracted.items():
-        torch.testing.assert_close(map_BHNN, dense[name])
+    extracted = AttentionExtract(model, method="fx")
+    assert extracted.names == list(dense)
+    with pytest.raises(ValueError, match=r"nothing inside it can be extracted.* method='hook'"):
+        extracted(x)
     with torch.no_grad():
         assert len(AttentionExtract(model, names=["blocks.*.attn.attn_drop"], method="hook")(x)) == len(dense)
+    # What no pattern names is no part of the graph.
+    names = AttentionExtract(model, names=["blocks.0.attn.softmax"], method="fx")
+    torch.testing.assert_close(names(x)["blocks.0.attn.softmax"], dense["blocks.0.attn.softmax"])
