@@ -32,6 +32,7 @@ from mmod.blocks import (
     Arguments,
     BlockCall,
     BlockOwner,
+    FirstGrid,
     GridSource,
     Halves,
     ModelHook,
@@ -42,6 +43,7 @@ from mmod.blocks import (
     Shell,
     Span,
     StackCalls,
+    attach,
     is_converted,
     map_rows,
     own_,
@@ -164,6 +166,16 @@ class BlockStack:
         """Let a module begin and end the calls of the blocks, after these were converted."""
         name = self.block_list.rpartition(".")[2]
         own_(owner, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks), mixin)
+
+    def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Tell once if blocks whose prefix is always kept get further tokens that are no patches.
+
+        Args:
+            blocks: The blocks that a method changed, by name.
+        """
+        if self.grid is not None and not getattr(self.proof, "boundaries", ""):
+            name, block = next(iter(blocks.items()))
+            attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix))
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

@@ -33,7 +33,7 @@ from mmod.blocks.conversion import (
 )
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.execution import choose_execution
-from mmod.blocks.first_call import FirstCall, has_replaced_forward
+from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
 from mmod.blocks.grid import (
     GridHook,
     GridSource,

@@ -1,18 +1,23 @@
-"""What is seen once, in the first call of a changed model: forwards that hide mixins.
+"""What is seen once, in the first call of a changed model: forwards that hide mixins, and tokens that are no patches.
 
 Nothing stays in later calls. Compiled calls see nothing.
+
+Axes: B images, N tokens, D channels.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from mmod.blocks.conversion import host_class, mixin_forwards
-from mmod.blocks.hook import ModelHook, detach
+from mmod.blocks.conversion import host_class, mixin_forwards, mixins_of
+from mmod.blocks.hook import ModelHook, attach, detach
+from mmod.config import Grid
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
@@ -20,32 +25,138 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and bool(mixin_forwards(type(module)))
 
 
-def _wraps(module: nn.Module) -> bool:
-    """Return whether a `forward` on the instance wraps that of the class, by functools.wraps as accelerate's does."""
-    own = type(module).forward
-
-    def is_own(run: Any) -> bool:
-        return getattr(run, "__func__", run) is own
-
-    return is_own(inspect.unwrap(vars(module)["forward"], stop=is_own))
+class OnceHook(ModelHook):
+    """A hook of one call, in which it removes itself."""
 
 
-class FirstCall(ModelHook):
-    """Refuses, once, a `forward` that was put on a converted module and wraps none.
+class FirstCall(OnceHook):
+    """Refuses, once, a `forward` that was put on a converted module and does not run the mixin.
 
-    Code that replaces a forward, as kernels for a class of layers do, would run the host's block densely.
+    accelerate's forward runs the one before it. Code that replaces a forward would run the host's block densely.
     """
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look for such modules; the hook removes itself."""
-        # Compilers guard on hooks, which change here; a call without one may follow.
+        """Watch the converted modules that have a `forward` on the instance in this call alone."""
+        # Compilers guard on hooks and classes, which change here; a call without one may follow.
         if torch.compiler.is_compiling():
             return
-        for name, inner in module.named_modules():
-            if has_replaced_forward(inner) and not getattr(inner, "optional", False) and not _wraps(inner):
-                raise ValueError(
-                    f"{name or 'the model'} ({host_class(inner).__name__}) has a `forward` on the instance, put there "
-                    "since a method was applied, which may not run that method: it would have no effect. Remove it "
-                    "(`del module.forward`), or let it wrap the forward that was there before by functools.wraps"
-                )
+        # First, as the module may be called again while it runs.
         detach(module, self)
+        watches = [
+            _Watch(name, inner)
+            for name, inner in module.named_modules()
+            if has_replaced_forward(inner) and not getattr(inner, "optional", False)
+        ]
+        if watches:
+            attach(module, _WatchedCall(watches))
+
+
+class _WatchedCall(OnceHook):
+    """Ends the first call of a module that contains watched ones."""
+
+    def __init__(self, watches: Sequence[_Watch]) -> None:
+        self.watches = watches
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Refuse a module that was called without its mixin; there is no output of a call that failed."""
+        detach(module, self)
+        for watch in self.watches:
+            watch.remove()
+        hidden = [watch for watch in self.watches if watch.ran_inside and not watch.ran_mixin]
+        if output is not None and hidden:
+            name = hidden[0].name or "the model"
+            raise ValueError(
+                f"{name} ({host_class(hidden[0].module).__name__}) has a `forward` on the instance, put there since a "
+                "method was applied, which does not run that method: it would have no effect. Remove it "
+                "(`del module.forward`), or let it call the forward that was there before"
+            )
+
+
+class _Watch:
+    """Sees whether modules inside a converted module run, and whether its mixin does, which reads its state.
+
+    Attributes:
+        ran_mixin: The mixin has read its state.
+        ran_inside: A module inside was called.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self.ran_mixin = False
+        self.ran_inside = False
+        inside = [inner for inner in module.modules() if inner is not module]
+        self.handles = [inner.register_forward_pre_hook(self._see) for inner in inside]
+        self.watched = type(module)
+        # No mixin runs without its state. A property stands before the attribute of the same name, so one in its place
+        # sees the mixin, whatever the forward on the instance calls on the way to it.
+        names = {mixin.state_name for mixin in mixins_of(module)}
+        watching = {name: property(functools.partial(self._read, name)) for name in names}
+        module.__class__ = type(self.watched.__name__, (self.watched,), watching)
+
+    def _read(self, name: str, module: nn.Module) -> Any:
+        self.ran_mixin = True
+        return vars(module)[name]
+
+    def _see(self, inner: nn.Module, args: tuple[Any, ...]) -> None:
+        self.ran_inside = True
+
+    def remove(self) -> None:
+        """Remove the hooks, and give the module its class back."""
+        self.module.__class__ = self.watched
+        for handle in self.handles:
+            handle.remove()
+
+
+class FirstGrid(OnceHook):
+    """Warns once of tokens besides patches and prefix, such as learned prompts, which are skipped like patches.
+
+    Args:
+        read: Returns the grid of patches from the output of the module that shows it.
+        block: The first changed block.
+        name: Its name in the model.
+        prefix: Number of tokens that are always kept.
+    """
+
+    def __init__(self, read: Callable[[Any], Grid | None], block: nn.Module, name: str, prefix: int) -> None:
+        self.read = read
+        self.block = block
+        self.name = name
+        self.prefix = prefix
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Hand the grid to the block; there is no output of a call that failed."""
+        if output is None or torch.compiler.is_compiling():
+            return
+        detach(module, self)
+        grid = self.read(output)
+        # Only the block knows how many tokens there are: its next call compares.
+        if grid is not None:
+            attach(self.block, _FirstInput(self, grid))
+
+
+class _FirstInput(OnceHook):
+    """Compares the tokens of a block with the grid of patches."""
+
+    def __init__(self, source: FirstGrid, grid: Grid) -> None:
+        self.source = source
+        self.grid = grid
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell of more tokens than patches and prefix."""
+        detach(module, self)
+        rows, columns = self.grid
+        x_BND = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if x_BND is None or x_BND.ndim != 3 or x_BND.shape[1] <= rows * columns + self.source.prefix:
+            return
+        tokens = x_BND.shape[1]
+        beside = tokens - rows * columns
+        name = self.source.name
+        block_list = name.rpartition(".")[0]
+        warnings.warn(
+            f"{name} gets {tokens} tokens, but {rows} x {columns} patches and {self.source.prefix} tokens that are "
+            f"always kept make {rows * columns + self.source.prefix}: the others, such as learned prompts, are skipped "
+            f"like patches. To keep them in a model of timm or of your own class, put them in front of the patches and "
+            f"pass tokens=mmod.Tokens({block_list!r}, prefix={beside})",
+            stacklevel=2,
+        )

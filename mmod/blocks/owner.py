@@ -147,10 +147,16 @@ class BlockOwner(Mixin):
 
 
 def _has_readers(module: nn.Module) -> bool:
-    """Return whether a hook reads what a module gets or returns, of which `StackCall.read_blocks` does not tell."""
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    # transformers keeps its collecting hooks.
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+    """Return whether an unknown hook reads what a module gets or returns."""
+    return not all(map(_is_known, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+
+
+def _is_known(hook: object) -> bool:
+    """Return whether `StackCall.read_blocks` tells what a hook reads, or a hook of mmod's counts tokens alone.
+
+    transformers keeps its collecting hooks.
+    """
+    return getattr(hook, "__module__", "") in ("transformers.utils.output_capturing", "mmod.blocks.first_call")
 
 
 # The functions of hosts that run the blocks in sequence, and read nothing between them.

@@ -24,6 +24,7 @@ from mmod.blocks import (
     FirstCall,
     HiddenClass,
     Mixin,
+    OnceHook,
     attach,
     convert,
     detach_hooks,
@@ -456,6 +457,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     model.mod_methods = methods  # type: ignore[assignment]
     if not methods:
         del model.mod_methods
+        detach_hooks(model, OnceHook)
     if not methods and not isinstance(model, TrainingOnly):
         forget(model)
     # A model is saved and loaded without the others.

@@ -133,6 +133,7 @@ class Recursions(Mixture):
         if shell.outer is not None:
             convert(cycle, shell.outer, cycle.mod_state)
         container[self.first] = cycle
+        stack.watch_grid({stack.names[self.first]: cycle})
         if stack.read_text is not None:
             attach(owner_of(model, stack), CompleteTexts(stack.read_text))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.

@@ -233,6 +233,7 @@ class Reducing(Method):
             convert(block, ReducedBlock, state, call.shell)
         owner = owner_of(model, stack)
         stack.own_(owner, ReducedModel if stack.host == "timm" else BlockOwner)
+        stack.watch_grid(stack.converted)
         if stack.dividing:
             attach(owner, WholeBatchHook(stack.dividing))
         warn_of_halves(halved, len(stack.blocks))

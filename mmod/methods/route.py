@@ -222,6 +222,8 @@ class Route(Method):
             owner = owner_of(model, stack)
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
+            if self.parts[name].protect_prefix and not self.parts[name].router.per_image:
+                stack.watch_grid(stack.converted)
             if stack.dividing and _runs_inside(stack, self.parts[name]):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
             # Blocks that share nothing never ask for the call that they run in.

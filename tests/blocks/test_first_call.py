@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -68,13 +68,27 @@ def by_closure(module: nn.Module) -> None:
     module.forward = timed  # type: ignore[method-assign]
 
 
-def by_wrapping(module: nn.Module) -> None:
-    module.forward = functools.wraps(module.forward)(partial(module.forward))  # type: ignore[method-assign]
+def by_lookup(module: nn.Module) -> None:
+    module.forward = types.MethodType(lambda self, *args, **kwargs: type(self).forward(self, *args, **kwargs), module)
+
+
+def by_adapter(module: nn.Module) -> None:
+    """Call another module inside before the forward of the block."""
+    before = module.forward
+    module.adapter = nn.Identity()
+
+    def adapted(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return before(module.adapter(x), *args, **kwargs)
+
+    module.forward = adapted  # type: ignore[method-assign]
 
 
 def by_copied_code(module: nn.Module) -> None:
     """Replace the forward, as kernels for a class of layers do."""
     module.forward = partial(host_class(module).forward, module)  # type: ignore[method-assign]
+
+
+CALLING = [by_accelerate, by_closure, by_lookup, by_adapter]
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -130,9 +144,9 @@ def test_modules_that_keep_their_class_may_have_one() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("put", [by_accelerate, by_wrapping])
+@pytest.mark.parametrize("put", CALLING)
 @torch.no_grad()
-def test_one_that_wraps_changes_nothing(name: str, put: Callable[[nn.Module], None]) -> None:
+def test_one_that_calls_the_method_changes_nothing(name: str, put: Callable[[nn.Module], None]) -> None:
     change, path = CHANGES[name]
     torch.manual_seed(0)
     model = mmod.apply_(make(), change).eval()
@@ -143,17 +157,26 @@ def test_one_that_wraps_changes_nothing(name: str, put: Callable[[nn.Module], No
 
 
 @pytest.mark.parametrize("name", [name for name in CHANGES if name != "attention routing"])
-@pytest.mark.parametrize("put", [by_closure, by_copied_code])
 @torch.no_grad()
-def test_another_one_is_refused_at_the_first_call(name: str, put: Callable[[nn.Module], None]) -> None:
+def test_one_that_replaces_the_method_is_refused_at_the_first_call(name: str) -> None:
     change, path = CHANGES[name]
     model = mmod.apply_(make(), change).eval()
-    put(model.get_submodule(path))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=rf"{path} .*may not run that method"):
-            model(images())
+    by_copied_code(model.get_submodule(path))
+    with pytest.raises(ValueError, match=rf"{path or 'the model'} .*does not run that method"):
+        model(images())
     del model.get_submodule(path).forward
     model(images())
+
+
+@torch.no_grad()
+def test_a_block_that_was_not_called_is_no_fault() -> None:
+    model = mmod.route_(make(), LINEAR)
+    expected = model.forward_intermediates(images(), indices=[0], intermediates_only=True, stop_early=True)
+    by_copied_code(model.blocks[1])
+    model.forward = partial(  # type: ignore[method-assign]
+        model.forward_intermediates, indices=[0], intermediates_only=True, stop_early=True
+    )
+    torch.testing.assert_close(model(images()), expected)
 
 
 @torch.no_grad()
@@ -172,7 +195,7 @@ def test_it_adds_no_break_to_a_compiled_graph() -> None:
         torch.testing.assert_close(compiled(images()), model(images()))
 
 
-@pytest.mark.parametrize("put", [by_accelerate, by_closure])
+@pytest.mark.parametrize("put", CALLING)
 def test_undoing_needs_it_removed(put: Callable[[nn.Module], None]) -> None:
     model = make()
     expected = model(images())
