@@ -37,8 +37,6 @@ _MOST = 50
 _PROBABLE = 2 / 3
 # Titles of the columns: a figure has its interval in brackets.
 _HEADER = ("for", "recipe", "times [quartiles]", "points lost [95 %]", "verdict")
-# In place of a figure that stands in the sentence or in a row above.
-_ABOVE = "as above"
 
 
 @dataclass(frozen=True)
@@ -285,7 +283,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         sentence: What to do in the pass that comes first.
-        table: What is named for each pass, at each speed, and what is undecided. No figure stands twice.
+        table: What is named for each pass, at each speed, and what is undecided.
         named: Names of these models, each once.
     """
 
@@ -306,18 +304,12 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
         if one is not first and one.is_tested and one.used is None:
             rows.append((one.where, DENSE, "", "", one.kept))
         slower = [model for model in one.models if _is_used_and_slower(model, first, one)]
-        rows += [(one.where, model.name, f"{model.speedup:[.2f}", _ABOVE, "slower than dense") for model in slower]
+        shown = [(one.where, model, "slower than dense") for model in slower]
         for model, role in one.roles.items():
-            speedup = f"{model.speedup:[.2f}"
-            lost = points(model.loss)
-            outcome = one.outcome(model)
-            if model.name in named:
-                lost = outcome = _ABOVE
-            elif one is first and model == first.named:
-                speedup = lost = _ABOVE
             named[model.name] = None
             use = f" {USE}" if model == one.used else ""
-            rows.append((role, model.name, speedup, lost, f"{outcome}{use}"))
+            shown.append((role, model, f"{one.outcome(model)}{use}"))
+        rows += [(role, model.name, f"{model.speedup:[.2f}", points(model.loss), said) for role, model, said in shown]
         unreached = [speed for speed in _SPEEDS if one.speed is None and one.at_speed(speed) is None]
         if unreached:
             rows.append((f"{one.where}, {unreached[0]:g} times", "none", "", "", "nothing tried is as fast"))

@@ -40,8 +40,6 @@ _SERIES: dict[str, dict[str, Any]] = {
 }
 # Those whose loss may be within a tolerance have a mild budget too, and so has the control of merging.
 _MILD = ("gradual", "random", "smaller-image")
-# Those that are compared with random tokens at the same share.
-_CONTROLLED = ("gradual", "merge-late", "a-mod")
 # The few that are tried for a wanted speed-up.
 _FASTER = {name: _SERIES[name] for name in ("gradual", "merge-late", "a-mod", "smaller-image")}
 
@@ -98,7 +96,8 @@ def image_candidates(
             left_out[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
             continue
         for budget in budgets[name]:
-            control = f"random-{budget:g}" if name in _CONTROLLED and faster is None else None
+            # The same plan with random tokens.
+            control = f"random-{budget:g}" if name == "gradual" and faster is None else None
             candidates.append(Candidate(f"{name}-{budget:g}", series=name, budget=budget, control=control, **fields))
     fitted, unfitted = at_budgets(candidates, flops_of, sizes, patches, strict=False)
     # Its cost follows from the images, so that no budget is fitted.

@@ -340,11 +340,17 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     # What another control than chance is compared with, and single images, have rows.
     candidates = {name: run.candidate for name, run in runs.items()}
     assert verdict_of(recommendations(table, "top1", "accuracy", candidates)).table.rows[1:] == [
-        ("batches of 16, 1.5 times", "lucky", "as above", "as above", "needs 270 more images, probably within"),
+        ("batches of 16, 1.5 times", "lucky", "1.50", "-2.5 [-12.0, 7.1]", "needs 270 more images, probably within"),
         ("batches of 16, 1.25 times", "same", "1.43", "0.0 [-3.4, 3.4]", "needs 57 more images, probably within"),
         ("batches of 16, 2 times", "none", "", "", "nothing tried is as fast"),
         ("single images", "dense", "", "", "undecided"),
-        ("single images, 1.25 to 1.5 times", "lucky", "1.50", "as above", "as above"),
+        (
+            "single images, 1.25 to 1.5 times",
+            "lucky",
+            "1.50",
+            "-2.5 [-12.0, 7.1]",
+            "needs 270 more images, probably within",
+        ),
         ("single images, 2 times", "none", "", "", "nothing tried is as fast"),
     ]
     # All that is named has its lines.
