@@ -203,14 +203,20 @@ def count_pass(
     return PassCounts(counted.flops, tokens, kept, counted.peak)
 
 
+def _tracing(model: nn.Module) -> AbstractContextManager[Mapping[str, Routing]]:
+    """Return a context in which the decisions of a model are recorded, none of a model that does not decide."""
+    return trace(model) if deciding_modules(model) else nullcontext({})
+
+
 def training_bytes(model: nn.Module, inputs: Mapping[str, Any]) -> int:
     """Return the bytes of activations that a model on the meta device holds for its backward pass."""
     counted = _CountingPass(model, inputs)
-    with torch.enable_grad(), _WithoutMaps(), counted:
+    # In training, as in a trace, blocks hold their last decision.
+    with torch.enable_grad(), _tracing(model), _WithoutMaps(), counted:
         output = run_model(model, inputs)
-    # Read while the output keeps the graph alive.
-    held = counted.live
-    del output
+        # Read while the output keeps the graph alive.
+        held = counted.live
+        del output
     return held
 
 
