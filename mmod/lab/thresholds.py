@@ -7,26 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import BlockStack
 from mmod.analysis import flops, trace
 from mmod.analysis.modes import in_mode
 from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold, preset, rescaled
 from mmod.methods.route import routed_blocks
-from mmod.planning.budgets import nearest
 from mmod.planning.divergence import routed
 from mmod.planning.search import dense_part
 from mmod.routing import kept_count
 from mmod.values import check_finite, check_value
 
-# Mean capacities to which a plan can be scaled.
-_MEANS = tuple(number / 1000 for number in range(1, 1001))
-# A budget is met but for this share of the dense FLOPs.
-_SHARE_SLACK = 0.01
+# Each halves the interval in which the mean capacity lies; its width is 1 at first.
+_HALVINGS = 10
 # The kept count may differ from that of top-k by this share, so the threshold can lie in a wide gap between scores.
 SLACK = 0.005
 
@@ -83,7 +80,7 @@ def calibrate_thresholds(
         )
     channels, height, width = images.shape[1:]
     with in_mode(False, model), torch.no_grad():
-        topk = _scaled(model, shape, (channels, height, width), budget)
+        topk = _scaled(model, shape, stack, (channels, height, width), budget)
         by_threshold = topk.replace(select=Threshold())
         with routed(model, "image", by_threshold):
             match_topk_(model, images)
@@ -92,25 +89,37 @@ def calibrate_thresholds(
     return by_threshold.replace(select=Threshold(thresholds))
 
 
-def _scaled(model: nn.Module, shape: RoutingConfig, size: tuple[int, int, int], budget: float) -> RoutingConfig:
+def _scaled(
+    model: nn.Module, shape: RoutingConfig, stack: BlockStack, size: tuple[int, int, int], budget: float
+) -> RoutingConfig:
     """Return a top-k routing whose capacities are scaled to a share of the dense FLOPs."""
     capacities = shape.capacity
     assert isinstance(capacities, tuple)
 
-    def at(mean: Any) -> RoutingConfig:
+    def at(mean: float) -> RoutingConfig:
         return shape.replace(capacity=rescaled(capacities, mean))
 
-    def share(mean: object) -> float:
+    def share(mean: float) -> float:
         with routed(model, "image", at(mean)):
             return flops(model, size).share
 
-    mean = _MEANS[nearest(_MEANS, share, budget)]
-    if share(mean) > budget + _SHARE_SLACK:
+    with routed(model, "image", shape):
+        tokens = max(block.tokens for block in flops(model, size).blocks)
+    # Every block keeps a token beside the prefix, which others can join; capacities are rounded.
+    low = (stack.prefix + 1.1) / (tokens * min(capacities)) * sum(capacities) / len(capacities)
+    high = 1.0
+    if share(low) > budget:
         raise ValueError(
-            f"budget must be at least {share(mean):.3f} of the dense FLOPs with blocks {list(shape.blocks)}, got "
+            f"budget must be at least {share(low):.3f} of the dense FLOPs with blocks {list(shape.blocks)}, got "
             f"{budget:g}: route earlier blocks, or take a larger budget"
         )
-    return at(mean)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if share(middle) > budget:
+            high = middle
+        else:
+            low = middle
+    return at(low)
 
 
 @torch.no_grad()

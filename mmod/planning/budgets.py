@@ -99,10 +99,10 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patch
         raise ValueError(f"{candidate.name}: images have one patch, so there are no smaller ones")
     share = partial(_share, candidate, share_of)
     budget = candidate.budget or 1.0
-    return _with(candidate, values[nearest(values, share, budget)])
+    return _with(candidate, values[_nearest(values, share, budget)])
 
 
-def nearest(values: Sequence[object], share: Callable[[object], float], budget: float) -> int:
+def _nearest(values: Sequence[object], share: Callable[[object], float], budget: float) -> int:
     """Return the index of the value, of ascending shares, whose share is nearest to a budget.
 
     By false position, since each share takes a count and FLOPs are nearly a line: what is known to be too cheap, and

@@ -47,6 +47,9 @@ def assign_groups(
     counts = torch.zeros(group_BN.shape[0], count + 2, dtype=torch.long, device=group_BN.device)
     rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
     sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
+    # By the counts that the host knows: packed samples alone are counted for it.
+    if isinstance(frames, int) and any(set(row) - {frames} for row in sizes):
+        raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
     always = tuple(row[1] for row in rows)
     prompt_BN = None if prompt_BN is None else prompt_BN & valid_BN
     segments = None if segment_BN is None else split_segments(segment_BN, valid_BN, prompt_BN)
@@ -78,16 +81,17 @@ def _numbered(
         group_BN = first_BN.cumsum(1) * free_BN
         return group_BN, int(group_BN.max()) if group_BN.numel() else 0
     size = int(frames)
-    _check_frames(free_BN, torch.zeros_like(free_BN, dtype=torch.long) if segment_BN is None else segment_BN, size)
+    if segment_BN is not None:
+        _check_frames(free_BN, segment_BN, size)
     return ((free_BN.cumsum(1) - 1) // size + 1) * free_BN, -(-free_BN.shape[1] // size)
 
 
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
-    """Raise a ValueError unless the image tokens of every sample are whole frames; rows may pack several samples."""
+    """Raise a ValueError unless the image tokens of every packed sample are whole frames."""
     counts = torch.zeros(free_BN.shape[0], int(segment_BN.max()) + 1, dtype=torch.long, device=free_BN.device)
     counts = counts.scatter_add(1, segment_BN, free_BN.long())
     if bool((counts % frames).any()):
-        raise ValueError(f"frames={frames} does not divide the image tokens of the samples in a row, {counts.tolist()}")
+        raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {counts.tolist()}")
 
 
 def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | None = None) -> PackedSamples:

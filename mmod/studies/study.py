@@ -47,7 +47,8 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     trials = {} if rates is None else trials_of(runs, rates, rates_folder)
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     controls = len(comparison.candidates) - len(names)
-    told = f" and {controls} {'control' if controls == 1 else 'controls'}" if controls else ""
+    noun = "control" if controls == 1 else "controls"
+    told = f" and {controls} {noun}" if controls else ""
     runner.say(". ".join([f"{len(names)} models{told}{ahead}", *comparison.notes]))
     measurer = Measurer(study.measure, store, keeps_all=True)
     table = Table(weigh=study.weigh)
