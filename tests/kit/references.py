@@ -153,7 +153,8 @@ def image(folder: Path) -> dict[str, float]:
         "random": {"router": "random"},
     }
     study = {"changes": {"data": {"val_split": "test"}}, "routers": routers, "capacities": [0.5]}
-    study |= {"finetune": {"optim": {"lr": 1e-4}}, "latency_batch": 2, "latency_batches": [], "maps": 0}
+    study |= {"finetune": {"optim": {"lr": 1e-4}}, "isoflop": "scratch"}
+    study |= {"latency_batch": 2, "latency_batches": [], "maps": 0}
     return of_runs(folder, "image", IMAGE) | of_study(folder, IMAGE, **study)
 
 
