@@ -236,7 +236,7 @@ class Advice:
         rows = {row.name: row for row in self.rows}
         code = shown_code({rows[name].label: (rows[name].code, rows[name].config) for name in named})
         facts = "\n".join(f"- {fact}" for fact in self.facts)
-        return "\n\n".join(filter(None, [str(self.table()), f"**{sentence}**", str(table), self.caution, facts, code]))
+        return "\n\n".join(filter(None, [str(self.table()), f"**{sentence}**", str(table), self.caution, facts, *code]))
 
     @property
     def facts(self) -> list[str]:

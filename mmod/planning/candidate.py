@@ -130,8 +130,8 @@ class Candidate:
         return "\n".join(lines)
 
 
-def shown_code(models: Mapping[str, tuple[str, str]]) -> str:
-    """Return the lines of Python, and the keys of a training config, of some models as Markdown; empty without any.
+def shown_code(models: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Return the lines of Python of some models, and the keys of a training config, as a block of Markdown each.
 
     Args:
         models: Lines and keys by the name of the model; empty for what it does not have.
@@ -143,7 +143,7 @@ def shown_code(models: Mapping[str, tuple[str, str]]) -> str:
         blocks.append(f"In Python{_of_several(python)}:\n\n```python\nimport mmod\n\n{_with_names(python)}\n```")
     if keys:
         blocks.append(f"In a training config{_of_several(keys)}:\n\n```yaml\n{_with_names(keys)}\n```")
-    return "\n\n".join(blocks)
+    return blocks
 
 
 def _of_several(models: Mapping[str, str]) -> str:

@@ -229,8 +229,8 @@ class ImageStudy(StudyKind):
         texts.append(" ".join(limits))
         return told._replace(text="\n\n".join(texts))
 
-    def code(self, candidates: Sequence[Candidate]) -> str:
-        """Return the lines of Python, and the keys of a training config, that apply models."""
+    def code(self, candidates: Sequence[Candidate]) -> list[str]:
+        """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
         return shown_code({one.label: (self._python(one), self._keys(one)) for one in candidates})
 
     def _python(self, candidate: Candidate) -> str:

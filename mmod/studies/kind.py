@@ -51,7 +51,7 @@ class Told(NamedTuple):
         summary: Columns of the table that is printed; None prints all.
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
-        code: Lines that apply each of them, as Markdown.
+        code: Blocks of lines that apply each of them, as Markdown: of Python, and of a training config.
         pictures: Further pictures by the name of their file.
     """
 
@@ -63,7 +63,7 @@ class Told(NamedTuple):
     summary: Mapping[str, Column] | None = None
     last_rows: Lines = ()
     recommended: Sequence[str] = ()
-    code: str = ""
+    code: Sequence[str] = ()
     pictures: Mapping[str, Figure] | None = None
 
 

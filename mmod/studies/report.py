@@ -157,7 +157,7 @@ def write_study(
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
     shown = str(table_of(told.columns, [*lines, *told.last_rows]))
     summary = shown if told.summary is None else str(table_of(told.summary, lines))
-    page = "\n\n".join(filter(None, [shown, text, told.code]))
+    page = "\n\n".join(filter(None, [shown, text, *told.code]))
     record = {
         "config": dataclasses.asdict(config),
         **machine,
@@ -165,7 +165,7 @@ def write_study(
         **facts,
         "recommended": list(told.recommended),
         "summary": summary,
-        "code": told.code,
+        "code": "\n\n".join(told.code),
         "title": f"{told.measure[:1].upper()}{told.measure[1:]} against {', '.join(told.axes.values())}",
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
     }
@@ -177,8 +177,8 @@ def write_study(
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)
-    # The page has that of the other models.
-    printed = "\n\n".join(filter(None, [summary, printed_text, told.code]))
+    # The page has the keys of a training config too.
+    printed = "\n\n".join(filter(None, [summary, printed_text, *told.code[:1]]))
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 

@@ -461,11 +461,11 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         few_told = scored.tell(few, runs, [], facts)
         assert re.search(limit, few_told.text)
     untold = image_study(config).tell(table, runs, [], facts)
-    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
+    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), ())
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
-    text = image_study(config).code([prune, gradual, small])
+    text = "\n\n".join(image_study(config).code([prune, gradual, small]))
     routed, keys = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)
     assert f"# prune\nmodel = mmod.open_model('{config.output}/seed0/prune').model\n# gradual" in routed
     # One of the keys is copied, below the name of its model.
@@ -475,12 +475,12 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     small_keys = {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
     assert yaml.safe_load(by_name["small"]) == small_keys
     model = timm.create_model("test_vit")
-    lines = image_study(config).code([gradual])
+    lines = "\n\n".join(image_study(config).code([gradual]))
     (routed, _) = re.findall(r"```\w+\n(.*?)\n```", lines, re.DOTALL)
     exec(routed, {"model": model})
     assert mmod.is_routed(model)
     # The weights of a smaller image that is not trained are the dense ones.
-    untrained = image_study(config).code([dataclasses.replace(small, is_trained=False)])
+    (untrained, _) = image_study(config).code([dataclasses.replace(small, is_trained=False)])
     assert "mmod.apply_(model, mmod.methods.Resize(size=24))" in untrained
     # Seeds say nothing where nothing is trained, nor of other dense models.
     untuned = dataclasses.replace(config, train_dense=False, **UNTUNED)
@@ -745,9 +745,9 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "12 test images: the widest interval is" in result.table
     # Each of the 19 models that the config names is compared, or said to be left out.
     assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
-    # The code of all models that are named is printed last.
+    # The lines of Python of all models that are named are printed last.
     code = json.loads((tmp_path / "study/tradeoff.json").read_text())["code"]
-    assert result.summary.endswith(code)
+    assert result.summary.endswith(code.partition("\n\nIn a training config")[0])
     assert code in result.table
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
