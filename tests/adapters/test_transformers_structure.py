@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
+from mmod.adapters.transformers.structure import read_structure
 from mmod.methods import Experts, Recursions
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
@@ -48,6 +52,11 @@ def packed_by(how: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
     mask = blocks_of(lengths)
     ways: dict[str, dict[str, Any]] = {
         "positions": {"position_ids": place, "use_cache": False},
+        "boundaries": {
+            "position_ids": place,
+            "use_cache": False,
+            "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).int(),
+        },
         "bool": {"attention_mask": mask, "position_ids": place},
         "float": {"attention_mask": as_bias(mask), "position_ids": place},
         "infinite": {"attention_mask": as_bias(mask, -torch.inf), "position_ids": place, "use_cache": False},
@@ -59,7 +68,7 @@ def packed_by(how: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "how"),
-    in_turn(METHODS, ["positions", "bool", "float", "infinite", "positions left"], times=2),
+    in_turn(METHODS, ["positions", "boundaries", "bool", "float", "infinite", "positions left"], times=2),
 )
 def test_packed_samples_are_routed_as_if_alone(name: str, how: str) -> None:
     model = mmod.route_(make_language("llama"), METHODS[name].replace(language={"tokens": "all"}))
@@ -103,11 +112,11 @@ def test_images_of_packed_samples_compete_apart(method: str, labelled: bool, for
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["linear", "attention", "diversity"])
-def test_rows_may_pack_different_samples_beside_padding(name: str) -> None:
+def test_rows_may_pack_different_samples_in_any_order_beside_padding(name: str) -> None:
     model = mmod.route_(make_language("llama"), METHODS[name].replace(language={"tokens": "all"}))
     first, second, third = (torch.randint(3, IMAGE, (length,)) for length in (6, 5, 8))
-    # Row 0 packs two samples; row 1 holds one behind padding.
-    owner = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [-1, -1, -1, 2, 2, 2, 2, 2, 2, 2, 2]])
+    # Row 0 interleaves two samples; row 1 holds one behind padding.
+    owner = torch.tensor([[0, 1, 0, 1, 1, 0, 0, 1, 0, 1, 0], [-1, -1, -1, 2, 2, 2, 2, 2, 2, 2, 2]])
     ids, place = torch.zeros(2, 2, 11, dtype=torch.long)
     for number, sample in enumerate((first, second, third)):
         ids[owner == number], place[owner == number] = sample, torch.arange(len(sample))
@@ -117,6 +126,36 @@ def test_rows_may_pack_different_samples_beside_padding(name: str) -> None:
     for number, sample in enumerate((first, second, third)):
         alone = model(sample.unsqueeze(0), use_cache=False).logits[0]
         torch.testing.assert_close(packed[owner == number], alone, atol=1e-5, rtol=1e-4)
+
+
+LLAMA: Any = make_language("llama").config
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=9),
+    st.lists(st.booleans(), min_size=9, max_size=9),
+    st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_samples_are_the_components_of_a_mask(pairs: list[tuple[int, int]], valid: list[bool], bias: bool) -> None:
+    mask = torch.diag(torch.tensor(valid))
+    for query, key in pairs:
+        mask[query, key] = valid[query] and valid[key]
+    links = {(q, k) for q, k in itertools.product(range(9), repeat=2) if mask[q, k] or mask[k, q]}
+    component = list(range(9))
+    for _ in range(9):
+        component = [min(component[k] for k in range(9) if k == q or (q, k) in links) for q in range(9)]
+    expected = [component[token] for token in range(9) if valid[token]]
+    mask_of_pairs = (as_bias(mask) if bias else mask)[None, None]
+    structure = read_structure({"attention_mask": mask_of_pairs}, torch.zeros(1, 9, dtype=torch.long), 0, LLAMA)
+    assert structure.valid_BN[0].tolist() == valid
+    if len(set(expected)) <= 1:
+        assert structure.segment_BN is None
+        return
+    assert structure.segment_BN is not None
+    segments = [int(structure.segment_BN[0, token]) for token in range(9) if valid[token]]
+    numbers = sorted(set(expected))
+    assert segments == [numbers.index(first) for first in expected]
 
 
 @torch.no_grad()
@@ -147,9 +186,21 @@ def test_other_packings_are_refused_and_the_advice_works() -> None:
     samples = [torch.randint(3, IMAGE, (1, length)) for length in LENGTHS]
     alone, ids = torch.cat([model(sample, use_cache=False).logits for sample in samples], 1), torch.cat(samples, 1)
     place, mask = packed_by("positions")["position_ids"], blocks_of(LENGTHS)
-    with pytest.raises(ValueError, match=r"position_ids restart.*pass use_cache=False"):
-        model(ids, position_ids=place)
-    right: list[dict[str, Any]] = [{"position_ids": place, "use_cache": False}, {"attention_mask": mask}]
+    numbers = torch.tensor([1, 2, 3]).repeat_interleave(torch.tensor(LENGTHS)).unsqueeze(0)
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    wrong: dict[str, dict[str, Any]] = {
+        "position_ids restart.*pass use_cache=False": {"position_ids": place},
+        "attention_mask has values up to 3": {"attention_mask": numbers},
+        "cu_seq_lens_q separates.*pass position_ids": {"cu_seq_lens_q": ends, "use_cache": False},
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            model(ids, **arguments)
+    right: list[dict[str, Any]] = [
+        {"position_ids": place, "use_cache": False},
+        {"attention_mask": mask},
+        {"cu_seq_lens_q": ends, "position_ids": place, "use_cache": False},
+    ]
     for arguments in right:
         torch.testing.assert_close(model(ids, **arguments).logits, alone, atol=1e-5, rtol=1e-4)
     # One long text whose positions leap forward is no packing.

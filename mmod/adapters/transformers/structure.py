@@ -82,7 +82,9 @@ def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, con
                 "where a pair attends and torch.finfo(dtype).min elsewhere, or load with attn_implementation='sdpa'"
             )
     else:
+        _check_zero_or_one(mask)
         segment_BN = _segments_of_positions(arguments, mask, config)
+    _check_boundaries(arguments, segment_BN, source, config)
     # A window hides earlier tokens only where there are more than it holds.
     window = getattr(config, "sliding_window", None)
     is_causal = pads_only(mask) and not sees_both_ways(config) and (window is None or tokens <= window)
@@ -129,22 +131,44 @@ def pads_only(mask: object) -> bool:
 
 
 def _segments_of_mask(mask: Tensor, valid_BN: Tensor, past: Tensor | int) -> Tensor | None:
-    """Return the sample of each token (B, N), from a mask of pairs (1 or B, H, N, L).
+    """Return the sample of each token, from a mask of pairs (1 or B, H, N, L): tokens that attention connects.
 
-    A sample begins at a token that sees none before it. With a prefix or a tree, a row has one such token; with a
-    block-diagonal mask, each block has one.
+    A prefix or a tree connects all tokens of a row; a block-diagonal mask connects those of each block.
     """
     samples, tokens = valid_BN.shape
     device = valid_BN.device
+    visible_BNL = is_visible(mask).any(dim=1)
     valid_BN = valid_BN.to(mask.device)
-    column_L = torch.arange(mask.shape[-1], device=mask.device)
-    column_N = past - first_column(mask.shape[-1], past + tokens) + torch.arange(tokens, device=mask.device)
-    earlier_NL = column_L < column_N.unsqueeze(1)
-    begins_BN = valid_BN & ~(is_visible(mask) & earlier_NL).any(dim=3).any(dim=1)
+    new = past - first_column(mask.shape[-1], past + tokens) + torch.arange(tokens, device=mask.device)
+    pairs_BNN = visible_BNL.index_select(2, new) & valid_BN.unsqueeze(1) & valid_BN.unsqueeze(2)
+    if not isinstance(past, int) or past:
+        # Tokens that see cached ones are connected by them.
+        before_L = torch.arange(mask.shape[-1], device=mask.device) < new[0]
+        continues_BN = (visible_BNL & before_L).any(dim=2)
+        pairs_BNN = pairs_BNN | (continues_BN.unsqueeze(1) & continues_BN.unsqueeze(2))
+    label_BN = _components(pairs_BNN)
+    begins_BN = (label_BN == torch.arange(tokens, device=mask.device)) & valid_BN
     if bool((begins_BN.sum(dim=1) <= 1).all()):
         return None
-    # Padding in front of all counts to the first one.
-    return (begins_BN.cumsum(dim=1) - 1).clamp(min=0).expand(samples, -1).to(device)
+    # Samples are numbered by their first tokens; padding in front of all counts to the first one.
+    number_BN = (begins_BN.cumsum(dim=1) - 1).clamp(min=0)
+    return number_BN.gather(1, label_BN).expand(samples, -1).to(device)
+
+
+def _components(pairs_BNN: Tensor) -> Tensor:
+    """Return the first token that each token is connected with (B, N), for pairs of query and key (B, N, N)."""
+    samples, tokens, _ = pairs_BNN.shape
+    index_N = torch.arange(tokens, device=pairs_BNN.device, dtype=torch.int32)
+    pairs_BNN = pairs_BNN | (index_N.unsqueeze(1) == index_N)
+    label_BN = index_N.expand(samples, -1)
+    while True:
+        first_BN = torch.where(pairs_BNN, label_BN.unsqueeze(1), tokens).amin(dim=2)
+        first_BN = torch.where(pairs_BNN, first_BN.unsqueeze(2), tokens).amin(dim=1)
+        # A token takes over what its first one has found, which halves the remaining way.
+        first_BN = first_BN.gather(1, first_BN.long())
+        if torch.equal(first_BN, label_BN):
+            return label_BN.long()
+        label_BN = first_BN
 
 
 def _segments_of_positions(arguments: Arguments, mask: Tensor | None, config: Any) -> Tensor | None:
@@ -165,3 +189,28 @@ def _segments_of_positions(arguments: Arguments, mask: Tensor | None, config: An
             )
         return None
     return F.pad((position_BN.diff(dim=1) != 1).cumsum(1), (1, 0))
+
+
+def _check_zero_or_one(mask: object) -> None:
+    """Refuse a mask (B, N) that numbers the samples of a row."""
+    if isinstance(mask, Tensor) and mask.dtype != torch.bool and mask.numel() and int(mask.max()) > 1:
+        raise ValueError(
+            f"attention_mask has values up to {int(mask.max())}: transformers reads them all as 1, so packed samples "
+            "would be one. Pass position_ids that restart with use_cache=False and no attention_mask, or a "
+            "block-diagonal attention mask (B, 1, N, N)"
+        )
+
+
+def _check_boundaries(arguments: Arguments, segment_BN: Tensor | None, source: Tensor, config: Any) -> None:
+    """Refuse boundaries of packed samples that only flash attention reads."""
+    boundaries = arguments.get("cu_seq_lens_q")
+    if boundaries is None or "flash" in config._attn_implementation:
+        return
+    token_T = torch.arange(source.shape[0] * source.shape[1], device=source.device)
+    sample_BN = torch.bucketize(token_T, boundaries.to(source.device)[1:], right=True).view(source.shape[:2])
+    segment_BN = torch.zeros_like(sample_BN) if segment_BN is None else segment_BN.to(source.device)
+    if not torch.equal(sample_BN.diff(dim=1) != 0, segment_BN.diff(dim=1) != 0):
+        raise ValueError(
+            f"cu_seq_lens_q separates packed samples for flash attention only, and this model attends by "
+            f"{config._attn_implementation!r}: pass position_ids that restart at each sample, with use_cache=False"
+        )
