@@ -164,7 +164,10 @@ class Recommendation:
             return (
                 f"{nothing.capitalize()} is {self.speed:g} times as fast for {self.where}: {named.label} is {figures}."
             )
-        return f"Nothing is sure to stay within {self.limit} for {self.where}: {named.label} is {figures}{at_speed}."
+        return (
+            f"Nothing that is {self.speed:g} times as fast for {self.where} is sure to stay within {self.limit}. Least "
+            f"is lost by {named.label}: {figures}."
+        )
 
     def _at_speed(self, speed: float, named: Alternative) -> str:
         about = "" if named.speedup.median >= speed else "about "
@@ -238,7 +241,7 @@ class Recommendation:
     @property
     def is_tested(self) -> bool:
         """Whether losses have intervals: nothing is said on a tolerance without."""
-        return any(model.loss.has_interval for model in self.models)
+        return not self.models or any(model.loss.has_interval for model in self.models)
 
     def _lost(self, model: Alternative) -> str:
         """Return in words what a model loses, or gains."""

@@ -113,7 +113,11 @@ def _at_random(candidate: Candidate, is_of_parts: bool) -> Candidate | None:
         if known.router.learns:
             # What only a score that learns can have.
             language = {"predictor": False, "inference_threshold": None, "gate_on": "update"}
-            drawn[part] |= {"gate": "identity", "losses": {}, "language": {**fields.get("language", {}), **language}}
+            drawn[part] |= {
+                "gate": "identity",
+                "losses": {},
+                "language": {**(fields.get("language") or {}), **language},
+            }
         if known.skipped == "scale":
             drawn[part]["skipped"] = "pass"
     routing = drawn if is_of_parts else drawn[""]

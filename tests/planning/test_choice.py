@@ -100,11 +100,13 @@ def test_a_speed_is_reached_with_the_best_worse_end() -> None:
             # No verb asks to use what may lose more than the tolerance.
             kept = chosen.loss.high <= tolerance
             assert (wanted.used == chosen) == kept
-            start = (
-                f"Use {chosen.name} " if kept else f"Nothing is sure to stay within {choice.limit} for batches of 8: "
-            )
+            start = f"Use {chosen.name} "
+            if not kept:
+                start = (
+                    f"Nothing that is {speed:g} times as fast for batches of 8 is sure to stay within {choice.limit}. "
+                )
             assert wanted.sentence.startswith(start)
-            assert wanted.sentence.endswith(f", the least at {speed:g} times the speed.")
+            assert wanted.sentence.endswith(f", the least at {speed:g} times the speed.") == kept
             assert chosen.name in wanted.sentence
             # What keeps the tolerance is told beside what may not.
             names = verdict_of([wanted]).named
@@ -117,6 +119,12 @@ def test_a_speed_is_reached_with_the_best_worse_end() -> None:
     assert choice.at_speed(2.5) is None
     unreached = dataclasses.replace(choice, speed=2.5).sentence
     assert unreached.startswith("Nothing tried is 2.5 times as fast for batches of 8: at 2.2 is 2.20 times as fast, ")
+
+
+def test_without_anything_to_compare_the_dense_model_is_kept() -> None:
+    for choice in (among([]), dataclasses.replace(among([]), speed=1.5)):
+        assert choice.sentence.endswith("keep the dense model.")
+        assert verdict_of([choice]).named == []
 
 
 def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_is_named_first() -> None:
