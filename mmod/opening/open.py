@@ -191,7 +191,11 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
         options.refuse_changes(path, "weights of a run")
         opened = _checkpoint(kind, fields, path)
     is_final = folder == run / FINAL_MODEL
-    name = f"the final model of the run {run}" if is_final else f"the weights {path} of the run {run}"
+    name = f"the weights {path} of the run {run}"
+    if is_final:
+        name = f"the final model of the run {run}"
+    elif path == run:
+        name = f"the last checkpoint of the run {run}, which is not finished"
     opened = opened._replace(sentence=name)
     if kind == "pairs":
         return opened._replace(prepare=_preprocessing_from(opened, "of the run"))

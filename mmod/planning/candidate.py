@@ -140,7 +140,11 @@ def shown_code(models: Mapping[str, tuple[str, str]]) -> list[str]:
     keys = {name: lines for name, (_, lines) in models.items() if lines}
     blocks = []
     if python:
-        blocks.append(f"In Python{_of_several(python)}:\n\n```python\nimport mmod\n\n{_with_names(python)}\n```")
+        # Lines that open a model of their own need no other.
+        needs_model = not all(lines.startswith("model =") for lines in python.values())
+        dense = "# model: the dense one, as mmod.open_model(MODEL).model\n" if needs_model else ""
+        lines = f"import mmod\n\n{dense}{_with_names(python)}"
+        blocks.append(f"In Python{_of_several(python)}:\n\n```python\n{lines}\n```")
     if keys:
         blocks.append(f"In a training config{_of_several(keys)}:\n\n```yaml\n{_with_names(keys)}\n```")
     return blocks

@@ -125,6 +125,11 @@ class Recommendation:
         return min(reaching, key=lambda model: (model.worst, -model.speedup.median), default=None)
 
     @property
+    def unreached(self) -> list[float]:
+        """The usual speeds that no model reaches."""
+        return [speed for speed in _SPEEDS if self.at_speed(speed) is None]
+
+    @property
     def used(self) -> Alternative | None:
         """The model that the sentence says to use; None where it says of none."""
         if self.speed is None:
@@ -185,7 +190,7 @@ class Recommendation:
         if chances:
             return f"nothing is likely to stay within {self.limit}"
         nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
-        return f"{nothing} pays within {self.limit}"
+        return f"{nothing} is clearly faster and within {self.limit}"
 
     @property
     def roles(self) -> dict[Alternative, str]:
@@ -198,8 +203,9 @@ class Recommendation:
             chosen = self.at_speed(speed)
             if chosen is not None:
                 speeds.setdefault(chosen, []).append(f"{speed:g}")
-        undecided = self.undecided if self.is_tested else []
-        for model in undecided:
+        # Not those that probably lose more: nobody waits for them.
+        undecided = [model for model in self.undecided if chance_within(model.loss, self.tolerance) > 1 - _PROBABLE]
+        for model in undecided if self.is_tested else []:
             speeds.setdefault(model, [])
         roles = {}
         for model, reached in speeds.items():
@@ -313,9 +319,8 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
             use = f" {USE}" if model == one.used else ""
             shown.append((role, model, f"{one.outcome(model)}{use}"))
         rows += [(role, model.name, f"{model.speedup:[.2f}", points(model.loss), said) for role, model, said in shown]
-        unreached = [speed for speed in _SPEEDS if one.speed is None and one.at_speed(speed) is None]
-        if unreached:
-            rows.append((f"{one.where}, {unreached[0]:g} times", "none", "", "", "nothing tried is as fast"))
+        if one.speed is None and one.unreached:
+            rows.append((f"{one.where}, {one.unreached[0]:g} times", "none", "", "", "nothing tried is as fast"))
     return Verdict(first.sentence, MarkdownTable([_HEADER, *rows]), list(named))
 
 

@@ -61,7 +61,7 @@ _MEASURED = 256
 # What the other command is for, in the words of both.
 _UNTRAINED = (
     "Nothing was trained here: `--tune true` fine-tunes all models alike first, after which another may lose least. "
-    "`mmod advise MODEL --images FOLDER` says the same as this from fewer images."
+    "`mmod advise MODEL --images FOLDER` compares the same from fewer images."
 )
 _TRAINED = (
     "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, which "

@@ -42,7 +42,7 @@ _GROUPS = 3
 COLUMNS: dict[str, Column] = {
     "name": ("model", ""),
     "front": ("front", ""),
-    "capacity": ("capacity", "g"),
+    "capacity": ("budget", "g"),
     "epochs": ("epochs", ""),
     "gflops": ("GFLOPs", ".4g"),
     "image_gflops": ("GFLOPs / image", ".4f"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,8 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     assert advice.rows[0].loss.value > 0
     assert advice.best is None
     slow = mmod.advise(make(), [pictures(8)], candidates=[stride], progress=False)
-    assert "Nothing tried pays within 2 points for batches of 8: keep the dense model." in str(slow)
-    assert "| single images             | dense  |                   |                    | nothing tried pays" in str(
-        slow
-    )
+    assert "Nothing tried is clearly faster and within 2 points for batches of 8: keep the dense model." in str(slow)
+    assert re.search(r"single images +\| dense +\| +\| +\| nothing tried is clearly faster", str(slow))
     assert slow._repr_markdown_() == str(slow)
     assert slow.code == ""
 
@@ -188,7 +187,8 @@ def test_what_the_images_leave_open_is_named() -> None:
         named = advice(*rows)
         assert (named.best.name if named.best else None) == best
         assert [row.name for row in named.undecided] == open_ones
-        assert ("| needs " in str(named.verdict)) == bool(open_ones)
+        # Beside a choice, what probably loses more is not worth a row.
+        assert ("| needs " in str(named.verdict)) == (bool(open_ones) and (best is None or open_ones != ["lower"]))
 
 
 def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_advice_says_from_which_size_on_gradual_pays(
     clock({"gradual 0.5": milliseconds})
     candidates = [Candidate(f"gradual {mean}", routing={"preset": "gradual", "mean": mean}) for mean in (0.5, 0.8)]
     advice = mmod.advise(make(), [pictures(2)], candidates=candidates, progress=False)
-    assert any("it pays for images of 196 tokens: at width 192" in fact for fact in advice.facts) == told
+    assert any("it breaks even where a dense pass takes 12 ms" in fact for fact in advice.facts) == told
 
 
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
