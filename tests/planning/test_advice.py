@@ -629,13 +629,12 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
     reaching = [row for row in advice.rows if 1.03 * row.speedup.median >= faster]
     if not reaching:
         assert advice.best is None
-        assert f"Nothing tried is {faster:g} times as fast" in advice.sentence
+        assert advice.sentence.startswith(f"Nothing tried is {faster:g} times as fast")
         assert "- Larger batches may be faster; without `faster`, more is tried." in str(advice)
         return
     assert advice.best is not None
     assert advice.best.loss.high == min(row.loss.high for row in reaching)
-    about = "" if advice.best.speedup.median >= faster else "about "
-    assert f"{about}{faster:g} times the speed" in advice.sentence
+    assert re.search(f"{faster:g} times (the speed|as fast)", advice.sentence)
 
 
 def test_a_wanted_speed_chooses_candidates_itself() -> None:

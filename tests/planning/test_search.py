@@ -206,7 +206,7 @@ def test_towers_of_clip_models() -> None:
         search = mmod.search_plan(model, [batch], 0.95, part=part, options=FEW)
         assert all(name in str(search) for name in search.names)
         assert search.plan.depth == len(search.names)
-    with pytest.raises(ValueError, match="name one"):
+    with pytest.raises(ValueError, match="name a part of this CLIP, one of image, text"):
         mmod.search_plan(model, [batch], 0.9)
 
 
@@ -317,7 +317,7 @@ def test_a_picture(tmp_path: Path) -> None:
         ({"router": "linear"}, "router 'linear' is learned"),
         ({"options": []}, "no options"),
         ({"options": [mmod.Option(0.5, "head")]}, "operator must be"),
-        ({"part": "text"}, "no part 'text'"),
+        ({"part": "text"}, "one of image; got 'text'"),
         ({"budget": "0.5"}, "budget must be a number in"),
         ({"budget": math.nan}, "budget must be a number in"),
         ({"rounds": "1"}, "rounds must be an integer of at least 0"),
