@@ -149,7 +149,7 @@ def test_importance_of_the_last_token_costs_one_query_and_is_for_language_models
         model = mmod.route_(make_joint("llava"), language=last.replace(router={"importance": importance}))
         costs.append(mmod.flops(model, mmod.Prompt(5, 9)).importance)
     assert costs[0] * 14 == costs[1]
-    with pytest.raises(ValueError, match="is no layer of a language model: remove router.importance='last_token'"):
+    with pytest.raises(ValueError, match=r"is no layer of a language model: remove router\.importance='last_token'"):
         mmod.route_(make_model("test_vit"), last)
 
 
