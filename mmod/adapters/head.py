@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import find_library
-from mmod.adapters.probe import first_that_runs, light_copy
+from mmod.adapters.probe import first_that_runs, light_copy, split_inputs
 from mmod.blocks import Arguments, TupleBlock, host_class, parameters_of
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
@@ -165,7 +165,8 @@ class _Trial:
             for other, module in self.model.get_submodule(prefix).named_children():
                 if other != child:
                     module.register_forward_pre_hook(self._note(f"{prefix}.{other}".strip(".")))
-        self.output = self.model(**inputs)
+        args, named = split_inputs(inputs)
+        self.output = self.model(*args, **named)
 
     def _pass_on(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run instead of each block: return its tokens, and keep them."""
@@ -202,8 +203,9 @@ class _Trial:
         one = {name: value[1:] for name, value in self.inputs.items()}
         pixels = next(iter(one))
         one[pixels] = torch.randn_like(one[pixels])
+        args, named = split_inputs(one)
         try:
-            actual = logits_of(head.run(self.model, {}, self.x[1:], (), one))
+            actual = logits_of(head.run(self.model, {}, self.x[1:], args, named))
         # A model may raise anything for tokens instead of what it embeds.
         except Exception:
             return False

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -211,16 +211,27 @@ def first_that_runs(
             raise
         # A model may raise anything for an input that it was not made for.
         except Exception as error:
-            shapes = [f"{name} {tuple(value.shape)}" for name, value in inputs.items() if isinstance(value, Tensor)]
+            titles = {name: "input" if _is_positional(name) else name for name in inputs}
+            shapes = [f"{titles[name]} {tuple(v.shape)}" for name, v in inputs.items() if isinstance(v, Tensor)]
             reasons.append(f"{', '.join(shapes)}: {error}")
     return None, "; ".join(reasons[:2]) or "nothing that it takes is known"
+
+
+def split_inputs(inputs: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return inputs as positional and named arguments of a model."""
+    named = {name: value for name, value in inputs.items() if not _is_positional(name)}
+    return tuple(value for name, value in inputs.items() if _is_positional(name)), named
+
+
+def _is_positional(name: str) -> bool:
+    return not name or name.isdigit()
 
 
 def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInputs:
     """Return what the first block gets in a call of a copy on two images.
 
     Args:
-        inputs: The arguments of the model by name.
+        inputs: Arguments by name, "" or numbers for those in order.
 
     Raises:
         ValueError: It gets no tokens.
@@ -231,8 +242,9 @@ def inputs_of_call(model: nn.Module, blocks: str, inputs: Arguments) -> BlockInp
     for name, module in dense.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             module.register_forward_hook(functools.partial(_keep_shape, projections, name))
+    args, named = split_inputs(inputs)
     with contextlib.suppress(_Reached), watch:
-        dense(**inputs)
+        dense(*args, **named)
     if not watch.calls:
         raise ValueError("the first block was not called")
     first = _inputs_of(watch.calls[0], blocks)
@@ -343,21 +355,15 @@ def runnable(tensor: Tensor) -> Tensor:
     return plain.float() if plain.is_floating_point() else plain
 
 
-def images_argument(model: nn.Module) -> str:
-    """Return the name by which a model takes images: one of its known names, or that of its first argument."""
-    names = parameters_of(model)
-    return next((name for name in (*PIXELS, *names) if name in names), "input")
-
-
 def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[dict[str, Any]]:
-    """Return inputs of two images that a model may take, by name, the likeliest first."""
+    """Return inputs of two images that a model may take, the likeliest first; "" is the first argument."""
     names = parameters_of(model)
-    pixels = images_argument(model)
-    if isinstance(example, (tuple, list)):
-        # What the model does not take gets a number for a name, which the model refuses.
-        example = dict(zip((*names, *map(str, range(len(example)))), example))
+    pixels = next((name for name in PIXELS if name in names), "")
     if example is not None:
-        yield _for_two_images(example if isinstance(example, Mapping) else {pixels: example}, pixels)
+        if isinstance(example, (tuple, list)):
+            example = {str(number): value for number, value in enumerate(example)}
+        values = example if isinstance(example, Mapping) else {pixels: example}
+        yield _for_two_images(values, [*names][:1])
         return
     if GRIDS in names:
         yield from _one_sequence(model, next(iter(names)))
@@ -380,13 +386,13 @@ def likely_inputs(model: nn.Module, example: Example | None = None) -> Iterator[
         yield {pixels: _draw(*image)}
 
 
-def _for_two_images(example: Arguments, pixels: str) -> dict[str, Any]:
+def _for_two_images(example: Arguments, names: Sequence[str]) -> dict[str, Any]:
     """Return an example for two images: other images, and what goes with those of the example.
 
     Args:
-        pixels: The argument of the model's forward that takes the images, if the example has it.
+        names: The argument of the model's forward that takes the images, if the example has it.
     """
-    first = next((name for name in (pixels, *example) if isinstance(example.get(name), Tensor)), None)
+    first = next((name for name in (*names, *example) if isinstance(example.get(name), Tensor)), None)
     if first is None:
         return dict(example)
     images = example[first]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
-from mmod.adapters.probe import PIXELS, images_argument, inputs_of_call
+from mmod.adapters.probe import PIXELS, inputs_of_call
 from mmod.blocks import Mixin, ModelHook, attach, convert, parameters_of
 from mmod.methods.base import Method, owner_of, register_method
 
@@ -73,12 +73,13 @@ class Resize(Method):
         name, options = _image_model(model, stack)
         blocks = stack.block_list.removeprefix(f"{name}.")
         inner = model.get_submodule(name)
+        pixels = next((pixels for pixels in PIXELS if pixels in parameters_of(inner)), "")
         projection: Any = None if stack.grid is None else stack.grid.module
         try:
             # A model that is being loaded is on the meta device.
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
                 images = torch.randn(2, projection.in_channels, *_height_and_width(self.size))
-                first = inputs_of_call(inner, blocks, {images_argument(inner): images, **options})
+                first = inputs_of_call(inner, blocks, {pixels: images, **options})
             tokens = first.x_BND.shape[1]
             reason = f"It makes {tokens} tokens of an image of size={self.size}, not {stack.prefix + patches}"
         # A host may raise anything for a size that it was not made for.

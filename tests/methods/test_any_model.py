@@ -257,3 +257,38 @@ def test_a_model_of_one_size_is_told_what_helps() -> None:
     small = nn.functional.interpolate(images, size=(32, 32), mode="bicubic", antialias=True)
     with torch.no_grad():
         assert torch.equal(model(images), undo_(model)(small))
+
+
+class AnyArguments(Resampling):
+    """A forward behind a decorator that shows no names."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs)
+
+
+class AnyInputs(Resampling):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return super().forward(*inputs)
+
+
+class OnlyPositional(Resampling):
+    def forward(self, x: Tensor, /) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model_class", [AnyArguments, AnyInputs, OnlyPositional])
+@torch.no_grad()
+def test_images_without_a_name_reach_the_blocks(model_class: type[OwnViT]) -> None:
+    torch.manual_seed(0)
+    model = model_class(lambda _: OwnBlock()).eval()
+    images = make_own_images(2)
+    small = nn.functional.interpolate(images, size=(32, 32), mode="bicubic", antialias=True)
+    dense, dense_small = model(images), model(small)
+    for example in (None, images, (images,)):
+        undo_(mmod.route_(model, "gradual", tokens=mmod.Tokens("stages", example=example)))
+    Resize(32).apply_(model)
+    assert torch.equal(model(images), dense_small)
+    undo_(model)
+    # A threshold of 1 that no image passes: the head runs on all images.
+    Exit(1.0, (2,)).apply_(model)
+    torch.testing.assert_close(model(images), dense)
