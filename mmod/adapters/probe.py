@@ -323,11 +323,12 @@ def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module
 
 def light_copy(model: nn.Module, block_list: nn.Module) -> Any:
     """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
-    weights = {id(tensor): runnable(tensor) for tensor in (*model.parameters(), *model.buffers())}
     # Those of the blocks are never used.
-    return copy_with(
-        model, weights | {id(tensor): tensor for tensor in (*block_list.parameters(), *block_list.buffers())}
-    )
+    tensors = {id(tensor): tensor for tensor in (*block_list.parameters(), *block_list.buffers())}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = runnable(tensor)
+    return copy_with(model, tensors)
 
 
 def copy_with(module: nn.Module, tensors: dict[int, Any]) -> Any:

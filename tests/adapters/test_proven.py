@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
+from mmod.adapters.probe import light_copy
 from mmod.adapters.proven import Proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
@@ -266,6 +267,22 @@ def test_a_trial_leaves_model_modes_and_random_numbers_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
     assert [module.training for module in model.modules()] == modes
     assert not calls
+
+
+def test_a_light_copy_converts_no_weight_inside_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("sdpa, registers").bfloat16()
+    converted: list[Tensor] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        converted.append(tensor)
+        return tensor.float()
+
+    monkeypatch.setattr("mmod.adapters.probe.runnable", noted)
+    clone = light_copy(model, model.stages)
+    inside = {id(weight) for weight in model.stages.parameters()}
+    assert {id(tensor) for tensor in converted} == {id(weight) for weight in model.parameters()} - inside
+    assert {weight.dtype for weight in clone.stages.parameters()} == {torch.bfloat16}
+    assert clone.patchify.weight.dtype == torch.float32
 
 
 def test_blocks_of_weights_that_begin_at_zero_are_tried_with_others() -> None:
