@@ -92,6 +92,9 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
 def resized(x_BNC: Tensor, grid: tuple[int, int], asked: tuple[int, int]) -> Tensor:
     """Interpolate a grid of logits or features (B, N, C), row by row, to other rows and columns.
 
+    Raises:
+        ValueError: The grid has another number of patches.
+
     Example:
         >>> import torch
         >>> resized(torch.arange(8.0).view(1, 8, 1), (2, 4), (4, 8)).shape
@@ -99,12 +102,14 @@ def resized(x_BNC: Tensor, grid: tuple[int, int], asked: tuple[int, int]) -> Ten
     """
     if grid == asked:
         return x_BNC
+    if math.prod(grid) != x_BNC.shape[1]:
+        raise ValueError(f"{x_BNC.shape[1]} outputs are no grid of {grid[0]} x {grid[1]} patches")
     x_BCHW = x_BNC.transpose(1, 2).unflatten(2, grid)
     return F.interpolate(x_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
 
 
-def resized_to_labels(x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
-    """Interpolate outputs for the square patches of images (B, C, H, W) to the patches that have labels.
+def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
+    """Interpolate a model's outputs for the patches of images (B, C, H, W) to the patches that have labels.
 
     Args:
         labels: Number of labels per image, one for each square of pixels.
@@ -114,7 +119,11 @@ def resized_to_labels(x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
         return x_BNC
     height, width = images.shape[-2:]
     asked = grid_of_squares(labels, height, width)
-    grid = grid_of_squares(outputs, height, width)
+    if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
+        grid: Grid | None = patch_grid(model, (height, width))
+    else:
+        # A model that shows no patches has square ones, as labels do.
+        grid = grid_of_squares(outputs, height, width)
     if asked is None or grid is None:
         raise ValueError(
             f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "

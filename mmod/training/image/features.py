@@ -86,7 +86,7 @@ def _features_of(
     kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
     if features.ndim == 3:
         # Half precision: patches of a set take hundreds of times the room of its images' heads.
-        features = resized_to_labels(features, images, labels.shape[1]).flatten(0, 1).half()
+        features = resized_to_labels(model, features, images, labels.shape[1]).flatten(0, 1).half()
     return Features(features.cpu(), labels.flatten(), kept.cpu())
 
 

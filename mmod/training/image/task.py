@@ -148,7 +148,7 @@ def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     if logits.ndim == 2:
         return logits
     logits = logits[:, getattr(model, "num_prefix_tokens", 0) :]
-    return resized_to_labels(logits, images, targets.shape[1]).flatten(0, 1)
+    return resized_to_labels(model, logits, images, targets.shape[1]).flatten(0, 1)
 
 
 def labelled(logits: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -130,6 +131,19 @@ def test_another_grid_is_interpolated(side: int, asked: int) -> None:
     assert side == 1 or (rising.diff(dim=0) >= 0).all()
     with pytest.raises(ValueError, match=f"{side**2} outputs for {asked**2 + 1} patches: grids that differ must both"):
         answers(Table(table), torch.zeros(1, 1, 1, 1), torch.zeros(1, asked**2 + 1).long())
+
+
+@torch.no_grad()
+def test_patches_that_are_not_square_keep_their_grid() -> None:
+    model = timm.create_model("vit_tiny_patch16_224", **{**ARGS, "patch_size": (4, 16), "dynamic_img_size": True})
+    images = torch.randn(2, 1, 32, 32)
+    # As many patches as 4 x 4 squares.
+    logits_BCHW = model(images).transpose(1, 2).unflatten(2, (8, 2))
+    expected = F.interpolate(logits_BCHW, size=(8, 8), mode="bilinear").flatten(2).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(answers(model.eval(), images, torch.zeros(2, 64).long()), expected)
+    model.patch_embed.dynamic_feat_size = lambda size: (3, 2)
+    with pytest.raises(ValueError, match="16 outputs are no grid of 3 x 2 patches"):
+        answers(model, images, torch.zeros(2, 64).long())
 
 
 @settings(max_examples=10, deadline=None)
