@@ -264,7 +264,7 @@ OUTSIDE: list[tuple[str | None, dict[str, Any], str]] = [
     (None, {"architecture": "hf-hub:timm/vit"}, "knows no model 'hf-hub:timm/vit'"),
     (None, {"architecture": "local-dir:/tmp"}, "knows no model 'local-dir:/tmp'"),
     (None, {"architecture": 3}, "architecture in a saved folder must be a string, got 3"),
-    (None, {"arguments": 3}, "arguments in a saved folder may not have 3"),
+    (None, {"arguments": 3}, "arguments in a saved folder must be a mapping, got 3"),
     (None, {"pretrained": True}, "is described by architecture, arguments, pretrained_cfg"),
     ("arguments", {"depth": "many"}, "saved with"),
     ("arguments", {"embed_dim": 1 << 14}, "do not fit"),

@@ -46,7 +46,9 @@ class Saving:
 
 def check_keys(group: str, values: object, allowed: Iterable[str]) -> None:
     """Raise a ValueError unless a section of a description is a mapping with allowed keys."""
-    unknown = sorted(set(values) - set(allowed)) if isinstance(values, Mapping) else [repr(values)]
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{group} in a saved folder must be a mapping, got {values!r}")
+    unknown = sorted(set(values) - set(allowed))
     if unknown:
         raise ValueError(f"{group} in a saved folder may not have {', '.join(unknown)}: models have no such option")
 
