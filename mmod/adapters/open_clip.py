@@ -56,7 +56,7 @@ def find_parts(model: Any) -> dict[str, Part]:
         text = getattr(model, "text", None)
         return {
             "image": lambda: _image_tower(model.visual).below("visual"),
-            "text": lambda: _text_tower(model) if text is None else _text_tower(text).below("text"),
+            "text": lambda: _text_tower(model) if text is None else _text_tower(text, "text"),
         }
     if isinstance(model, (transformer.VisionTransformer, TimmModel, clip_models.ModifiedResNet)):
         return {"image": functools.partial(_image_tower, model)}
@@ -81,8 +81,9 @@ def _image_tower(tower: Any) -> BlockStack:
     return dataclasses.replace(stack, class_token=True, host="open_clip", grid=grid)
 
 
-def _text_tower(tower: Any) -> BlockStack:
-    stack = _stack(tower, PROTECTED_IN_TEXT)
+def _text_tower(tower: Any, path: str = "") -> BlockStack:
+    # Messages about captions name the blocks as the full model does.
+    stack = _stack(tower, PROTECTED_IN_TEXT).below(path)
     # The embedding has number 0 in a pass of captions.
     captions = Span(stack.calls, ("the token embedding", *stack.names))
     hook = (tower.token_embedding, CaptionHook(tower, captions))

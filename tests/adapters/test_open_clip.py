@@ -229,6 +229,15 @@ def test_wrong_parts_leave_the_model_as_it_was(parts: dict[str, Any], error: typ
     assert type(model.token_embedding) is nn.Embedding
 
 
+@pytest.mark.parametrize("name", ["ViT-B-32", "custom-blocks", "coca_ViT-B-32"])
+def test_captions_know_the_names_of_blocks_in_the_full_model(name: str) -> None:
+    model = make_clip(name)
+    stack = mmod.adapters.find_stacks(model)["text"]
+    assert stack.captions is not None
+    _, *names = stack.captions.names
+    assert [model.get_submodule(block) for block in names] == list(stack.blocks)
+
+
 def test_wrong_use_says_what_is_wrong() -> None:
     model = mmod.route_(make_clip("ViT-B-32"), mmod.RoutingConfig())
     block = model.transformer.resblocks[1]
