@@ -115,7 +115,13 @@ def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
     windows = SequenceImages(calls, model) if proof.windows else None
     grid = None
     if proof.projection:
-        grid = GridSource(model.get_submodule(proof.projection), grid_of_map)
+        try:
+            projection = model.get_submodule(proof.projection)
+        except AttributeError as error:
+            raise ValueError(
+                f"this {type(model).__name__} has no module {proof.projection!r}, which the model that was saved had"
+            ) from error
+        grid = GridSource(projection, grid_of_map)
     return BlockStack(
         block_list=proof.blocks,
         blocks=tuple(block_list),

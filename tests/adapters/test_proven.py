@@ -225,7 +225,7 @@ def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
         mmod.load_pretrained(folder, model=narrow)
     assert [type(module) for module in narrow.modules()] == classes
     del narrow.patchify
-    with pytest.raises(AttributeError, match="OwnViT has no attribute `patchify`"):
+    with pytest.raises(ValueError, match="this OwnViT has no module 'patchify', which the model that was saved had"):
         mmod.load_pretrained(folder, model=narrow)
 
 
