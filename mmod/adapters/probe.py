@@ -271,11 +271,13 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         x, arguments = _as_batch(call)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise _NoTokens(
-            f"gets {got} for two images: blocks must get tokens (images, tokens, channels). Convolutions and windows "
-            "read every place of a map: smaller images make such a model cheaper, and mmod.methods.Channels() a ResNet "
-            "of timm"
-        )
+        advice = ""
+        if isinstance(x, Tensor) and x.ndim == 4:
+            advice = (
+                ". Convolutions and windows read every place of a map: smaller images make such a model cheaper, and "
+                "mmod.methods.Channels() a ResNet of timm"
+            )
+        raise _NoTokens(f"gets {got} for two images: blocks must get tokens (images, tokens, channels){advice}")
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
         raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")

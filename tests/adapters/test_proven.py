@@ -255,6 +255,21 @@ def test_a_stack_that_cannot_be_routed_is_refused_by_its_property(name: str) -> 
     assert not mmod.is_routed(model)
 
 
+class AllInRows(OwnViT):
+    """A model whose blocks get the tokens of all images as rows."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images).flatten(2).transpose(1, 2).flatten(0, 1)
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+def test_rows_of_all_images_are_no_map() -> None:
+    with pytest.raises(ValueError, match=r"gets a tensor \(1568, 32\) for two images: .* \(images, tokens, channels\)$"):
+        mmod.route_(AllInRows(lambda _: OwnBlock()), mmod.RoutingConfig())
+
+
 def test_a_trial_leaves_model_modes_and_random_numbers_alone() -> None:
     model = make("sdpa, registers").train()
     model.stages[2].eval()
