@@ -15,7 +15,7 @@ import transformers
 
 import mmod
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of
+from mmod.methods import Experts, Recursions, methods_of
 from mmod.methods.route import routing_configs
 from mmod.training.chat.model import router_parameters
 from tests.kit.cover import in_turn
@@ -298,7 +298,31 @@ def test_the_trainer_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     assert any(not torch.equal(weight, first[name]) for name, weight in model.state_dict().items() if "router" in name)
 
 
+# A method, and the one for what remains after layers are removed.
+CUT: dict[str, tuple[Any, Any]] = {
+    "some": (LINEAR_TEXT.replace(blocks=(1, 3)), LINEAR_TEXT.replace(blocks=(1,))),
+    "all": (LINEAR_TEXT.replace(blocks="all"), LINEAR_TEXT.replace(blocks="all")),
+    "experts": (Experts(experts=2), Experts(experts=2)),
+    "recursions": (Recursions(), Recursions(last=0)),
+}
 TEXT = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+@pytest.mark.parametrize("name", CUT)
+@torch.no_grad()
+def test_a_model_without_some_of_its_layers_is_not_saved_as_one_with_all(name: str, tmp_path: Path) -> None:
+    model: Any = mmod.apply_(make_language("llama", num_hidden_layers=6), CUT[name][0]).eval()
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers=6, so it would .* Call mmod\.undo_, set num_hidden_layers="
+    ):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    mmod.undo_(model)
+    model.config.num_hidden_layers = len(model.model.layers)
+    mmod.apply_(model, CUT[name][1]).eval()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(mmod.load_pretrained(tmp_path)(TEXT).logits, model(TEXT).logits)
 
 
 @torch.no_grad()

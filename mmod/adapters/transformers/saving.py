@@ -15,6 +15,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmod.adapters.saving import FORMAT_VERSION, KEY
 from mmod.adapters.tokens import proofs_of
@@ -43,6 +44,8 @@ REFUSAL = (
     "installed: its model was changed by mmod, and is no dense one"
 )
 CODE = "mmod_model"
+# The layers of a model, which its config counts; mixtures of experts and attention have lists of other modules.
+_LAYERS = (GradientCheckpointingLayer,)
 _SOURCE = '''"""Let the Auto classes of transformers open the model in this folder, which mmod changed."""
 
 from mmod.registry.transformers import auto_class as __getattr__
@@ -178,8 +181,29 @@ def describe(model: DescribedModel) -> dict[str, Any]:
             f"cannot save this {type(model).__name__} alone: the model around it determines the tokens that its routed "
             "layers may skip. Save the full model, or call mmod.unroute_ on that first"
         )
+    _check_depth(model)
     methods = [method.with_settings_of(model).to_dict() for method in model.mod_state]
     return {"version": FORMAT_VERSION, "methods": methods, "proofs": proofs_of(model)}
+
+
+def _check_depth(model: nn.Module) -> None:
+    """Raise a ValueError if layers were removed or added, so that the config describes another model."""
+    for name, layers in model.named_modules():
+        if not isinstance(layers, nn.ModuleList) or not any(isinstance(layer, _LAYERS) for layer in layers):
+            continue
+        config = getattr(model.get_submodule(name.rpartition(".")[0]), "config", None)
+        # A module that repeats layers stands for all that it replaces.
+        count = sum(layer.dense_blocks if isinstance(layer, Deciding) else 1 for layer in layers)
+        # A predictor behind an encoder, for one, has a field of its own.
+        settings = {} if config is None else vars(config)
+        fields = {key: value for key, value in settings.items() if key.endswith("num_hidden_layers")}
+        if fields and count not in fields.values():
+            wanted = fields.get("num_hidden_layers", count)
+            raise ValueError(
+                f"cannot save this {type(model).__name__}: {name} has {count} layers, and its config says "
+                f"num_hidden_layers={wanted}, so it would be built with others. Call mmod.undo_, set "
+                f"num_hidden_layers={count} in the config, and apply the methods again"
+            )
 
 
 def _described_config(config: Any, described: dict[str, Any]) -> Any:
