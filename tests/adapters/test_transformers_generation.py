@@ -230,6 +230,27 @@ def test_a_model_without_some_layers_caches_by_their_new_numbers(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("way", ["without the first", "fewer in the config", "repeated"])
+def test_layers_whose_numbers_fit_no_cache_are_refused(way: str, options: dict[str, Any]) -> None:
+    model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
+    text = cut_out(model, (0,) if way == "without the first" else (2,))
+    if way == "fewer in the config":
+        text.config.num_hidden_layers = len(text.layers)
+    if way == "repeated":
+        text.layers.append(copy.deepcopy(text.layers[1]))
+    for call in (lambda: generate(model, batch, **options), lambda: model(**batch)):
+        with pytest.raises(
+            ValueError, match=r"were cut out, moved or repeated.* attention, \d.*, do not fit a cache of \d.*use_cache"
+        ):
+            call()
+    expected = generate(model, batch, use_cache=False)
+    for number, layer in enumerate(text.layers):
+        layer.self_attn.layer_idx = number
+    assert torch.equal(generate(model, batch, **options), expected)
+
+
+@torch.no_grad()
 def test_cache_bytes_are_the_kept_share() -> None:
     capacities = (0.6, 0.25)
     config = mmod.RoutingConfig(router="linear", capacity=capacities, blocks=(1, 3))

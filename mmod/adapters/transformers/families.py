@@ -45,6 +45,12 @@ def is_recurrent(layer: nn.Module) -> bool:
     return hasattr(layer, "linear_attn")
 
 
+def number_of(layer: nn.Module) -> int:
+    """Return the number of a layer's keys and values, or of its state, in a cache."""
+    attention: Any = layer.linear_attn if is_recurrent(layer) else layer.self_attn
+    return int(attention.layer_idx)
+
+
 def reason_against(layer: nn.Module) -> str | None:
     """Return why a decoder layer cannot run on some of its tokens, or None if it can."""
     attention = layer._modules.get("self_attn")
@@ -74,6 +80,11 @@ def shares_keys(attention: nn.Module | None) -> bool:
     """Return whether attention passes keys and values to other layers, or gets theirs."""
     shared = getattr(getattr(attention, "config", None), "num_kv_shared_layers", 0)
     return bool(shared) and any(getattr(attention, name, False) for name in _SHARING)
+
+
+def gets_keys(layer: nn.Module) -> bool:
+    """Return whether a layer has no keys and values of its own in a cache, but gets those of another layer."""
+    return bool(getattr(layer._modules.get("self_attn"), "is_kv_shared_layer", False))
 
 
 def _treats_tokens_alone(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, has_chosen
+from mmod.adapters.transformers.families import gets_keys, number_of
 from mmod.adapters.transformers.generation import PromptPart, Running, refuse_training_mode
 from mmod.adapters.transformers.images import (
     IMAGE,
@@ -33,6 +34,7 @@ from mmod.adapters.transformers.structure import (
     read_prompt,
     read_structure,
     source_of,
+    uses_cache,
 )
 from mmod.adapters.transformers.tower import TowerImportance, TowerReader
 from mmod.adapters.transformers.vision import vision_part
@@ -129,11 +131,13 @@ class GroupHook(ModelHook):
     Args:
         entry: The hooked module, which takes `input_ids`.
         text: The module that holds the layers.
+        layers: Name of their list in it.
         plain: Rotary positions have one dimension.
     """
 
-    def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
+    def __init__(self, entry: nn.Module, text: nn.Module, layers: str, config: RoutingConfig, plain: bool) -> None:
         self.text = text
+        self.layers = layers
         self.config = config
         self.images = ImageTokens(entry.config)
         self.running = PerThread(Running)
@@ -250,6 +254,8 @@ class GroupHook(ModelHook):
         # A prefill may wait for the device, once.
         past = length if decodes else int(length)
         begun = decodes or bool(past)
+        if not decodes:
+            self._check_numbers(arguments, cache)
         if self.tokens == "all" and begun:
             self._check_causal(decodes)
         structure = read_structure(arguments, source, past, self.text.config)
@@ -401,6 +407,31 @@ class GroupHook(ModelHook):
             raise ValueError(
                 f"image tokens are cached or follow cached tokens, and {problem}: pass the full prompt at once, "
                 f"without past_key_values or prefill_chunk_size, or {advice}"
+            )
+
+    def _check_numbers(self, arguments: Arguments, cache: Any) -> None:
+        """Refuse a cache in which layers would not find their own keys and values, as after some were cut out."""
+        config: Any = self.text.config
+        if not uses_cache(arguments, config):
+            return
+        # The host runs no more layers than its config has, and makes a cache for as many.
+        layers = list(self.text.get_submodule(self.layers).children())[: config.num_hidden_layers]
+        numbers = [number_of(layer) for layer in layers if not gets_keys(layer)]
+        cached = config.num_hidden_layers
+        if cache is not None:
+            grows = getattr(cache, "layer_class_to_replicate", None) is not None
+            cached = max(numbers) + 1 if grows else len(getattr(cache, "layers", numbers))
+        kinds = list(getattr(config, "layer_types", None) or [""] * cached)[:cached]
+        fits = len(set(numbers)) == len(numbers) and max(numbers) < len(kinds)
+        # The host makes each kind of mask by the kind's first cache layer, and gives a layer that of its index.
+        fits = fits and {kinds.index(kind) for kind in kinds} <= set(numbers)
+        fits = fits and [kinds[number] for number in numbers] == kinds[: len(numbers)]
+        if not fits:
+            raise ValueError(
+                f"layers of this {type(self.text).__name__} were cut out, moved or repeated, and the numbers of their "
+                f"attention, {', '.join(map(str, numbers))}, do not fit a cache of {cached} layers. Number them from "
+                "0, as in `for number, layer in enumerate(text.layers): layer.self_attn.layer_idx = number`, with "
+                f"num_hidden_layers={len(layers)} in the config, or pass use_cache=False"
             )
 
     def _check_causal(self, decodes: bool) -> None:

@@ -44,7 +44,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
         read_text=read_text,
         reads_images=entry is not text or bool(ImageTokens(text.config).ids),
-        hooks=functools.partial(_hooks, model, owner, entry, rotary is not None),
+        hooks=functools.partial(_hooks, model, name, entry, rotary is not None),
     )
 
 
@@ -66,15 +66,17 @@ def _compact_rotary(text: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
 
 
 def _hooks(
-    model: nn.Module, owner: str, entry: nn.Module, is_plain: bool, routing: RoutingConfig
+    model: nn.Module, name: str, entry: nn.Module, is_plain: bool, routing: RoutingConfig
 ) -> list[tuple[nn.Module, ModelHook]]:
     """Return the hooks of a config, with their modules.
 
     Args:
+        name: Name of the list of layers.
         is_plain: Positions can be compact, see `_compact_rotary`.
     """
+    owner, _, layers = name.rpartition(".")
     text = model.get_submodule(owner)
-    groups = GroupHook(entry, text, routing, is_plain)
+    groups = GroupHook(entry, text, layers, routing, is_plain)
     needed: list[tuple[nn.Module, ModelHook]] = []
     if groups.tokens == "image" and routing.reads_attention(training=True):
         # Labels say where the answer begins, whose attention generation could not know.
