@@ -91,6 +91,15 @@ def test_text_decides_for_itself(name: str, method: str) -> None:
     assert decisions
 
 
+def test_compact_positions_are_embedded_once_for_all_layers_and_steps() -> None:
+    model = routed("llama", EVERYTHING["compact"].replace(blocks="all"))
+    calls: list[nn.Module] = []
+    model.model.rotary_emb.register_forward_hook(lambda module, args, output: calls.append(module))
+    generate(model, pad([list(range(3, 12)), list(range(3, 8))]), max_new_tokens=6, min_new_tokens=6)
+    # The host embeds the original positions of each of six passes.
+    assert len(calls) == 6 + 1
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("method", "side", "attention"),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mmod
-from mmod.adapters.transformers.layers import DecoderLayerCall
+from mmod.adapters.transformers.layers import CompactRotary
 from mmod.routing import Router, share_score
 from tests.kit.zoo import make_model
 
@@ -66,8 +66,10 @@ def test_a_shared_score_comes_to_its_reader() -> None:
     assert reader.score(torch.empty(2, 6, 8, device=FAR)).device == FAR
 
 
-def test_compact_positions_come_to_their_layer() -> None:
-    rotary = Elsewhere((torch.rand(2, 3, 4), torch.rand(2, 3, 4)))
-    call = DecoderLayerCall((), nn.Module(), compact=rotary)
-    rotary_parts = call._compact_positions(torch.empty(2, 6, 8, device=FAR), 3, None)["position_embeddings"]
+@pytest.mark.parametrize("kept", [0, torch.zeros(2, 1, dtype=torch.long, device=FAR)], ids=["all", "by sample"])
+@pytest.mark.parametrize("kind", ["default", "dynamic"])
+def test_compact_positions_come_to_their_layer(kind: str, kept: Any) -> None:
+    rotary = Elsewhere((torch.rand(1, 2048, 4), torch.rand(1, 2048, 4)))
+    rotary.rope_type = kind
+    rotary_parts = CompactRotary(rotary)(torch.empty(2, 6, 8, device=FAR), kept, 3, 0)
     assert all(part.device == FAR for part in rotary_parts)

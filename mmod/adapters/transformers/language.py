@@ -23,7 +23,7 @@ from mmod.adapters.transformers.families import (
 )
 from mmod.adapters.transformers.groups import GroupHook, LabelHook, MaskHook
 from mmod.adapters.transformers.images import ImageTokens
-from mmod.adapters.transformers.layers import DecoderLayerCall, RecurrentLayerCall
+from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
 from mmod.adapters.transformers.structure import read_text
 from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
@@ -59,10 +59,10 @@ def _keyword_entry(model: nn.Module, owner: str) -> nn.Module:
     return entry
 
 
-def _compact_rotary(text: nn.Module, layers: nn.ModuleList) -> nn.Module | None:
+def _compact_rotary(text: nn.Module, layers: nn.ModuleList) -> CompactRotary | None:
     """Return what embeds compact positions; None unless a position is one number, which only it reads."""
     plain = has_plain_positions(text) and not any(map(reads_positions, layers))
-    return text.get_submodule("rotary_emb") if plain else None
+    return CompactRotary(text.get_submodule("rotary_emb")) if plain else None
 
 
 def _hooks(
@@ -89,7 +89,7 @@ def _hooks(
 
 
 def _call_of(
-    layer: nn.Module, config: RoutingConfig | None, rotary: nn.Module | None, attending: Sequence[int]
+    layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None, attending: Sequence[int]
 ) -> DecoderLayerCall:
     """Return how transformers calls a layer.
 

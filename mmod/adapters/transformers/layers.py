@@ -44,7 +44,7 @@ class DecoderLayerCall(DecoderCall):
     Args:
         names: The layer's parameters after the tokens, in order.
         attention: Its attention, or linear attention, which says at any time the number of its cache layer.
-        compact: Makes rotary embeddings of compact positions; None for the original positions.
+        compact: Rotary embeddings of compact positions; None for the original positions.
         window: Size of the sliding window, or None.
         reads_positions: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
         projections: See `NamedArguments`.
@@ -54,7 +54,7 @@ class DecoderLayerCall(DecoderCall):
 
     names: tuple[str, ...]
     attention: Any
-    compact: nn.Module | None = None
+    compact: CompactRotary | None = None
     window: int | None = None
     reads_positions: bool = False
     projections: tuple[ProjectionName, ...] | None = None
@@ -354,13 +354,9 @@ class DecoderLayerCall(DecoderCall):
             )
 
     def _compact_positions(self, x_BND: Tensor, slots: int, cache: RoutedCacheLayer | None) -> dict[str, Any]:
-        """Return the rotary embeddings (1 or B, K, E) of the next slots, which count kept tokens alone."""
         assert self.compact is not None
-        before_B1 = 0 if cache is None else cache.kept_B1
-        position_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(x_BND.shape[0], -1)
-        # In a model on several devices, the module may be on another device than the layer.
-        embeddings = tuple(value.to(x_BND.device) for value in self.compact(x_BND, position_BK))
-        return {"position_embeddings": embeddings, "position_ids": None}
+        before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
+        return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}
 
     def _cache(self, arguments: Arguments) -> RoutedCacheLayer | None:
         """Return the layer's cache of kept tokens, or None before `open_cache`."""
@@ -391,3 +387,46 @@ class RecurrentLayerCall(DecoderLayerCall):
     def select_tokens(self, arguments: Arguments, x_BND: Tensor, routing: Routing | None) -> Arguments:
         """Return the arguments, which are those of all tokens."""
         return arguments
+
+
+# Frequencies of other rope types change with the length of the sequence.
+_FIXED = ("default", "linear", "llama3", "yarn")
+
+
+class CompactRotary:
+    """Rotary embeddings of a language model by compact position, computed once for all layers and steps."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        self.rotary = rotary
+        self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the tables out of copies and pickles."""
+        return {"rotary": self.rotary, "_tables": {}}
+
+    def __call__(self, x_BND: Tensor, before_B1: Tensor | int, slots: int, past: Tensor | int) -> tuple[Tensor, ...]:
+        """Return cosine and sine (1 or B, K, E) of the next compact positions."""
+        fixed = isinstance(past, int) and getattr(self.rotary, "rope_type", None) in _FIXED
+        if fixed and isinstance(before_B1, int) and not torch.compiler.is_compiling():
+            return tuple(table[:, before_B1 : before_B1 + slots] for table in self._table(x_BND, before_B1 + slots))
+        position_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(x_BND.shape[0], -1)
+        if fixed and not torch.compiler.is_compiling():
+            return tuple(table[0, position_BK] for table in self._table(x_BND, int(past) + slots))
+        return self._computed(x_BND, position_BK)
+
+    def _computed(self, like: Tensor, position_BK: Tensor) -> tuple[Tensor, ...]:
+        # In a model on several devices, the module may be on another device than the layer.
+        return tuple(value.to(like.device) for value in self.rotary(like, position_BK))
+
+    def _table(self, like: Tensor, length: int) -> tuple[Tensor, ...]:
+        """Return the embeddings of at least the first positions (1, length, E)."""
+        key = like.device, like.dtype
+        table = self._tables.get(key)
+        if table is None or table[0].shape[1] < length:
+            # Not as inference tensors, which could not be used in training.
+            with torch.inference_mode(False), torch.no_grad():
+                position_1L = torch.arange(1 << (max(length, 1024) - 1).bit_length(), device=like.device).unsqueeze(0)
+                table = self._computed(torch.empty(0, device=like.device, dtype=like.dtype), position_1L)
+            # Another thread may store a shorter table, so this call returns the local one.
+            self._tables[key] = table
+        return table
