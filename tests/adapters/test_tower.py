@@ -276,7 +276,7 @@ def test_models_and_calls_without_it_are_refused() -> None:
         mmod.route_(make_language("llama"), language=CONFIG)
     # A resampler mixes the patches of an image, and tiles leave out those of padding.
     for name, router in itertools.product(("aria", "llava-next"), (CONFIG.router, "duplicate")):
-        with pytest.raises(ValueError, match=r"image tokens that stand for squares of patches.* Choose another score"):
+        with pytest.raises(ValueError, match=r"squares of patches.* with model_type='.* Choose another score"):
             mmod.route_(make_joint(name), language=CONFIG.replace(router=router))
     model = make_joint("llava")
     with pytest.raises(ValueError, match="route with tokens='image'"):
@@ -290,6 +290,22 @@ def test_models_and_calls_without_it_are_refused() -> None:
     expected = model(**batch, pixel_values=pixels).logits
     model.model.vision_tower(pixels[:2])
     assert torch.equal(model(**batch, pixel_values=pixels).logits, expected)
+
+
+@pytest.mark.parametrize("router", [CONFIG.router, "duplicate"], ids=["importance", "pixels"])
+@torch.no_grad()
+def test_a_llava_of_ones_own_is_routed_as_llava(router: Any) -> None:
+    class OwnConfig(transformers.LlavaConfig):
+        model_type = "llava_of_ones_own"
+
+    logits = []
+    for config_class in (transformers.LlavaConfig, OwnConfig):
+        model: Any = make_joint("llava")
+        for module in (model, model.model):
+            module.config = config_class.from_dict(model.config.to_dict())
+        mmod.route_(model, language=CONFIG.replace(router=router))
+        logits.append(model(**prompt("llava", (1, 2))).logits)
+    assert torch.equal(*logits)
 
 
 def test_a_tower_whose_read_layer_is_routed_is_refused() -> None:

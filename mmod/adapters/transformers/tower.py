@@ -84,12 +84,14 @@ class TowerReader(ModelHook):
         self.option = option
         self.empty = empty
         self.stack = stack
-        if stack.rows is None and entry.config.model_type not in IN_SQUARES:
+        # A config of one's own, with a name of its own, is that of the class that it extends.
+        model_types = {getattr(kind, "model_type", None) for kind in type(entry.config).__mro__}
+        if stack.rows is None and model_types.isdisjoint(IN_SQUARES):
             raise ValueError(
                 f"{option} needs image tokens that stand for squares of patches, which is not known of a "
-                f"{type(entry).__name__}, but of towers that get patches as rows, as in Qwen-VL, and of "
-                f"{', '.join(IN_SQUARES)}. Choose another score, such as router='stride', which keeps evenly spread "
-                "tokens"
+                f"{type(entry).__name__} with model_type={entry.config.model_type!r}, but of towers that get patches "
+                f"as rows, as in Qwen-VL, and of configs with model_type {', '.join(IN_SQUARES)}, or of classes that "
+                "extend theirs. Choose another score, such as router='stride', which keeps evenly spread tokens"
             )
         self.noted: PerThread[list[Any]] = PerThread(list)
 
