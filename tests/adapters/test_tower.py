@@ -247,12 +247,39 @@ def test_frames_of_videos_have_the_importance_of_their_patches() -> None:
         model(**batch)
     for routing in trace.values():
         assert ((routing.score_BN > 0) == (batch["input_ids"] == VIDEO)).all()
-    pictures = prompt("qwen2-vl", (1, 1))
-    both = {name: pictures[name] for name in ("pixel_values", "image_grid_thw")}
-    for name, value in {"input_ids": IMAGE, "attention_mask": 1, "mm_token_type_ids": 1}.items():
-        both[name] = torch.cat([batch[name], torch.full((2, 9), value)], dim=1)
-    with pytest.raises(ValueError, match="reads images or videos: this call has both"):
-        model(**{**batch, **both})
+
+
+@pytest.mark.parametrize("router", [CONFIG.router, "duplicate"], ids=["importance", "pixels"])
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl", "video_llama_3"])
+@torch.no_grad()
+def test_images_and_videos_of_a_call_have_the_values_of_calls_of_their_own(name: str, router: Any) -> None:
+    model = mmod.route_(make_joint(name), language=CONFIG.replace(router=router))
+    films, pictures = video(name, (1, 1)), prompt(name, (1, 1))
+    # Half of the patches repeat the one before.
+    for batch, key in ((films, "pixel_values_videos"), (pictures, "pixel_values")):
+        batch[key][1::2] = batch[key][: 2 * (len(batch[key]) // 2) : 2]
+    by_token = [key for key, value in films.items() if value.shape == films["input_ids"].shape]
+    # A video comes before an image in the prompt, and behind it in the tower.
+    together = {**films, **pictures, **{key: torch.cat([films[key], pictures[key]], dim=1) for key in by_token}}
+    scores = []
+    for batch in (together, films, pictures):
+        with mmod.trace(model) as trace:
+            model(**batch)
+        scores.append(next(iter(trace.values())).score_BN)
+    places = films["input_ids"].shape[1]
+    for score_BN, batch, token in ((scores[1], films, VIDEO), (scores[2], pictures, IMAGE)):
+        assert score_BN[batch["input_ids"] == token].unique().numel() > 1
+    torch.testing.assert_close(scores[0][:, :places], scores[1])
+    torch.testing.assert_close(scores[0][:, places:], scores[2])
+
+
+@torch.no_grad()
+def test_a_tower_that_gets_no_rows_reads_images_or_videos() -> None:
+    model, batch = mmod.route_(make_joint("perception_lm"), language=CONFIG), prompt("perception_lm", (1, 1))
+    ids = batch["input_ids"]
+    twice = torch.cat([ids, ids.where(ids != IMAGE, model.config.video_token_id)], dim=1)
+    with pytest.raises(ValueError, match=r"this call has both. Pass them in calls of their own, or choose a score"):
+        model(input_ids=twice, pixel_values=batch["pixel_values"], pixel_values_videos=batch["pixel_values"])
 
 
 def test_scores_learn_from_it_under_checkpointing() -> None:

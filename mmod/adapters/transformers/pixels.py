@@ -62,7 +62,7 @@ class TowerPixels(TowerReader):
             self.noted.value += rows.pictures(given, arguments["grid_thw"], arguments.get("merge_sizes"))
 
     @torch.no_grad()
-    def _values(self, calls: list[tuple[Tensor, int]], tokens: int, name: str, arguments: Arguments) -> Tensor:
+    def _values(self, calls: list[tuple[Tensor, int]], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
         common = 0
         if self.stack.rows is None:
             common = side_of(sum(pixels_IRCHE.shape[:3].numel() for pixels_IRCHE, _ in calls), tokens)

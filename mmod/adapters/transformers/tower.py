@@ -135,18 +135,21 @@ class TowerReader(ModelHook):
             )
         if not calls:
             raise ValueError(f"{self.option} reads {self.stack.names[0]}, which did not process the {names[0]}s")
-        if len(names) > 1:
-            raise ValueError(f"{self.option} reads images or videos: this call has both")
-        image_BN = kind_BN == KINDS[names[0]]
-        value_T = self._values(calls, int(image_BN.sum()), names[0], arguments)
-        return scatter_values(value_T, image_BN, self.empty)
+        if len(names) > 1 and self.stack.rows is None:
+            raise ValueError(
+                f"{self.option} reads images or videos: this call has both. Pass them in calls of their own, or choose "
+                "a score that reads no pixels and no tower, such as router='stride'"
+            )
+        masks = [kind_BN == KINDS[name] for name in names]
+        value_T = self._values(calls, sum(int(mask_BN.sum()) for mask_BN in masks), names, arguments)
+        return scatter_values(value_T, masks, self.empty)
 
-    def _values(self, calls: list[Any], tokens: int, name: str, arguments: Arguments) -> Tensor:
-        """Return the value of each image token (T) from what was noted.
+    def _values(self, calls: list[Any], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
+        """Return the value of each image token (T) from what was noted, those of images before those of videos.
 
         Args:
             tokens: Image tokens in the prompts.
-            name: What they are of, "image" or "video".
+            names: What they are of, "image" or "video"; both only where the tower gets patches as rows.
             arguments: Arguments of the model that describe these.
         """
         raise NotImplementedError
@@ -174,19 +177,21 @@ def by_square(value_IRC: Tensor, side: int) -> Tensor:
     return squares.transpose(2, 3).reshape(-1, side**2)
 
 
-def scatter_values(value_T: Tensor, image_BN: Tensor, empty: float) -> Tensor:
+def scatter_values(value_T: Tensor, masks: list[Tensor], empty: float) -> Tensor:
     """Return the values of image tokens at the indices of these (B, N).
 
     Args:
-        value_T: Values of the tokens of all images.
-        image_BN: True at image tokens.
+        value_T: Values of the tokens of all images, those of each mask in turn.
+        masks: True at the tokens of images, and at those of videos (B, N).
         empty: The value of all other tokens.
     """
-    count = int(image_BN.sum())
-    if count != len(value_T):
-        raise ValueError(f"the images of this call have {len(value_T)} image tokens, the prompts have {count}")
-    value_BN = torch.full(image_BN.shape, empty, dtype=value_T.dtype, device=image_BN.device)
-    return value_BN.masked_scatter(image_BN, value_T.to(image_BN.device))
+    counts = [int(image_BN.sum()) for image_BN in masks]
+    if sum(counts) != len(value_T):
+        raise ValueError(f"the images of this call have {len(value_T)} image tokens, the prompts have {sum(counts)}")
+    value_BN = torch.full(masks[0].shape, empty, dtype=value_T.dtype, device=masks[0].device)
+    for image_BN, part_T in zip(masks, value_T.to(value_BN.device).split(counts), strict=True):
+        value_BN = value_BN.masked_scatter(image_BN, part_T)
+    return value_BN
 
 
 class TowerImportance(TowerReader):
@@ -225,18 +230,20 @@ class TowerImportance(TowerReader):
         convert(self.reads, TowerLayer, self.state, self.state.call.shell)
         remember(self.entry, self.stack)
 
-    def _values(self, calls: list[Tensor], tokens: int, name: str, arguments: Arguments) -> Tensor:
+    def _values(self, calls: list[Tensor], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
         if self.stack.rows is not None:
             value_Q = torch.cat([value.flatten() for value in calls])
-            sides = arguments.get(f"{name}_merge_sizes")
-            return _means_in_rows(value_Q, self.stack.rows, arguments[f"{name}_grid_thw"], sides)
+            grids = torch.cat([arguments[f"{name}_grid_thw"] for name in names])
+            given = [arguments.get(f"{name}_merge_sizes") for name in names]
+            sides = [side_I for side_I in given if side_I is not None]
+            return _means_in_rows(value_Q, self.stack.rows, grids, torch.cat(sides) if sides else None)
         # Images of several sizes may be one sequence, without prefix tokens.
         parts = [value if value.ndim == 1 else value[:, self.stack.prefix :] for value in calls]
         side = side_of(sum(part.numel() for part in parts), tokens)
         if side == 1:
             return torch.cat([part.flatten() for part in parts])
         value_IP = torch.cat(parts)
-        height, width = cast(Tensor, pixels_of(arguments, name)).shape[-2:]
+        height, width = cast(Tensor, pixels_of(arguments, names[0])).shape[-2:]
         rows = isqrt(value_IP.shape[1] * height // width)
         return by_square(value_IP.unflatten(1, (rows, -1)), side).mean(1)
 
