@@ -319,6 +319,30 @@ def test_models_and_calls_without_it_are_refused() -> None:
     assert torch.equal(model(**batch, pixel_values=pixels).logits, expected)
 
 
+@pytest.mark.parametrize(("tower", "strategy", "tokens"), [("clip", "full", 10), ("siglip", "default", 8)])
+@torch.no_grad()
+def test_image_tokens_are_all_that_a_strategy_selects(tower: str, strategy: str, tokens: int) -> None:
+    model: Any = make_llava(tower, "eager")
+    model.config.vision_feature_select_strategy = strategy
+    pixels = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(1))
+    # One patch repeats its left neighbour.
+    pixels[:, :, :4, 8:] = pixels[:, :, :4, 4:8]
+    ids = torch.tensor([[1, *[IMAGE] * tokens, 5, *[IMAGE] * tokens, 6]])
+    map_IHNN = model.model.vision_tower(pixels, output_attentions=True).attentions[2]
+    importance_IP = map_IHNN.mean(1)[:, 0] if tower == "clip" else map_IHNN.mean((1, 2))
+    # A class token has no pixels.
+    differs_IP = torch.ones(2, importance_IP.shape[1], dtype=torch.bool)
+    differs_IP[:, -7] = False
+    for router, expected_IP in ((CONFIG.router, importance_IP), ("duplicate", differs_IP)):
+        mmod.route_(model, language=CONFIG.replace(router=router))
+        with mmod.trace(model) as trace:
+            model(input_ids=ids, pixel_values=pixels)
+        score_IT = next(iter(trace.values())).score_BN[ids == IMAGE].view(2, tokens)
+        actual_IT = score_IT if router != "duplicate" else score_IT > 0
+        torch.testing.assert_close(actual_IT, expected_IP[:, -tokens:])
+        mmod.unroute_(model)
+
+
 @pytest.mark.parametrize("router", [CONFIG.router, "duplicate"], ids=["importance", "pixels"])
 @torch.no_grad()
 def test_a_llava_of_ones_own_is_routed_as_llava(router: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
@@ -64,13 +65,19 @@ class TowerPixels(TowerReader):
     @torch.no_grad()
     def _values(self, calls: list[tuple[Tensor, int]], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
         common = 0
+        # Tokens of each image that stand for a prefix token, whose value is that of tokens without pixels.
+        others = 0
         if self.stack.rows is None:
-            common = side_of(sum(pixels_IRCHE.shape[:3].numel() for pixels_IRCHE, _ in calls), tokens)
+            others = self.stack.prefix - self.first
+            images = sum(len(pixels_IRCHE) for pixels_IRCHE, _ in calls)
+            patches = sum(pixels_IRCHE.shape[:3].numel() for pixels_IRCHE, _ in calls)
+            common = side_of(patches, tokens - images * others)
         values = []
         for pixels_IRCHE, side in calls:
             frames = len(pixels_IRCHE) if side else 1
             score_IN, *_ = self.score.see(pixels_IRCHE, self.std, frames=frames, side=side or common)
-            values.append(by_square(score_IN.view(pixels_IRCHE.shape[:3]), side or common).amax(1))
+            value_T = by_square(score_IN.view(pixels_IRCHE.shape[:3]), side or common).amax(1)
+            values.append(F.pad(value_T.view(len(pixels_IRCHE), -1), (others, 0), value=FIRST).flatten())
         return torch.cat(values)
 
 

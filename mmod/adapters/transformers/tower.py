@@ -93,6 +93,9 @@ class TowerReader(ModelHook):
                 f"as rows, as in Qwen-VL, and of configs with model_type {', '.join(IN_SQUARES)}, or of classes that "
                 "extend theirs. Choose another score, such as router='stride', which keeps evenly spread tokens"
             )
+        # Features begin with all tokens of a tower, or without the first; else with the first patch.
+        strategy = getattr(entry.config, "vision_feature_select_strategy", None)
+        self.first = {"full": 0, "default": 1}.get(strategy, stack.prefix)
         self.noted: PerThread[list[Any]] = PerThread(list)
 
     @property
@@ -238,7 +241,7 @@ class TowerImportance(TowerReader):
             sides = [side_I for side_I in given if side_I is not None]
             return _means_in_rows(value_Q, self.stack.rows, grids, torch.cat(sides) if sides else None)
         # Images of several sizes may be one sequence, without prefix tokens.
-        parts = [value if value.ndim == 1 else value[:, self.stack.prefix :] for value in calls]
+        parts = [value if value.ndim == 1 else value[:, self.first :] for value in calls]
         side = side_of(sum(part.numel() for part in parts), tokens)
         if side == 1:
             return torch.cat([part.flatten() for part in parts])
