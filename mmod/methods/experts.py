@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, make_records, parameters_of
+from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, parameters_of
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -104,9 +104,18 @@ class Experts(Mixture):
 
     def slots_of(self, tokens: int) -> int:
         """Return the slots per expert; without a limit, the number that the balance loss aims at."""
+        return kept_count(tokens, self._share)
+
+    def slots_among(self, tokens_B: Tensor) -> Tensor:
+        """Return the slots per expert for numbers of tokens (B), as `slots_of` does."""
+        return (tokens_B * self._share.numerator // self._share.denominator).clamp(min=1)
+
+    @property
+    def _share(self) -> Fraction:
+        """Slots of an expert per token."""
         share = Fraction(self.experts, self.experts + self.idle) if self.capacity is None else str(self.capacity)
         # From its text, a capacity of 0.1 is a tenth exactly.
-        return kept_count(tokens, Fraction(share) / self.experts)
+        return Fraction(share) / self.experts
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks exist and have MLPs that receive complete images or texts."""
@@ -133,12 +142,12 @@ class Experts(Mixture):
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             # Copies were made before the MLP is converted, so that they are plain modules of the host.
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
-            convert(mlp, ExpertMlp, ExpertState(self, make_records()))
+            convert(mlp, ExpertMlp, ExpertState(self, PerThread(ExpertRecord)))
             mlp.router = router
             mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
             if attention and not stack.language:
-                attach(stack.blocks[index].get_submodule(attention), _CompleteImages(mlp))
+                attach(stack.blocks[index].get_submodule(attention), _SeenTokens(mlp.mod_state.records))
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
@@ -156,27 +165,39 @@ class Experts(Mixture):
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
 
 
-@dataclass(eq=False)
-class _CompleteImages(ModelHook):
-    """A forward pre-hook of the attention before experts, which refuses hidden tokens if they choose together.
+class ExpertRecord(Record):
+    """What one thread keeps of an `ExpertMlp`.
 
-    Args:
-        mlp: The MLP.
+    Attributes:
+        valid_BN: Which tokens the attention before the MLP let others see (B, N), until the MLP reads it; None for all.
     """
 
-    mlp: ExpertMlp
+    def __init__(self) -> None:
+        super().__init__()
+        self.valid_BN: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _SeenTokens(ModelHook):
+    """A forward pre-hook of an attention, after which an MLP of experts runs on the same tokens: reads its mask."""
+
+    records: PerThread[Record]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a mask that hides a token."""
+        """Read the mask."""
         named = {**dict(zip(parameters_of(module), args)), **kwargs}
         mask = next((named[name] for name in MASKS if name in named), None)
-        if mask is None or mask.ndim != 4 or mask.is_meta or not self.mlp.chooses_together(module.training):
-            return
-        if not bool(is_visible(mask).any(dim=1).any(dim=1).all()):
-            raise ValueError(
-                "experts choose among the tokens of an image, and those that a mask of this batch hides would take "
-                "their slots: pass images of one size, or apply the method with choice='tokens' and capacity=None"
-            )
+        record: Any = self.records.value
+        if mask is not None and mask.ndim == 4:
+            if args and args[0].shape[1] != mask.shape[-1]:
+                raise ValueError(
+                    "experts choose among kept tokens, and which of them are masked is unknown where these attend to "
+                    "all tokens: route with context='kept', or pass no attn_mask"
+                )
+            record.valid_BN = is_visible(mask).any(dim=1).any(dim=1)
+        elif record.valid_BN is not None:
+            # Left by a pass that failed.
+            record.valid_BN = None
 
 
 class ExpertState(NamedTuple):
@@ -213,11 +234,13 @@ class ExpertMlp(Added, Deciding):
         config = self.mod_state.config
         logit_BNJ = self.router(x_BND)
         prob_BNJ = logit_BNJ.softmax(dim=-1)
+        valid_BN = self._take_valid(x_BND)
         # In training too: there they learn to predict the choice that experts make together.
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
-            rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
+            slots_B = None if valid_BN is None else config.slots_among(valid_BN.sum(dim=1))
+            rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize, valid_BN, slots_B)
         else:
             check_counts("experts without slots", "the number of their tokens")
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
@@ -230,7 +253,7 @@ class ExpertMlp(Added, Deciding):
         if self.training:
             self.tell_of_frozen()
             if self.has_loss:
-                self.keep_loss([self._loss(prob_BNJ, logit_EBN, rows)], x_BND, logit_BNJ)
+                self.keep_loss([self._loss(prob_BNJ, logit_EBN, rows, valid_BN)], x_BND, logit_BNJ)
         return self._compute(x_BND, rows)
 
     def fill(self, device: torch.device) -> None:
@@ -267,9 +290,20 @@ class ExpertMlp(Added, Deciding):
         y = y * rows.gate_T.unsqueeze(1).to(y.dtype)
         return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, rows.row_T, y).view(*x_BND.shape[:2], -1)
 
-    def _loss(self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows) -> Tensor:
+    def _take_valid(self, x_BND: Tensor) -> Tensor | None:
+        """Return which tokens others may see (B, N); None for all."""
+        record: Any = self.record
+        if record.valid_BN is None:
+            return None
+        # Read once: the mask must not serve another call of the MLP.
+        valid_BN: Tensor = record.valid_BN
+        record.valid_BN = None
+        return valid_BN.expand(x_BND.shape[0], -1)
+
+    def _loss(self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows, valid_BN: Tensor | None) -> Tensor:
         config = self.mod_state.config
         if config.choice == "tokens":
-            return config.balance * balance_loss(prob_BNJ)
+            counted = prob_BNJ if valid_BN is None else prob_BNJ[valid_BN].unsqueeze(0)
+            return config.balance * balance_loss(counted)
         assert logit_EBN is not None
         return config.membership * choice_cross_entropy(logit_EBN, computed(rows, prob_BNJ))

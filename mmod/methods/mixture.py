@@ -135,6 +135,8 @@ def choose_tokens(
     slots: int,
     choice: str,
     normalize: bool = False,
+    valid_BN: Tensor | None = None,
+    slots_B: Tensor | None = None,
 ) -> ExpertRows:
     """Assign the tokens of every image to expert slots; ties go to the lower position.
 
@@ -142,6 +144,8 @@ def choose_tokens(
         prob_BNJ: Probabilities over all experts, idle ones last (B, N, J).
         slots: Slots of each expert in an image.
         normalize: Make the weights of a token sum to 1.
+        valid_BN: False at tokens that take no slot (B, N); None if all may.
+        slots_B: Slots of each expert in an image with such tokens, at most `slots` (B); the others stay empty.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -154,8 +158,12 @@ def choose_tokens(
     if choice == "tokens":
         # Tokens of other experts rank last, with weight 0.
         weight_EBN = torch.where(chosen_expert(prob_BNJ, experts), weight_EBN, 0.0)
-    index_EBK = best_first(weight_EBN, slots)
+    ranked_EBN = weight_EBN if valid_BN is None else weight_EBN.masked_fill(~valid_BN, -torch.inf)
+    index_EBK = best_first(ranked_EBN, slots)
+    # Weights and not ranks: tokens that may take no slot were ranked at -inf, which would weigh as NaN.
     gate_EBK = weight_EBN.gather(-1, index_EBK)
+    if slots_B is not None:
+        gate_EBK = gate_EBK * (torch.arange(slots, device=slots_B.device) < slots_B.unsqueeze(1))
     if normalize:
         total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
         gate_EBK = gate_EBK / total_EBN.expand_as(weight_EBN).gather(-1, index_EBK).clamp_min(1e-9)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.methods import Exit, Experts, Merge, Prune, Recursions
+from mmod.methods.mixture import choose_tokens
 from tests.kit.cover import in_turn
 
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.5, blocks=(1, 3))
@@ -25,7 +26,11 @@ METHODS: dict[str, list[Any]] = {
     "all": [LINEAR.replace(context="all")],
     "mlp": [LINEAR.replace(operator="mlp")],
     "gradual": [mmod.preset("gradual", depth=4)],
-    "experts": [Experts(experts=2, idle=1, capacity=None, choice="tokens")],
+    "experts": [Experts(experts=2, capacity=0.5)],
+    "tokens": [Experts(experts=2, idle=1, capacity=0.5, choice="tokens")],
+    "unlimited": [Experts(experts=2, idle=1, capacity=None, choice="tokens")],
+    "normalized": [Experts(experts=2, idle=1, capacity=1.0, normalize=True)],
+    "staged": [Experts(experts=2, capacity=0.5), LINEAR],
     "recursions": [Recursions(recursions=2)],
     "first keys": [Recursions(recursions=2, keys="first")],
     "depths": [Recursions(recursions=2, choice="tokens")],
@@ -93,12 +98,65 @@ def test_images_that_exit_leave_the_mask_to_the_others() -> None:
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("way", [{}, {"choice": "tokens", "idle": 1}], ids=str)
-@torch.no_grad()
-def test_experts_that_choose_together_refuse_hidden_tokens(way: dict[str, Any]) -> None:
-    model, (mask, _) = changed(Experts(experts=2, capacity=0.5, **way)), masked("keys")
-    images = torch.randn(2, 3, 160, 160)
-    with pytest.raises(ValueError, match=r"would take their slots.*capacity=None"):
+def test_experts_among_kept_tokens_that_attend_to_all_refuse_a_mask() -> None:
+    model = changed(Experts(experts=2, capacity=0.5), LINEAR.replace(context="all"))
+    images, mask = torch.randn(2, 3, 160, 160), masked("keys")[0]
+    with pytest.raises(ValueError, match="route with context='kept', or pass no attn_mask"):
         model(images, attn_mask=mask)
     model(images)
-    model(images, attn_mask=torch.ones_like(mask))
+    changed(Experts(experts=2, capacity=0.5), LINEAR)(images, attn_mask=mask)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("choice", ["topk", "tokens"])
+def test_masked_tokens_leave_the_slots_of_a_shorter_image(choice: str, normalize: bool) -> None:
+    prob_BNJ = torch.randn(3, 12, 4, dtype=torch.float64).softmax(-1)
+    valid_BN = torch.arange(12) < torch.tensor([[12], [8], [5]])
+    config = Experts(experts=3, idle=1, capacity=1.5, choice=choice, normalize=normalize)
+    slots = config.slots_among(valid_BN.sum(1))
+    rows = choose_tokens(prob_BNJ, 3, config.slots_of(12), choice, normalize, valid_BN, slots)
+    weight = torch.zeros(3, 36, dtype=torch.float64)
+    gates = rows.gate_T.split(rows.counts)
+    for expert, row_T in enumerate(rows.row_T.split(rows.counts)):
+        weight[expert].index_add_(0, row_T, gates[expert])
+    for image, length in enumerate((12, 8, 5)):
+        alone = choose_tokens(prob_BNJ[image : image + 1, :length], 3, config.slots_of(length), choice, normalize)
+        expected = torch.zeros(3, 12, dtype=torch.float64)
+        gates = alone.gate_T.split(alone.counts)
+        for expert, row_T in enumerate(alone.row_T.split(alone.counts)):
+            expected[expert].index_add_(0, row_T, gates[expert])
+        torch.testing.assert_close(weight.view(3, 3, 12)[:, image], expected)
+
+
+def test_the_balance_loss_counts_visible_tokens_only() -> None:
+    model = changed(Experts(experts=2, idle=1, capacity=None, choice="tokens")).train()
+    images, (mask, _) = torch.randn(2, 3, 160, 160), masked("keys")
+    losses = []
+    for x in (images, repainted(images)):
+        torch.manual_seed(0)
+        model(x, attn_mask=mask)
+        losses.append(mmod.auxiliary_loss(model))
+    torch.testing.assert_close(losses[0], losses[1], atol=1e-6, rtol=1e-5)
+
+
+def test_a_mask_does_not_outlive_its_pass() -> None:
+    model, images, (mask, _) = changed(Experts(experts=2, capacity=0.5)), torch.randn(2, 3, 160, 160), masked("keys")
+    expected = model(images)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].norm2.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(images, attn_mask=mask)
+    handle.remove()
+    assert torch.equal(model(images), expected)
+
+
+@torch.no_grad()
+def test_experts_compile_as_one_graph_with_a_mask() -> None:
+    model, images, (mask, _) = changed(Experts(experts=2, capacity=0.5)), torch.randn(2, 3, 160, 160), masked("keys")
+    expected = model(images, attn_mask=mask)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(images, attn_mask=mask), expected)
