@@ -113,12 +113,18 @@ class CompleteTexts(ModelHook):
                 "and with choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or "
                 "'tokens'"
             )
-        if text.is_packed or (self.fills and not bool(text.valid_BN.all())):
-            raise ValueError(
-                f"{self.kind} choose among the tokens of a row, but rows are "
-                f"{'packed with several samples' if text.is_packed else 'padded'}: pass one sample per row, all of one "
-                "length, or apply the method with choice='tokens'"
-            )
+        if text.is_packed:
+            _refuse_rows(self.kind, "packed with several samples", "one sample per row")
+        if self.fills and not bool(text.valid_BN.all()):
+            _refuse_rows(self.kind, "padded", "texts of one length")
+
+
+def _refuse_rows(choosers: str, state: str, valid: str) -> None:
+    """Raise a ValueError where tokens of a row cannot be chosen together."""
+    raise ValueError(
+        f"{choosers} choose among the tokens of a row, but rows are {state}: pass {valid}, or apply the method with "
+        "choice='tokens'"
+    )
 
 
 class ExpertRows(NamedTuple):
