@@ -182,7 +182,7 @@ def test_flops_count_the_first_frame_as_whole() -> None:
 def test_what_has_no_frame_before_it_is_refused() -> None:
     with pytest.raises(ValueError, match="remove router='temporal', which compares frames of videos"):
         mmod.route_(make_model("test_vit"), VIDEOS)
-    with pytest.raises(ValueError, match=r"this model gets none: set router\.images=True"):
+    with pytest.raises(ValueError, match=r"or set router\.images=True"):
         mmod.route_(make_joint("llava"), language=VIDEOS)
     with pytest.raises(ValueError, match=r"route with language=\{'tokens': 'image'\}"):
         mmod.route_(make_language("llama"), IMAGES)
