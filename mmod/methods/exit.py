@@ -182,8 +182,9 @@ class ExitCall(StackCall):
             remaining = self.total if self.index_B is None else self.index_B.shape[0]
             if number <= self.last_block or (self.last_block >= 0 and x_BND.shape[0] != remaining):
                 raise RuntimeError(
-                    "a block of an early-exit model got other images than the running call of the model has left, as "
-                    "from a hook: call the model itself on a second batch, which keeps their images apart"
+                    "a block of an early-exit model got other images than the running call of the model has left, or "
+                    "ran twice or after a later one: call the model itself on a second batch, as in a hook, which "
+                    "keeps their images apart, and run each block once, in the order of the model"
                 )
             self.last_block = number
         if self.index_B is None:

@@ -76,6 +76,9 @@ def test_a_second_batch_in_the_blocks_of_a_running_call_is_refused() -> None:
         model(images)
     handle.remove()
     assert torch.equal(model(images), expected)
+    model.blocks[1], model.blocks[2] = model.blocks[2], model.blocks[1]
+    with pytest.raises(RuntimeError, match=r"twice or after a later one: .*, and run each block once, in the order"):
+        model(images)
 
 
 @torch.no_grad()
