@@ -72,7 +72,7 @@ def test_onnx_runtime_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_data_dependent_shapes_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{REFUSED[name]}: .* depends on the data"):
+    with pytest.raises(ValueError, match=f"{REFUSED[name]}.* depends on the data"):
         torch.export.export(EVERY[name](), (images(2),), dynamic_shapes=sizes(), strict=False)
 
 
@@ -143,5 +143,5 @@ def test_quantized_decoders_are_changed_in_either_order(name: str) -> None:
 def test_recursions_of_single_tokens_are_not_exported(choice: str) -> None:
     model = mmod.apply_(make_language("llama", num_hidden_layers=4), Recursions(choice=choice)).eval()
     words = {"input_ids": torch.tensor([[3, 1, 4, 1, 5]]), "use_cache": False}
-    with pytest.raises(ValueError, match=r"recursions of single tokens cannot be exported: .* depends on the data"):
+    with pytest.raises(ValueError, match=r"recursions of single tokens cannot be exported.* depends on the data"):
         torch.export.export(model, (), words, strict=False)
