@@ -218,6 +218,9 @@ def learn_capacity_(model: nn.Module, budget: float, example: Tensor, *, rate: f
     """
     check_value("budget", budget, float, "(0, 1)")
     check_value("rate", rate, float, "(0, inf)")
+    check_value("example", example, Tensor)
+    if example.ndim != 4:
+        raise ValueError(f"example must be a batch of images (B, C, H, W), got {tuple(example.shape)}")
     config, _ = _routed_part(model)
     routers = _routers(model, config)
     # Capacity 0 needs tokens that are always kept, such as a class token.

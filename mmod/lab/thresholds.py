@@ -65,10 +65,12 @@ def calibrate_thresholds(
         torch.Size([1, 1000])
     """
     check_value("budget", budget, float, "(0, 1)")
-    if not isinstance(images, Tensor) or images.ndim != 4:
+    if not isinstance(images, Tensor):
         raise TypeError(
             f"images must be one tensor (B, C, H, W), got {type(images).__name__}: join batches by torch.cat"
         )
+    if images.ndim != 4:
+        raise ValueError(f"images must be (B, C, H, W), got {tuple(images.shape)}")
     check_finite("images", images)
     _, stack = dense_part(model, "image")
     shape = preset(config) if isinstance(config, str) else config

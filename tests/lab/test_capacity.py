@@ -178,6 +178,8 @@ def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
         (LINEAR, {"budget": 1.5}, r"budget must be a number in \(0, 1\)"),
         (LINEAR, {"budget": 0.001}, r"budget must be in \(0\.\d+, 1\.\d+\)"),
         (LINEAR, {"rate": 0.0}, "rate must be"),
+        (LINEAR, {"example": None}, "example must be a Tensor, got None"),
+        (LINEAR, {"example": torch.rand(3, 32, 32)}, r"\(B, C, H, W\), got \(3, 32, 32\)"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(config: mmod.RoutingConfig, options: dict[str, Any], message: str) -> None:

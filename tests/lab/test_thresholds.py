@@ -211,5 +211,5 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         calibrate_thresholds(model, [images], 0.7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="images must be finite"):
         calibrate_thresholds(model, images / 0, 0.7)
-    with pytest.raises(TypeError, match=r"images must be one tensor \(B, C, H, W\), got"):
+    with pytest.raises(ValueError, match=r"images must be \(B, C, H, W\), got \(3, 80, 80\)"):
         calibrate_thresholds(model, images[0], 0.7)
