@@ -14,6 +14,7 @@ from mmod.audits.generation import Generation
 from mmod.audits.result import Audit
 from mmod.io.files import open_rows, parse_json, read_text
 from mmod.plain import from_plain
+from mmod.values import check_value
 
 _STUDIES = ("tradeoff.json", "isoflop.json")
 _AUDIT = "audit/audit.json"
@@ -98,7 +99,7 @@ def read_sources(folders: Sequence[Path]) -> Sources:
             )
         sources.studies.extend(map(_read_study, sorted(studies)))
         sources.audits.extend(_read_audit(path, folder) for path in audits)
-        sources.runs.extend(RunRecord(_run_name(path.parent, folder), _read_table(path)) for path in runs)
+        sources.runs.extend(RunRecord(_run_name(path.parent, folder), _read_run(path)) for path in runs)
     return Sources(_numbered(sources.studies), _numbered(sources.audits), _numbered(sources.runs))
 
 
@@ -165,6 +166,24 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
+
+
+def _read_run(path: Path) -> list[dict[str, Any]]:
+    try:
+        rows = _read_table(path)
+        # Training writes the table where it has rows.
+        if not rows:
+            raise ValueError("it is empty")
+        for row in rows:
+            for name in ("step", "data", "block", "kept"):
+                if row[name] is None:
+                    raise ValueError(f"{name} is empty")
+            check_value("step", int(row["step"]), int, "[0, inf)")
+            for name in set(row) - {"step", "data", "block"}:
+                check_value(name, row[name], float | None)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{str(path)!r} holds no figures of routers ({type(error).__name__}: {error})") from error
+    return rows
 
 
 def _run_name(run: Path, root: Path) -> str:

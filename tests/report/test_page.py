@@ -208,6 +208,27 @@ def test_routers_of_a_long_run_stay_few(tmp_path: Path) -> None:
     assert health_chart(RunRecord("none", [])) is None
 
 
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        ("", "it is empty"),
+        ("step,data,block,kept\n", "it is empty"),
+        ("step,data,block,kept\n1,train,a,nan\n", "kept must be a finite number"),
+        ("step,data,block,kept\n1,train,a,\n", "kept is empty"),
+        ("step,data,block,kept\n1,train,a\n", "kept is empty"),
+        ("step,data,block,kept,gate\n1,train,a,0.5,high\n", "gate must be "),
+        ("step,data,block\n1,train,a\n", "KeyError: 'kept'"),
+        ("step,kept\n1,0.5\n", "KeyError: 'data'"),
+        (",data,block,kept\n,train,a,0.5\n", "KeyError: 'step'"),
+        ("step,data,block,kept\n1,train,a,0.5,7\n", "TypeError"),
+    ],
+)
+def test_routers_without_figures_are_refused_by_their_file(table: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "routers.csv").write_text(table)
+    with pytest.raises(ValueError, match=rf"routers\.csv' holds no figures of routers \(.*{reason}"):
+        read_sources([tmp_path])
+
+
 def test_what_holds_nothing_or_something_else_is_refused(folders: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="neither a study"):
         read_sources([tmp_path])
