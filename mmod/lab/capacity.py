@@ -42,7 +42,6 @@ class LearnedCapacity(nn.Module):
     """
 
     costs_LG: Tensor
-    room: Tensor
 
     def __init__(
         self,
@@ -50,14 +49,15 @@ class LearnedCapacity(nn.Module):
         fixed: float,
         budget: float,
         rate: float,
-        options: Sequence[Sequence[float]] = (),
+        options: Sequence[Sequence[float]],
     ) -> None:
         super().__init__()
         self.rate = rate
         self.options = options
         self.offsets = nn.Parameter(torch.zeros(len(costs)))
         self.register_buffer("costs_LG", torch.tensor(costs))
-        self.register_buffer("room", torch.tensor(budget - fixed))
+        self.room = budget - fixed
+        self._solved: tuple[list[float], float] | None = None
         self._chosen: tuple[list[float], list[Fraction]] | None = None
         least = sum(row[0] for row in costs) + fixed
         most = sum(row[-1] for row in costs) + fixed
@@ -75,7 +75,7 @@ class LearnedCapacity(nn.Module):
     def forward(self) -> Tensor:
         """Return the capacities (L), differentiable by the offsets."""
         offset_L = self.rate * self.offsets
-        level = self._level(offset_L.detach().double().cpu().numpy())
+        level = self._level()
         share_L = torch.sigmoid(offset_L + level)
         slope_L = self._slopes(share_L.detach())
         # The level falls as an offset rises, so the total cost is constant: `shift` is 0 and carries that gradient.
@@ -90,7 +90,7 @@ class LearnedCapacity(nn.Module):
         offsets = self.offsets.tolist()
         if self._chosen is None or self._chosen[0] != offsets:
             # The tolerance covers rounding: the budget is a share of a sum.
-            room = float(self.room) + 1e-9
+            room = self.room + 1e-9
             with torch.no_grad():
                 learned: list[float] = self().tolist()
             # Capacities below the grid are made too expensive to be chosen.
@@ -108,10 +108,16 @@ class LearnedCapacity(nn.Module):
         place_L1 = (share_L * steps).long().clamp(max=steps - 1)[:, None]
         return self.costs_LG.diff(dim=1).gather(1, place_L1)[:, 0]
 
-    def _level(self, offset_L: np.ndarray[Any, Any]) -> float:
-        """Return the level at which the costs equal the budget, by bisection."""
+    def _level(self) -> float:
+        """Return the level at which the costs equal the budget; every block of a pass asks for it."""
+        offsets = self.offsets.tolist()
+        if self._solved is None or self._solved[0] != offsets:
+            self._solved = offsets, self._solve(self.rate * np.array(offsets))
+        return self._solved[1]
+
+    def _solve(self, offset_L: np.ndarray[Any, Any]) -> float:
+        """Solve for the level by bisection."""
         table = self.costs_LG.double().cpu().numpy()
-        room = float(self.room)
         grid = np.linspace(0, 1, table.shape[1])
         # Beyond 40 the sigmoid is 0 or 1 in float32, whatever the offset.
         low = -40 - offset_L.max()
@@ -121,7 +127,7 @@ class LearnedCapacity(nn.Module):
             middle = (low + high) / 2
             share_L = 1 / (1 + np.exp(-(offset_L + middle)))
             spent = sum(np.interp(share, grid, row) for share, row in zip(share_L, table))
-            if spent < room:
+            if spent < self.room:
                 low = middle
             else:
                 high = middle

@@ -40,8 +40,8 @@ def numbers(seed: int, *shape: int) -> Tensor:
 
 
 def learner(costs: list[list[float]], budget: float, offsets: Tensor | None = None, rate: float = 1.0) -> Any:
-    module = LearnedCapacity(costs, 0.0, budget, rate).double()
-    module.costs_LG, module.room = torch.tensor(costs, dtype=torch.float64), torch.tensor(budget, dtype=torch.float64)
+    module = LearnedCapacity(costs, 0.0, budget, rate, options=[]).double()
+    module.costs_LG = torch.tensor(costs, dtype=torch.float64)
     if offsets is not None:
         module.offsets.data = offsets.double()
     return module
@@ -160,6 +160,25 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
     assert len(set(plan.capacity)) > 1
     mmod.save_pretrained(model, tmp_path / "saved")
     assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), expected)
+
+
+def test_a_pass_solves_for_the_level_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, learned, images = learning_model(MODELS[0], LINEAR)
+    solved: list[float] = []
+    solve = LearnedCapacity._solve
+
+    def count(module: LearnedCapacity, offset_L: Any) -> float:
+        solved.append(solve(module, offset_L))
+        return solved[-1]
+
+    monkeypatch.setattr(LearnedCapacity, "_solve", count)
+    for passes in (1, 2):
+        learned.offsets.data = numbers(passes, len(learned.offsets)).float()
+        model(images)
+        assert len(solved) == passes
+    with torch.no_grad():
+        model.eval()(images)
+    assert len(solved) == 2
 
 
 def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
