@@ -87,6 +87,9 @@ class LearnedCapacity(nn.Module):
 
     def chosen(self) -> list[Fraction]:
         """Return the capacities of the nearest plan within the budget, in hundredths."""
+        if self.offsets.is_meta and self._chosen is not None:
+            # A copy for counts of FLOPs, without values.
+            return self._chosen[1]
         offsets = self.offsets.tolist()
         if self._chosen is None or self._chosen[0] != offsets:
             # The tolerance covers rounding: the budget is a share of a sum.
@@ -100,6 +103,11 @@ class LearnedCapacity(nn.Module):
             # The plan of least squared distance, by the solver that plans use.
             self._chosen = offsets, [HUNDREDTHS[index] for index in best_choices(losses, costs, room)]
         return self._chosen[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies hold, with the plan of the offsets: copies on the meta device cannot choose one."""
+        self.chosen()
+        return vars(self)
 
     def _slopes(self, share_L: Tensor) -> Tensor:
         """Return the slope of cost over capacity, up to a factor (L)."""

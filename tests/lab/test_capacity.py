@@ -181,6 +181,16 @@ def test_a_pass_solves_for_the_level_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(solved) == 2
 
 
+def test_flops_are_those_of_the_nearest_plan_while_capacities_are_learned() -> None:
+    model, learned, images = learning_model(MODELS[0], LINEAR)
+    size = tuple(images.shape[1:])
+    assert 0.5 < mmod.flops(model, size).share <= 0.6 + 1e-6
+    learned.offsets.data = numbers(3, len(learned.offsets)).float()
+    report = mmod.flops(model, size)
+    settle_capacity_(model)
+    assert mmod.flops(model, size) == report
+
+
 def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
     model, _, images = learning_model(MODELS[0], LINEAR)
     routed = mmod.route_(make_model(MODELS[0]), LINEAR)
