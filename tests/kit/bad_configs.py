@@ -226,6 +226,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TextConfig, {"elastic": True, "routing": RANDOM, "grad_checkpointing": True}, "with grad_checkpointing"),
     (TextConfig, {"model": {"config": LLAMA, "pretrained": True}}, "no published weights read bytes"),
     (TextConfig, {"model": {}}, "give model.config"),
+    (TextConfig, {"model": {"config": {"hidden_size": 8}}}, "model.config needs a model_type, got hidden_size"),
     (TextConfig, {"routing": {"router": "nope"}}, "nope"),
 ]
 """Config, values by key, and what the message says."""

@@ -13,7 +13,10 @@ from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.records import record_config
 from mmod.opening.language import config_of
 from mmod.opening.weights import find_weights
+from mmod.plain import from_plain
 from mmod.training import TrainConfig
+from mmod.training.chat.config import TrainConfig as ChatConfig
+from mmod.training.text.config import TrainConfig as TextConfig
 from tests.kit.bad_configs import (
     KINDS,
     NAN,
@@ -76,6 +79,16 @@ def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:
     record = TrainConfig.from_dict(KINDS[TrainConfig]).to_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
     assert record_config(tmp_path, record, file="config.yaml", kind="a run")
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"])
+@pytest.mark.parametrize("value", [0, -4, 1.5])
+def test_sizes_of_language_models_are_checked_before_they_are_built(name: str, value: Any) -> None:
+    for kind, part in ((TextConfig, {}), (ChatConfig, {"text_config": {}})):
+        described = {"model_type": "llama", **({"text_config": {name: value}} if part else {name: value})}
+        model = {"config": described, **({"processor": "words"} if part else {})}
+        with pytest.raises((TypeError, ValueError), match=rf"{name} must be an integer.*, got {value!r}"):
+            from_plain(kind, {"output": "run", "model": model})
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import model_folder
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import RunConfig, check_described
 from mmod.values import Checked, check_value
 
 TOWERS = ("image", "projector", "language")
@@ -83,6 +83,7 @@ class ModelConfig(Checked, group="model"):
             raise ValueError(f"model.processor_args are those of a saved processor, not of {self.processor!r}")
         if self.config is None:
             return
+        check_described(self.config)
         foreign = sorted(set(self.args) - set(WITHOUT_WEIGHTS))
         if foreign:
             known = " and ".join(WITHOUT_WEIGHTS)

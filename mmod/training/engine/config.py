@@ -17,10 +17,29 @@ from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.plain import from_plain
 from mmod.training.engine.groups import DistributedConfig, EmaConfig, OptimConfig, ScheduleConfig, TeacherConfig
-from mmod.values import Checked, check_fields, refuse_unknown
+from mmod.values import Checked, check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
     from mmod.methods.base import Method
+
+_SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
+    f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
+}
+
+
+def check_described(fields: Mapping[str, object]) -> None:
+    """Raise unless fields of a transformers config name a model type, and sizes that are integers of at least 1."""
+    _check_sizes(fields, "model.config")
+    if not isinstance(fields.get("model_type"), str):
+        raise ValueError(f"model.config needs a model_type, got {', '.join(fields) or 'nothing'}")
+
+
+def _check_sizes(fields: Mapping[str, object], name: str) -> None:
+    for key, value in fields.items():
+        if isinstance(value, Mapping):
+            _check_sizes(value, f"{name}.{key}")
+        elif key in _SIZES:
+            check_value(f"{name}.{key}", value, int | None, "[1, inf)")
 
 
 @dataclass(frozen=True, kw_only=True)

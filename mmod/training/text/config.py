@@ -10,7 +10,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mmod.data.config import TextConfig
-from mmod.training.engine.config import LoopConfig, StartConfig
+from mmod.training.engine.config import LoopConfig, StartConfig, check_described
 
 BYTES = 256
 """Vocabulary of a model of bytes."""
@@ -35,7 +35,9 @@ class ModelConfig(StartConfig):
             raise ValueError(
                 f"no published weights read bytes: set model.checkpoint, not model.pretrained={self.pretrained!r}"
             )
-        if self.config is None and self.checkpoint is None:
+        if self.config is not None:
+            check_described(self.config)
+        elif self.checkpoint is None:
             raise ValueError("give model.config, fields of a transformers config, or model.checkpoint")
 
 
