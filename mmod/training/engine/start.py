@@ -88,9 +88,9 @@ def begin(
     kind: LoopKind, process: Process, streams: Streams | None = None
 ) -> tuple[nn.Module, nn.Module | None, Streams]:
     """Create the model, the teacher and the batches that a run begins with, after the checks that need neither."""
+    # Before the model is made, which may take minutes.
+    check_schedule(kind, process.world)
     if streams is None:
-        # Before the model is made, which may take minutes.
-        check_schedule(kind, process.world)
         check_files(kind.config.data)
     # As rank 0 in all processes, so that all draw the same new weights.
     seed_draws(kind.config.seed, 0, 0)

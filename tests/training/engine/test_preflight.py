@@ -13,10 +13,11 @@ from mmod.cli import main
 from mmod.data.labels import Classes
 from mmod.training import TrainConfig, fit
 from mmod.training.chat.preflight import check_words
+from mmod.training.engine.groups import ScheduleConfig
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.image.preflight import check_outputs
 from mmod.training.kinds import config_class, kind_of
-from tests.kit.engine_worker import MODEL
+from tests.kit.engine_worker import MODEL, run, tiny_config
 from tests.kit.sets import SETS
 
 IMAGES: dict[str, Any] = {
@@ -66,6 +67,11 @@ def test_a_rate_that_a_small_batch_scaled_below_its_bounds_names_the_batch(tmp_p
     refused(tmp_path, fields, match)
     for advised in ({"optim": {"lr": 1e-3}}, {"schedule": {**fields["schedule"], key: 0.0}}):
         kind_of(TrainConfig.from_dict({**IMAGES, **fields, **advised, "output": "run"})).check_schedule()
+
+
+def test_a_rate_below_its_bounds_is_refused_with_batches_of_a_caller_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at most the learning rate"):
+        run(tiny_config(output=tmp_path / "run", optim={"lr": 1e-5}, schedule=ScheduleConfig(min_lr=1e-4)))
 
 
 @pytest.mark.parametrize(
