@@ -158,6 +158,11 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     ),
     (TrainConfig, {"elastic": ELASTIC, "routing": {**QUARTER, "training_only": True}}, "has training_only: true"),
     (TrainConfig, {"training_only_epochs": 2, "routing": RANDOM}, "needs methods for training alone"),
+    (
+        TrainConfig,
+        {"training_only_epochs": 4, "epochs": 3, "routing": {**RANDOM, "training_only": True}},
+        "training_only_epochs must be an integer in [1, 3], got 4",
+    ),
     (TrainConfig, {"methods": PRUNE, "routing": {"capacity": 0.5}}, "'routing' cannot follow 'prune'"),
     (TrainConfig, {"methods": PRUNE, "grad_checkpointing": True}, "grad_checkpointing"),
     (TrainConfig, {"distributed.kind": "fsdp", "precision": "fp16"}, "'fsdp' takes neither precision 'fp16'"),

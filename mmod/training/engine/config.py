@@ -253,11 +253,13 @@ class LoopConfig(RunConfig):
             )
         if self.trained is not None and (not self.routings or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
-        if self.training_only_epochs is not None and not any(method.training_only for method in self.applied):
-            raise ValueError(
-                "training_only_epochs needs methods for training alone: set routing.training_only or that of a method "
-                "to true, or training_only_epochs to null"
-            )
+        if self.training_only_epochs is not None:
+            check_value("training_only_epochs", self.training_only_epochs, int, f"[1, {self.epochs}]")
+            if not any(method.training_only for method in self.applied):
+                raise ValueError(
+                    "training_only_epochs needs methods for training alone: set routing.training_only or that of a "
+                    "method to true, or training_only_epochs to null"
+                )
         reading = any(config.wants_importance(training=True) for config in self.routings.values())
         if self.distributed.sharded and self.compile and self.grad_checkpointing and reading:
             raise ValueError(
