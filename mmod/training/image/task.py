@@ -134,7 +134,10 @@ def _final_tokens(model: nn.Module) -> Callable[[], Tensor]:
     def keep(norm: nn.Module, inputs: object, output: Tensor) -> None:
         tokens["last"] = output
 
-    model.get_submodule("norm").register_forward_hook(keep)
+    norm = getattr(model, "norm", None)
+    if not isinstance(norm, nn.Module):
+        raise ValueError(f"this {type(model).__name__} has no final `norm`, whose tokens distill.features compares")
+    norm.register_forward_hook(keep)
     return lambda: tokens.pop("last")
 
 

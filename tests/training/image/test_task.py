@@ -69,3 +69,8 @@ def test_features_are_compared_token_by_token(batch: tuple[Tensor, Tensor], pool
     torch.testing.assert_close(parts["loss"], parts["task"] + parts["distillation"] + parts["features"])
     parts["features"].backward()
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in student.parameters())
+
+
+def test_features_of_a_model_without_a_final_norm_are_refused() -> None:
+    with pytest.raises(ValueError, match="this Linear has no final `norm`"):
+        ClassificationTask(nn.Linear(2, 2), nn.CrossEntropyLoss(), teacher=tiny(), feature_weight=1.0)
