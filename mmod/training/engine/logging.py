@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -73,21 +74,21 @@ class TensorBoard:
     """TensorBoard's writer; a no-op without a folder. What an interrupted run wrote after `step` is hidden."""
 
     def __init__(self, folder: Path | None, step: int) -> None:
-        self._folder = folder
-        self._step = step
         self._writer: SummaryWriter | None = None
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write scalars by name."""
-        if self._folder is None:
-            return
-        if self._writer is None:
+        self._open: Callable[[], SummaryWriter] | None = None
+        if folder is not None:
             with name_missing_extra():
                 from torch.utils.tensorboard import SummaryWriter
             # Opened with the first figures: a start that fails leaves no file behind.
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._step)
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._open = functools.partial(SummaryWriter, str(folder), purge_step=step)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write scalars by name."""
+        if self._writer is None and self._open is not None:
+            self._writer = self._open()
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close the files."""

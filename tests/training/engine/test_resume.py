@@ -166,6 +166,15 @@ def test_a_start_that_fails_leaves_the_folder_to_another(tmp_path: Path, changes
     assert run(tiny_config(output=tmp_path / "run", epochs=1)).steps == 6
 
 
+def test_a_missing_tensorboard_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    steps: list[int] = []
+    config = tiny_config(output=tmp_path / "run", epochs=1, tensorboard=True)
+    with pytest.raises(ImportError, match="tensorboard"):
+        run(config, after_step=lambda step: steps.append(step.done))
+    assert not steps
+
+
 class TestCheckpoints:
     """What lies in `checkpoints/` of a run that was interrupted."""
 
