@@ -62,14 +62,22 @@ class ScheduleConfig(Checked, group="schedule"):
     def check_rate(self, optim: OptimConfig, step_samples: int) -> None:
         """Raise a ValueError if the learning rate for so many samples per step is below that of warm-up or end."""
         rate = optim.rate(step_samples)
-        lowest = 0.0 if self.sched in ("constant", "none") else self.min_lr
-        highest = max(lowest, self.warmup_lr if self.warmup_epochs else 0.0)
-        if highest > rate:
-            # The user may never have written the rate that is compared, so the message says where it comes from.
+        bounds = {} if self.sched in ("constant", "none") else {"min_lr": self.min_lr}
+        if self.warmup_epochs:
+            bounds["warmup_lr"] = self.warmup_lr
+        for name, bound in bounds.items():
+            if bound <= rate:
+                continue
+            scaled = ""
+            advice = f"schedule.{name} to 0"
+            if optim.lr_per is not None:
+                # The user never wrote the rate that is compared, so the message says where it comes from.
+                scaled = f": optim.lr={optim.lr:g} is for optim.lr_per={optim.lr_per} samples a step, and a step has "
+                scaled += f"{step_samples}"
+                if bound <= optim.lr:
+                    advice = f"optim.lr_per to null to train at optim.lr={optim.lr:g}, or {advice}"
             raise ValueError(
-                f"schedule.min_lr and warmup_lr must be at most the learning rate, got {highest:g} and {rate:g}: "
-                f"optim.lr={optim.lr:g}, optim.lr_per={optim.lr_per} and a step has {step_samples} samples. Set "
-                "optim.lr_per to null, or the bounds to 0"
+                f"schedule.{name} must be at most the learning rate, {rate:g}, got {bound:g}{scaled}. Set {advice}"
             )
 
 

@@ -61,8 +61,9 @@ def test_a_rate_that_a_small_batch_scaled_below_its_bounds_names_the_batch(tmp_p
         "schedule": {key: 1e-4, "warmup_epochs": int(key == "warmup_lr")},
     }
     match = (
-        r"min_lr and warmup_lr must be at most the learning rate, got 0\.0001 and 1\.5625e-05: optim\.lr=0\.001, "
-        r"optim\.lr_per=4096 and a step has 64 samples\. Set optim\.lr_per to null, or the bounds to 0"
+        rf"schedule\.{key} must be at most the learning rate, 1\.5625e-05, got 0\.0001: optim\.lr=0\.001 is for "
+        rf"optim\.lr_per=4096 samples a step, and a step has 64\. Set optim\.lr_per to null to train at "
+        rf"optim\.lr=0\.001, or schedule\.{key} to 0$"
     )
     refused(tmp_path, fields, match)
     for advised in ({"optim": {"lr": 1e-3}}, {"schedule": {**fields["schedule"], key: 0.0}}):
@@ -70,7 +71,7 @@ def test_a_rate_that_a_small_batch_scaled_below_its_bounds_names_the_batch(tmp_p
 
 
 def test_a_rate_below_its_bounds_is_refused_with_batches_of_a_caller_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at most the learning rate"):
+    with pytest.raises(ValueError, match=r"min_lr must be .* 1e-05, got 0\.0001\. Set schedule\.min_lr to 0$"):
         run(tiny_config(output=tmp_path / "run", optim={"lr": 1e-5}, schedule=ScheduleConfig(min_lr=1e-4)))
 
 
