@@ -8,18 +8,24 @@ from itertools import chain
 from typing import Any
 
 import torch
-from timm.optim import Muon, create_optimizer_v2
+from timm.optim import Muon, create_optimizer_v2, list_optimizers
 from timm.optim import muon as timm_muon
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
+from mmod.names import near_names
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.groups import OptimConfig
 
 
 def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:
     """Create timm's optimiser with its parameter groups."""
+    names = [str(name) for name in list_optimizers()]
+    # The part before an underscore names a wrapper of timm's, such as lookahead.
+    if config.opt.lower().split("_")[-1] not in names:
+        hint = near_names(config.opt, names, "timm.optim.list_optimizers()")
+        raise ValueError(f"timm knows no optimiser {config.opt!r}; {hint}")
     try:
         optimizer: torch.optim.Optimizer = create_optimizer_v2(
             model,
@@ -30,7 +36,9 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
             **config.args,
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"timm has no optimiser of optim.opt={config.opt!r} and these optim.args: {error}") from error
+        raise ValueError(
+            f"timm cannot make the optimiser {config.opt!r} with optim.args {config.args}: {error}"
+        ) from error
     # timm scales layers by groups: one scale for all means that it found no layers.
     scales = {group.get("lr_scale", 1.0) for group in optimizer.param_groups}
     if config.layer_decay not in (None, 1.0) and len(scales) == 1:

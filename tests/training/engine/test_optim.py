@@ -59,3 +59,8 @@ def test_a_decay_by_layer_that_would_change_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer_decay=0\.5 would change nothing: timm finds no layers in CLIP"):
         create_optimizer(config, clip)
     create_optimizer(replace(config, layer_decay=1.0), clip)
+
+
+def test_arguments_that_do_not_fit_are_named_with_their_optimiser() -> None:
+    with pytest.raises(ValueError, match=r"cannot make the optimiser 'adamw' with optim\.args \{'betas': 3\}: "):
+        create_optimizer(OptimConfig("adamw", args={"betas": 3}), timm.create_model("test_vit"))

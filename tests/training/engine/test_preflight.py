@@ -143,7 +143,7 @@ def test_unknown_words_are_noted_when_few_and_refused_when_many(recwarn: pytest.
     ("group", "message"),
     [
         ("model.args", "timm cannot build 'vit_tiny_patch16_224' with model.args "),
-        ("optim.args", "and these optim.args: "),
+        ("optim.args", "timm cannot make the optimiser 'adamw' with optim.args "),
     ],
 )
 def test_a_misspelt_argument_of_the_host_is_one_line(

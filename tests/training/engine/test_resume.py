@@ -153,7 +153,7 @@ def test_a_lock_is_not_inherited_by_a_forked_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"optim": {"opt": "adamww"}}, "timm has no optimiser of optim.opt='adamww'"),
+        ({"optim": {"opt": "adamww"}}, "timm knows no optimiser 'adamww'; near ones: adamw"),
         ({"args": {"num_classes": 3}}, "labels run from 0 to 3"),
         ({"model": {"checkpoint": "nowhere"}}, "no checkpoint at 'nowhere'"),
         ({"device": "gpu"}, "device must be 'auto', 'cpu', 'cuda' .*, got 'gpu'"),
