@@ -85,8 +85,8 @@ class RouterHealth:
             since, count = step, 0
         self._streaks[block] = reason, since, count + 1
         if reason is not None and count + 1 == _PATIENCE:
-            says, advice = _COLLAPSES[reason]
-            warnings.warn(f"the router of {block} has collapsed: since step {since} {says}. {advice}", stacklevel=3)
+            says = f"the router of {block} has collapsed: since step {since} {_SAYS[reason]}"
+            warnings.warn(f"{says}. {_advice(reason, config)}", stacklevel=3)
 
 
 def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gradient_BN: Tensor) -> None:
@@ -211,29 +211,13 @@ _CONSTANT = 1e-5
 _SAME = 0.95
 _ALL = 0.95
 _NOTHING = 0.01
-_FLAT = (
-    "router='attention' needs no training, losses={'importance': 1.0} teaches a score what attention finds, a smaller "
-    "losses.membership makes it less firm, and router='stride' keeps fixed positions at no cost."
-)
-_COLLAPSES = {
-    "scores": ("its scores are the same for all tokens, so that positions decide", _FLAT),
-    "positions": ("it keeps the same positions in every image of a batch, as a fixed pattern would", _FLAT),
-    "all": (
-        "it keeps nearly all tokens that it may skip, so that little is saved",
-        # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
-        "Raise select.threshold; losses={'capacity': 1.0} pulls the share to the capacity, losses.load alone may not.",
-    ),
-    "nothing": (
-        "it keeps hardly any of the tokens that it may skip",
-        "Lower select.threshold, or set losses={'capacity': 1.0}; select.min_tokens keeps a few in any case.",
-    ),
-    "gradient": (
-        "no score has a gradient, so that it does not learn",
-        "Set gate to 'tanh', 'sigmoid' or 'linear', or losses such as {'importance': 1.0}, or leave the block out of "
-        "blocks.",
-    ),
+_SAYS = {
+    "scores": "its scores are the same for all tokens, so that positions decide",
+    "positions": "it keeps the same positions in every image of a batch, as a fixed pattern would",
+    "all": "it keeps nearly all tokens that it may skip, so that little is saved",
+    "nothing": "it keeps hardly any of the tokens that it may skip",
+    "gradient": "no score has a gradient, so that it does not learn",
 }
-"""What is said of a collapse, and what to do, by its reason."""
 
 
 def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str | None:
@@ -247,3 +231,32 @@ def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str |
     if isinstance(config.select, Threshold) and load is not None and not _NOTHING < load < _ALL:
         return "all" if load >= _ALL else "nothing"
     return "positions" if reads and same is not None and same >= _SAME else None
+
+
+def _advice(reason: str, config: RoutingConfig) -> str:
+    """Return what to do about a collapse; only routers that learn take losses."""
+    learns = config.router.learns
+    if reason == "all":
+        # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
+        pull = "; losses={'capacity': 1.0} pulls the share to the capacity, losses.load alone may not"
+        return f"Raise select.threshold{pull if learns else ''}."
+    if reason == "nothing":
+        pull = ", or set losses={'capacity': 1.0}" if learns else ""
+        return f"Lower select.threshold{pull}; select.min_tokens keeps a few in any case."
+    if reason == "gradient":
+        if config.gate.weighs:
+            why = "Nothing reads what its gate weighs: leave the block out of blocks"
+        else:
+            gate = f"gate={config.gate.name!r} of scale {config.gate.scale:g}"
+            why = f"{gate} sends none: set 'tanh', 'sigmoid' or 'linear' of another scale than 0"
+        return f"{why}, or set losses such as {{'importance': 1.0}}."
+    if not learns:
+        return (
+            f"router={config.router.name!r} does not tell these tokens apart: try another score, or router='stride', "
+            "which keeps fixed positions at no cost."
+        )
+    lower = " A smaller losses.membership makes it less firm." if "membership" in config.losses else ""
+    return (
+        "losses={'importance': 1.0} teaches it what attention finds, router='attention' needs no training, and "
+        f"router='stride' keeps fixed positions at no cost.{lower}"
+    )

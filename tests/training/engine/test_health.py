@@ -16,7 +16,7 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import DecoderRouter, Router, assign_groups
-from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, logged_figures, rows_of_logs
+from mmod.training.engine.health import FIGURES, RouterHealth, _advice, figures_of, logged_figures, rows_of_logs
 from tests.kit.engine_worker import run, tiny_config
 
 STEPS = 5
@@ -72,8 +72,8 @@ LOAD_ALONE = {"select": mmod.Threshold(0.5), "gate": "sigmoid", "losses": {"load
         (routed(high, **LOAD_ALONE), "keeps nearly all tokens", r"losses\.load alone may not"),
         (routed(high, **STEP, gate="step"), "keeps nearly all tokens", r"Raise select\.threshold"),
         (routed(high, select=mmod.Threshold(0.99)), "keeps hardly any", r"Lower select\.threshold"),
-        (routed(content, gate="identity"), "no score has a gradient", "Set gate to 'tanh', 'sigmoid'"),
-        (routed(content, gate=mmod.Gate("tanh", 0.0)), "no score has a gradient", "losses such as"),
+        (routed(content, gate="identity"), "no score has a gradient", "gate='identity' .*: set 'tanh', 'sigmoid'"),
+        (routed(content, gate=mmod.Gate("tanh", 0.0)), "no score has a gradient", "gate='tanh' of scale 0"),
     ],
 )
 def test_a_planted_collapse_is_told_once_for_each_block(config: mmod.RoutingConfig, says: str, advises: str) -> None:
@@ -84,6 +84,14 @@ def test_a_planted_collapse_is_told_once_for_each_block(config: mmod.RoutingConf
         assert text.startswith(f"the router of {name} has collapsed: since step 1 ")
         assert says in text
         assert re.search(advises, text)
+
+
+@pytest.mark.parametrize("reason", ["scores", "positions", "all", "nothing"])
+@pytest.mark.parametrize("router", ["attention", "norm"])
+def test_routers_that_do_not_learn_are_not_told_to_set_losses(router: str, reason: str) -> None:
+    advice = _advice(reason, routed(router, select=mmod.Threshold(0.5)))
+    assert "losses" not in advice
+    assert "router='attention' needs" not in advice
 
 
 @pytest.mark.parametrize(
