@@ -135,6 +135,8 @@ class _Trainer:
         self.wrapped = self.parallel.wrap(self.task)
 
         self.steps_per_epoch = config.steps_of_epoch(train.steps_per_epoch)
+        if not self.steps_per_epoch:
+            raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
         self.optimizer = create_optimizer(config.optim, self.model, self.step_samples)
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")

@@ -75,6 +75,11 @@ def test_a_rate_below_its_bounds_is_refused_with_batches_of_a_caller_too(tmp_pat
         run(tiny_config(output=tmp_path / "run", optim={"lr": 1e-5}, schedule=ScheduleConfig(min_lr=1e-4)))
 
 
+def test_batches_of_a_caller_are_refused_where_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gives no batch of 64 samples"):
+        run(tiny_config(output=tmp_path / "none", batch_size=64))
+
+
 @pytest.mark.parametrize(
     ("kind", "data", "match"),
     [
