@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from mmod.data.labels import Classes
 from mmod.data.loader import check_files
 from mmod.io.tensors import some_keys
 from mmod.methods import Method, methods_of
@@ -20,6 +22,7 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import LoopKind, Streams, device_of, seed_draws
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.engine.run_folder import check_recorded
 
 Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
 """From a dense model and the dense weights of a checkpoint to weights by the model's names and in its shapes."""
@@ -95,7 +98,13 @@ def begin(
     # As rank 0 in all processes, so that all draw the same new weights.
     seed_draws(kind.config.seed, 0, 0)
     model, teacher = create_models(kind)
-    return model, teacher, streams or kind.create_streams(process, model)
+    if streams is None:
+        return model, teacher, kind.create_streams(process, model)
+    # Streams of a caller may name no classes; those of a kind compare them themselves.
+    classes: Classes | None = getattr(streams[0], "classes", None)
+    if classes is not None:
+        check_recorded(Path(kind.config.output), classes.numbers)
+    return model, teacher, streams
 
 
 class _Unfilled(TorchFunctionMode):

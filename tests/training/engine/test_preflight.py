@@ -17,7 +17,7 @@ from mmod.training.engine.groups import ScheduleConfig
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.image.preflight import check_outputs
 from mmod.training.kinds import config_class, kind_of
-from tests.kit.engine_worker import MODEL, run, tiny_config
+from tests.kit.engine_worker import MODEL, TensorStream, run, tiny_config
 from tests.kit.sets import SETS
 
 IMAGES: dict[str, Any] = {
@@ -78,6 +78,18 @@ def test_a_rate_below_its_bounds_is_refused_with_batches_of_a_caller_too(tmp_pat
 def test_batches_of_a_caller_are_refused_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="gives no batch of 64 samples"):
         run(tiny_config(output=tmp_path / "none", batch_size=64))
+
+
+def test_classes_of_a_callers_batches_are_those_that_the_run_records(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    train = TensorStream(8, seed=0)
+    streams: Any = train, TensorStream(8, seed=None)
+    train.classes = Classes({"a": 0, "b": 1, "c": 2, "d": 3}, given=False)  # type: ignore[attr-defined]
+    fit(config, streams=streams, progress=False)
+    (tmp_path / "run" / "result.json").unlink()
+    train.classes = Classes({"a": 0, "b": 1, "c": 2, "e": 3}, given=False)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"records other classes .*\(gone: d; new: e\)"):
+        fit(config, streams=streams, progress=False)
 
 
 @pytest.mark.parametrize(
