@@ -163,9 +163,16 @@ class _Trainer:
         return self._finish(*self.evaluated)
 
     def _bar(self) -> Bar:
-        """Return a bar over the samples of all epochs."""
+        """Return a bar over the samples of all epochs, and say what no epoch reads."""
+        stream = self.train_stream
         batch_samples = self.config.data.batch_size * self.process.world
-        batches = min(self.steps_per_epoch * self.config.accumulate, self.train_stream.steps_per_epoch)
+        batches = min(self.steps_per_epoch * self.config.accumulate, stream.steps_per_epoch)
+        # Also those batches that `epoch_steps` leaves to later epochs.
+        in_batches = stream.steps_per_epoch * batch_samples
+        # Streams of a caller may not say how many samples they have.
+        available = getattr(stream, "num_samples", in_batches)
+        if available > in_batches and self.progress:
+            note(f"each epoch leaves out {available - in_batches:,} of {available:,} samples, which fill no batch")
         return progress_bar(
             total=self.epochs * batches * batch_samples,
             initial=self.epoch * batches * batch_samples + self._done * self.step_samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import shutil
@@ -61,6 +62,31 @@ def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
     assert str(result.average) in epochs[5]
     assert fit(config, progress=False).reused
     assert not lines_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "steps", "seen", "whole"),
+    [
+        (64, 1, None, 256, 256),
+        (60, 3, None, 240, 240),
+        (200, 1, None, 200, 200),
+        (60, 1, 2, 120, 240),
+    ],
+)
+def test_an_epoch_says_how_many_samples_it_leaves_out(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    batch_size: int,
+    accumulate: int,
+    steps: int | None,
+    seen: int,
+    whole: int,
+) -> None:
+    config = digits_config(tmp_path / "run", epochs=1, accumulate=accumulate, epoch_steps=steps)
+    fit(replace(config, data=replace(config.data, batch_size=batch_size)))
+    *told, line = itertools.takewhile(lambda line: "validation" not in line, lines_of(capsys))
+    assert told == ([f"each epoch leaves out {256 - whole} of 256 samples, which fill no batch"] if whole < 256 else [])
+    assert line.startswith(f"epoch 1/1: {seen} of {seen} samples, ")
 
 
 def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
