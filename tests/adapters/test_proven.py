@@ -266,7 +266,9 @@ class AllInRows(OwnViT):
 
 
 def test_rows_of_all_images_are_no_map() -> None:
-    with pytest.raises(ValueError, match=r"gets a tensor \(1568, 32\) for two images: .* \(images, tokens, channels\)$"):
+    with pytest.raises(
+        ValueError, match=r"gets a tensor \(1568, 32\) for two images: .* \(images, tokens, channels\)$"
+    ):
         mmod.route_(AllInRows(lambda _: OwnBlock()), mmod.RoutingConfig())
 
 

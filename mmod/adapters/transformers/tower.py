@@ -94,7 +94,7 @@ class TowerReader(ModelHook):
                 "extend theirs. Choose another score, such as router='stride', which keeps evenly spread tokens"
             )
         # Features begin with all tokens of a tower, or without the first; else with the first patch.
-        strategy = getattr(entry.config, "vision_feature_select_strategy", None)
+        strategy = getattr(entry.config, "vision_feature_select_strategy", "")
         self.first = {"full": 0, "default": 1}.get(strategy, stack.prefix)
         self.noted: PerThread[list[Any]] = PerThread(list)
 
