@@ -67,7 +67,9 @@ class _CountingPass(ActivationMemory):
             result = _empty(known.layout)
             flops = known.flops
         else:
-            result = func(*args, **kwargs)
+            # The meta device's own takes bf16 alone, unlike CPUs and GPUs.
+            run = _grouped_mm if func is torch.ops.aten._grouped_mm.default else func
+            result = run(*args, **kwargs)
             # Formulas are registered for an operation, not for each of its overloads.
             formula = self._formulas.get(getattr(func, "_overloadpacket", func))
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
@@ -80,6 +82,16 @@ class _CountingPass(ActivationMemory):
             # A module's FLOPs are those of all modules inside it, too.
             self.flops.update(dict.fromkeys(self.running, flops))
         return result
+
+
+def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
+    """Return room for the products of groups of rows or columns, one for each expert; `offs` are the groups' ends."""
+    shape = (*left.shape[:-1], right.shape[-1])
+    if left.ndim == right.ndim == 2:
+        # Groups of what is summed over, as in the gradient of the weights.
+        assert offs is not None
+        shape = (*offs.shape, *shape)
+    return left.new_empty(shape[-2:] if left.ndim > right.ndim else shape)
 
 
 class _Layout(NamedTuple):
@@ -322,7 +334,7 @@ fused_attention_gradients.register_fake(fused_attention_gradients._init_fn)
 
 
 def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return torch's formulas and those that it lacks: attention without a backend, and products with vectors."""
+    """Return torch's formulas and those that it lacks: attention, products with vectors, and those of groups."""
     from torch.utils.flop_counter import FlopCounterMode
 
     def attention(query: Shape, key: Shape, value: Shape, **_: object) -> int:
@@ -333,6 +345,11 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
         # Scores are computed again instead of stored: three products as wide as keys, and two as wide as values.
         return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
 
+    def grouped(left: Shape, right: Shape, *_: object, **__: object) -> int:
+        # Each row is multiplied by the matrix of its group alone; of columns on the right, each by that of its group.
+        rows = left[1:] if len(left) > len(right) else left
+        return 2 * prod(rows) * right[-1]
+
     def refuse(*_: object, **__: object) -> int:
         raise ValueError("cannot count the FLOPs of bilinear, which this model calls")
 
@@ -342,6 +359,7 @@ def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
         torch.ops.aten.mv: lambda matrix, vector, **_: 2 * prod(matrix),
         torch.ops.aten.addmv: lambda added, matrix, vector, **_: 2 * prod(matrix),
         torch.ops.aten.dot: lambda left, right, **_: 2 * prod(left),
+        torch.ops.aten._grouped_mm: grouped,
         torch.ops.aten._trilinear: refuse,
     }
     return FlopCounterMode(display=False, custom_mapping=formulas).flop_registry

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
+from mmod.analysis.prefill import training_flops
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 
+SIZES = ("hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim")
 FAMILIES = ("glm4v", "gemma4_unified", "exaone4_5", "granite_docling", "paddleocr_vl", "ovis2")
 CONFIGS = {
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),
@@ -66,6 +70,26 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
 def test_layers_whose_cost_shapes_do_not_tell_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         flops(make_joint(name), Prompt(20, (9,)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+def test_products_of_experts_are_counted_as_those_of_single_tokens(name: str, dtype: torch.dtype) -> None:
+    sizes = dict.fromkeys(("num_local_experts", "num_experts"), 4) | dict.fromkeys(SIZES, 16) | {"vocab_size": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, **heads)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval().to(dtype)
+    mmod.route_(model, mmod.RoutingConfig(router="linear", blocks=(1,), language=mmod.LanguageRouting(tokens="all")))
+    dense = mmod.unroute_(copy.deepcopy(model))
+    batch = {"input_ids": torch.arange(9)[None]}
+    counted = []
+    for experts in ("grouped_mm", "batched_mm"):
+        model.set_experts_implementation(experts)
+        dense.set_experts_implementation(experts)
+        counted.append((flops(model, Prompt(9)), flops(dense, batch).blocks, training_flops(model, 9)))
+    assert counted[0] == counted[1]
+    # Two experts a token, with three matrices each.
+    assert counted[0][0].blocks[0].routed > 2 * 9 * 2 * 3 * 16 * 16
 
 
 @torch.no_grad()
