@@ -177,6 +177,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     for module, copied_module in zip(model.modules(), copied.modules()):
         # No layer draws or averages in evaluation; `eval()` would take off methods for training alone.
         copied_module.training = False
+        _attend_by_shapes(getattr(copied_module, "config", None))
         # Copies do not have what this thread decides by.
         if isinstance(module, Router) and isinstance(copied_module, Router):
             copied_module.config = module.config
@@ -184,6 +185,13 @@ def meta_copy(model: nn.Module) -> nn.Module:
         if isinstance(module, Deciding) and isinstance(copied_module, Deciding):
             copied_module.record.together = module.record.together
     return copied
+
+
+def _attend_by_shapes(config: Any) -> None:
+    """Let a model of transformers attend by torch's function, which is counted: kernels of others need a device."""
+    if getattr(config, "_attn_implementation", None) not in (None, "sdpa", "eager"):
+        # The public name would change the parts of the model too.
+        config._attn_implementation_internal = "sdpa"
 
 
 def count_pass(

@@ -92,6 +92,16 @@ def test_products_of_experts_are_counted_as_those_of_single_tokens(name: str, dt
     assert counted[0][0].blocks[0].routed > 2 * 9 * 2 * 3 * 16 * 16
 
 
+def test_attention_by_any_kernel_counts_the_same() -> None:
+    model: Any = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear"))
+    expected = flops(model, Prompt(9))
+    for kernel in ("eager", "flash_attention_2", "flex_attention"):
+        # Without the check for a device that has it.
+        model.config._attn_implementation_internal = kernel
+        assert flops(model, Prompt(9)) == expected
+        assert model.config._attn_implementation == kernel
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("importance", ["mean", "last_token"])
 def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
