@@ -159,6 +159,14 @@ def _run_prefill(model: nn.Module, stack: BlockStack, prefill: Prefill) -> tuple
             )
     except NotImplementedError as error:
         raise _unreadable(model, "its tokens") from error
+    except (AssertionError, RuntimeError, ValueError) as error:
+        # Some hosts, such as MiniMax, refuse all caches but their own; other messages of ValueErrors are the model's.
+        if isinstance(error, ValueError) and "DynamicCache" not in str(error):
+            raise
+        raise ValueError(
+            f"this {type(model).__name__} cannot read a prompt by shapes alone: {error}; count a batch by "
+            "mmod.flops(model, batch)"
+        ) from error
     return counts, caches
 
 

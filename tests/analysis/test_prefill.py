@@ -102,6 +102,25 @@ def test_attention_by_any_kernel_counts_the_same() -> None:
         assert model.config._attn_implementation == kernel
 
 
+def test_a_model_that_shapes_cannot_run_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = dict.fromkeys((*SIZES, "num_local_experts"), 16) | {"vocab_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "layer_types": ["full_attention"]}
+    own_cache = transformers.MiniMaxForCausalLM(transformers.MiniMaxConfig(**sizes, **heads)).eval()
+    with pytest.raises(ValueError, match=r"MiniMaxForCausalLM cannot read .*DynamicCache.*; count a batch by"):
+        flops(own_cache, Prompt(9))
+    model: Any = make_language("llama")
+    for error in (AssertionError, RuntimeError):
+
+        def fail(*_: object, error: type[Exception] = error, **__: object) -> None:
+            raise error("no kernel")
+
+        monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", fail)
+        with pytest.raises(
+            ValueError, match=r"cannot read a prompt by shapes alone: no kernel; count a batch by mmod\."
+        ):
+            flops(model, Prompt(9))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("importance", ["mean", "last_token"])
 def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
