@@ -25,6 +25,7 @@ from mmod.analysis.table import (
     evaluated,
     gain,
     gaps,
+    mean_of,
     paired_by_sample,
 )
 from mmod.analysis.timing import Spread, ratios, relative_times
@@ -222,12 +223,25 @@ class ImageStudy(StudyKind):
             limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
             limits.append(_of_chance(table.runs[DENSE][0], score, to_dense if is_by_sample else []))
+        if score == "top1":
+            limits += self._chance(mean_of(table, score, DENSE), evaluated(table, DENSE))
         if not config.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
             limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
         texts.append(" ".join(limits))
         return told._replace(text="\n\n".join(texts))
+
+    def _chance(self, score: float, images: int) -> list[str]:
+        """Say that the dense model is hardly better than chance, if it is: nothing can be lost then."""
+        classes = self.dense.model.args.get("num_classes", 0)
+        if classes < 2 or not images:
+            return []
+        chance = 1 / classes
+        # Two standard deviations of guesses that are right by chance.
+        if score / 100 > chance + 2 * math.sqrt(chance * (1 - chance) / images):
+            return []
+        return [f"The dense model is hardly better than chance, {100 * chance:.3g} %: differences to it say nothing."]
 
     def code(self, candidates: Sequence[Candidate]) -> list[str]:
         """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""

@@ -422,6 +422,13 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
     assert [told.outcome(model) for model in told.undecided] == ["as likely within as not"]
 
 
+def test_a_dense_model_that_guesses_is_said_to() -> None:
+    config = read_config(["digits-smallest"], ImageStudyConfig)
+    study = image_study(config)
+    assert study._chance(12.5, 64)[0].startswith("The dense model is hardly better than chance, 10 %")
+    assert study._chance(12.5, 10_000) == study._chance(90.0, 64) == []
+
+
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
     config = dataclasses.replace(study, latency_batch=16)
     facts = {"images": ["Images: some"]}
