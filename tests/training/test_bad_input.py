@@ -69,7 +69,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000000001-epoch-00000").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match=r"no model\.safetensors in the folder"):
+    with pytest.raises(FileNotFoundError, match=r"the folder holds no model\.safetensors"):
         find_weights(tmp_path)
     with pytest.raises(ValueError, match=r"weights of mmod must be one of .*digits-dense.* got 'digits'"):
         find_weights("mmod:digits")
