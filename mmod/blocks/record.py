@@ -121,9 +121,9 @@ def _watch(loss: PassLoss, x: Tensor) -> None:
     x.register_hook(note)
 
 
-def make_records() -> PerThread[Record]:
+def make_records(kind: type[Record] = Record) -> PerThread[Record]:
     """Return a record of each thread."""
-    return PerThread(Record)
+    return PerThread(kind)
 
 
 class Deciding(Mixin):

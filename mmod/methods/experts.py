@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, parameters_of
+from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, make_records, parameters_of
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -142,7 +142,7 @@ class Experts(Mixture):
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             # Copies were made before the MLP is converted, so that they are plain modules of the host.
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
-            convert(mlp, ExpertMlp, ExpertState(self, PerThread(ExpertRecord)))
+            convert(mlp, ExpertMlp, ExpertState(self, make_records(ExpertRecord)))
             mlp.router = router
             mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
