@@ -93,7 +93,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"schedule.min_lr": -1}, "a number of at least 0"),
     (TrainConfig, {"schedule.warmup_epochs": -1}, "an integer of at least 0"),
     (TrainConfig, {"schedule.sched": "cosinus"}, "one of 'cosine', 'tanh'"),
-    (TrainConfig, {"loss.kind": "bce"}, "loss.kind"),
+    (TrainConfig, {"loss.kind": "mse"}, "one of 'ce', 'bce'"),
     (TrainConfig, {"loss.smoothing": 1}, "a number in [0, 1)"),
     (TrainConfig, {"mixup.prob": 1.5}, "a number in [0, 1]"),
     (TrainConfig, {"mixup.mixup_alpha": -1}, "a number of at least 0"),

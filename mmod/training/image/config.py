@@ -58,12 +58,14 @@ class ModelConfig(engine.StartConfig):
 
 @dataclass(frozen=True)
 class LossConfig(Checked, group="loss"):
-    """The task's criterion, cross entropy.
+    """The task's criterion.
 
     Args:
+        kind: "ce" for cross entropy, "bce" for one binary cross entropy per class.
         smoothing: Label smoothing, in [0, 1).
     """
 
+    kind: Literal["ce", "bce"] = "ce"
     smoothing: Annotated[float, "[0, 1)"] = 0.0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.utils import accuracy
 from torch import Tensor, nn
 
@@ -25,6 +25,8 @@ from mmod.values import IGNORED
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
     """Create timm's criterion, which maps logits (B, C) and targets to a scalar."""
     # Mixed targets are soft already, and smoothed by mixup.
+    if loss.kind == "bce":
+        return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
     if mixed:
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(loss.smoothing) if loss.smoothing else nn.CrossEntropyLoss()

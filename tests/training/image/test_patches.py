@@ -269,7 +269,7 @@ def test_figures_are_those_of_all_patches_with_a_class_at_once(
     # The logits of such patches change no loss and no figure of any criterion, nor an audit's evaluation.
     numbers = torch.arange(images).float().reshape(-1, 1, 1, 1)
     changed = torch.where(has_class[..., None], logits, logits + 5)
-    for loss in (LossConfig(), LossConfig(smoothing=0.1)):
+    for loss in (LossConfig(), LossConfig(smoothing=0.1), LossConfig("bce")):
         one, other = (
             ClassificationTask(Table(table.float()), create_criterion(loss, mixed=False))(numbers, targets)
             for table in (logits, changed)
