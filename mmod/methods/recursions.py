@@ -39,7 +39,7 @@ from mmod.methods.mixture import (
     numbered,
 )
 from mmod.ops import gather_rows, select_topk
-from mmod.ops.backend import check_counts
+from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Kept, LinearScore, Routing
@@ -332,7 +332,8 @@ class Cycle(Added, Deciding):
         if config.choice == "predictor":
             predicted_BN = self.predictors[recursion - 1](x_BND)
         if self._alone(x_BND):
-            check_counts("recursions of single tokens", "how many run")
+            if exporting():
+                raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
             keep_BN = (score_BN if predicted_BN is None else predicted_BN) >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
             kept = kept_by_mask(keep_BN)
@@ -368,7 +369,8 @@ class Cycle(Added, Deciding):
             kept = Kept(torch.arange(slots, device=depths.last_BN.device).expand(batch, slots))
         else:
             level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
-            check_counts("depths of tokens", "how many tokens run")
+            if exporting():
+                raise ValueError("depths of tokens cannot be exported: how many tokens run depends on the data")
             kept = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
         return Routing(kept, prob_BN, prob_BN.gather(1, kept.index_BK))
 
