@@ -337,6 +337,13 @@ class TimmStudyConfig(StudyConfig):
                 "rates would be chosen on the images of the evaluation: rate_split and data.val_split are both "
                 f"{self.rate_split!r}; set rate_split to another split"
             )
+        images = {(data.source, data.root, data.val_split, data.val_limit) for data in evaluated}
+        if self.tune == "others" and len(images) > 1:
+            # Differences are paired by sample.
+            raise ValueError(
+                "the dense model would be evaluated on other images than the fine-tuned ones: source, root, val_split "
+                "and val_limit of finetune.data must be those of dense.data, or set tune to true"
+            )
         for data in trained:
             for other in evaluated:
                 # Fine-tuning may have other images, whose splits have the same names.
