@@ -84,7 +84,7 @@ def study(output: Path) -> None:
         output=str(output),
         dense=str(dense),
         routers=routers,
-        isoflop="none",
+        finetune={"epochs": 1},
         latency_batches=[],
         latency_batch=2,
         latency_rounds=1,

@@ -122,7 +122,7 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
         (["report", "--out=x", "y"], "arguments: --out=x; near ones: --output; `mmod report --help`"),
         (["tradeoff", "digits", "vlm"], "unrecognized arguments: vlm"),
         # The kind of a command line is that of its config.
-        (["tradeoff", "my-model", "--kind", "chat"], "unknown config key 'isoflop'; valid keys"),
+        (["tradeoff", "my-model", "--kind", "chat"], "baselines.tome.kind must be one of 'resolution', got 'merge'"),
         (["train", "image", "digits/dense", "digits/mod"], "unrecognized arguments: digits/mod"),
         (["trian", "image"], "no command 'mmod trian'; near ones: train; `mmod --help` lists all"),
         (["train", "images", "x.yaml"], "no command 'mmod train images'; near ones: image; `mmod train --help` lists"),

@@ -148,7 +148,8 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
     if name == "study":
         assert len(planned) == 3
         assert all(models == planned[0] for models in planned)
-        series = {run.rpartition("-")[0] for run in planned[0]}
+        # Controls that are no rows are named by their models.
+        series = {run.rpartition("-")[0] for run in planned[0] if not run.startswith(("random-merge", "random-a-mod"))}
         assert series == {"", "gradual", "merge-late", "a-mod", "random", "smaller-image", "tome", "prune"}
 
 

@@ -179,7 +179,7 @@ CALLS = {
     "an image tower that is no transformer": Call(
         "model = clip('RN50'); config = mmod.RoutingConfig()",
         "mmod.route_(model, image=config)",
-        "no transformer",
+        "it must have a transformer of open_clip",
         ("mmod.route_(model, text=config)",),
         replaces=True,
     ),

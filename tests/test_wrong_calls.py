@@ -197,7 +197,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
         ValueError,
         r"preset must be .* methods: mmod\.apply_\(model, mmod\.methods\.Merge.*methods: \[{kind: merge, r: 8}\]",
     ),
-    (lambda m: mmod.route_(m, "evenly-spread"), ValueError, r"options language\.tokens, or the preset that sets them"),
+    (lambda m: mmod.route_(m, "evenly-spread"), ValueError, r"remove language\.tokens, or the preset that sets it"),
     (lambda m: mmod.score("duplicate", std=(58, 57, 57)), ValueError, r"std must be .* in \(0, 1\].*58"),
     (lambda m: mmod.flops(m, 70), ValueError, r"this VisionTransformer cannot take image \(3, 70, 70\): "),
     (lambda m: mmod.flops(make_own("einsum"), 40), ValueError, r"this OwnViT cannot take image \(3, 40, 40\): "),

@@ -151,8 +151,8 @@ def _of_controls(config: StudyConfig, candidates: Sequence[Candidate]) -> list[s
     ]
     if alone:
         told.append(
-            f"No control is compared with {', '.join(alone)}: the data or a search decide how much they keep. Whether "
-            "it matters which tokens that are is not tested, unless `controls` names one"
+            f"Without a control, as the images or a search decide how much is kept: {', '.join(alone)}. Whether it "
+            "matters which tokens these keep is not tested, unless `controls` names a control"
         )
     return told
 

@@ -537,6 +537,11 @@ UNTUNED = {"tune": False}
         # The keys of another kind are no further mistakes.
         ({"dense": {"kind": "chat", "lora": {}}}, ValueError, "^dense.kind must be 'image', got 'chat'"),
         # Of all models, or of the dense one that the others start from.
+        (
+            {"tune": "others", "finetune": {"epochs": 1, "data": {"val_limit": 8}}},
+            ValueError,
+            "the dense model would be evaluated on other images than the fine-tuned ones",
+        ),
         ({"changes": {"data": {"train_split": "val"}}}, ValueError, "on the images of the evaluation: .* both 'val'"),
         (
             {"changes": {"data": {"train_split": "val"}}, "finetune": {"data": {"train_split": "train"}}},
@@ -769,7 +774,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "Nothing was trained" in str(advice)
     # Each says what the other is for.
     assert "`mmod tradeoff my-model --dense RUN --tune true` fine-tunes the same candidates" in str(advice)
-    assert "`mmod advise MODEL --images FOLDER` says the same" in result.table
+    assert "`mmod advise MODEL --images FOLDER` compares the same" in result.table
     # The same answer in the same words, for batches and for single images, also in the report.
     assert len(advice.recommendations) == 2
     assert str(advice.verdict) in result.summary, (result.summary, str(advice))

@@ -34,7 +34,7 @@ def study(tmp_path: Path) -> ImageStudyConfig:
         dense=str(tmp_path / "dense.yaml"),
         score="mean_iou",
         routers={"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}},
-        isoflop="none",
+        finetune={"epochs": 1},
         baselines={
             "prune": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1]}},
             "merge": {0.5: {"kind": "merge", "r": 12}},
