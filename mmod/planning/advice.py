@@ -232,11 +232,11 @@ class Advice:
         return table_of(columns, rows)
 
     def __str__(self) -> str:
-        sentence, table, named = self.verdict
+        verdict = self.verdict
         rows = {row.name: row for row in self.rows}
-        code = shown_code({rows[name].label: (rows[name].code, rows[name].config) for name in named})
+        code = shown_code({rows[name].label: (rows[name].code, rows[name].config) for name in verdict.named})
         facts = "\n".join(f"- {fact}" for fact in self.facts)
-        return "\n\n".join(filter(None, [str(self.table()), f"**{sentence}**", str(table), self.caution, facts, *code]))
+        return "\n\n".join(filter(None, [str(self.table()), self.caution, str(verdict), facts, *code]))
 
     @property
     def facts(self) -> list[str]:

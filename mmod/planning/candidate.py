@@ -75,7 +75,7 @@ class Candidate:
             return self.name
         # Height and width, where images are not square.
         pixels = side if isinstance(side, int) else " x ".join(map(str, side))
-        return f"{self.name}, {pixels} px"
+        return f"{self.name} ({pixels} px)"
 
     def apply_(self, model: nn.Module, part: str, depth: int) -> None:
         """Change a dense model in place, without training.

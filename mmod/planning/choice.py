@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from mmod.analysis.statistics import Estimate, of_samples, unbeaten
-from mmod.analysis.table import DENSE, FEWEST
+from mmod.analysis.table import FEWEST
 from mmod.analysis.timing import Spread
 from mmod.io.tables import MarkdownTable
 
@@ -35,8 +35,8 @@ _SPEEDS = (1.25, 1.5, 2.0)
 _MOST = 50
 # Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
 _PROBABLE = 2 / 3
-# Titles of the columns: a figure has its interval in brackets.
-_HEADER = ("for", "recipe", "times [quartiles]", "points lost [95 %]", "verdict")
+# Titles of the columns: a loss has its interval in brackets, and a time its quartiles.
+_HEADER = ("for", "recipe", "times as fast", "points lost [95 %]")
 
 
 @dataclass(frozen=True)
@@ -154,24 +154,25 @@ class Recommendation:
             return f"No interval tells what is within {self.limit} for {self.where}: these lose least by their means."
         named = self.named
         if named is None:
-            return f"{self.kept.capitalize()} for {self.where}: keep the dense model."
+            return f"Keep the dense model for {self.where}: {self._kept}."
         figures = f"{named.speedup:[.2f} times as fast, {self._lost(named)}"
-        at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
         if self.used is not None:
+            at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
             return f"Use {named.label} for {self.where}: {figures}{at_speed}{self.harm}."
         if self.speed is None:
             return (
-                f"Keep the dense model for {self.where} for now: {named.label} is {figures}, and probably within "
-                f"{self.limit}, which more {self.samples} must confirm."
+                f"Keep the dense model for {self.where} for now: {named.label} is probably within {self.limit}, and "
+                f"{self._missing(named)} would tell. It is {figures}."
             )
         if not _reaches(self.speed)(named):
             nothing = self._nothing(_reaches(self.speed))
             return (
-                f"{nothing.capitalize()} is {self.speed:g} times as fast for {self.where}: {named.label} is {figures}."
+                f"{nothing.capitalize()} is {self.speed:g} times as fast for {self.where}. The fastest is "
+                f"{named.label}: {figures}."
             )
         return (
-            f"Nothing that is {self.speed:g} times as fast for {self.where} is sure to stay within {self.limit}. Least "
-            f"is lost by {named.label}: {figures}."
+            f"Nothing that is {self.speed:g} times as fast for {self.where} is surely within {self.limit}. Least is "
+            f"lost by {named.label}: {figures}."
         )
 
     def _at_speed(self, speed: float, named: Alternative) -> str:
@@ -179,16 +180,14 @@ class Recommendation:
         return f", the least at {about}{speed:g} times the speed"
 
     @property
-    def kept(self) -> str:
-        """Why the dense model is kept, in words without figures; of use where no model is used."""
-        if self._likely is not None:
-            return "undecided"
+    def _kept(self) -> str:
+        """Why the dense model is kept where no other is named."""
         chances = [chance_within(model.loss, self.tolerance) for model in self.undecided]
         # That of a loss without an interval is not known.
         if not all(chance <= 1 - _PROBABLE for chance in chances):
-            return f"too few {self.samples} tell what is within {self.limit}"
+            return f"whether anything faster is within {self.limit} is unclear, and more {self.samples} would tell"
         if chances:
-            return f"nothing is likely to stay within {self.limit}"
+            return f"nothing faster is likely to be within {self.limit}"
         nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
         return f"{nothing} is clearly faster and within {self.limit}"
 
@@ -214,29 +213,30 @@ class Recommendation:
                 # What loses least at two speeds does so between them.
                 roles[model] += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
             elif model in undecided:
-                roles[model] += ", undecided"
+                roles[model] += ", faster"
         return roles
 
     def outcome(self, model: Alternative) -> str:
-        """Say whether a model is within the tolerance, or how many more samples decide, and which way probably."""
+        """Say whether a model is within the tolerance, and how many more samples would tell where that is open."""
         if keeps(model.loss, self.tolerance):
-            return f"within {self.limit}"
+            return "yes"
         if exceeds(model.loss, self.tolerance):
-            return "loses more"
+            return "no"
         chance = chance_within(model.loss, self.tolerance)
         if 1 - _PROBABLE < chance < _PROBABLE:
-            return "as likely within as not"
+            return "unclear"
+        if not model.loss.has_interval:
+            return f"unclear: {self._missing(model)} would tell"
+        return f"probably{'' if chance > 0.5 else ' not'}: {self._missing(model)} would tell"
+
+    def _missing(self, model: Alternative) -> str:
+        """Return in words how many more samples would decide about a model."""
         if self.samples == SEEDS:
             # The spread of a few seeds is not known well enough for a number.
-            needs = f"needs more {SEEDS}"
-        else:
-            missing = missing_samples(model.loss, self.tolerance, model.samples)
-            # Without an interval, so many give one.
-            least = "" if model.loss.has_interval else "at least "
-            needs = f"needs {least}{missing:,} more {self.samples}"
-        if not model.loss.has_interval:
-            return needs
-        return f"{needs}, {'probably within' if chance > 0.5 else 'probably loses more'}"
+            return f"more {SEEDS}"
+        missing = missing_samples(model.loss, self.tolerance, model.samples)
+        # Without an interval, so many give one.
+        return f"{'' if model.loss.has_interval else 'at least '}{missing:,} more {self.samples}"
 
     @property
     def limit(self) -> str:
@@ -291,42 +291,33 @@ class Verdict(NamedTuple):
     """What to do, and the table of what is named; `print` shows both as Markdown.
 
     Attributes:
-        sentence: What to do in the pass that comes first.
-        table: What is named for each pass, at each speed, and what is undecided.
+        sentences: What to do in each pass.
+        table: What is named for each pass, at each speed, and what is faster and may be within the tolerance.
         named: Names of these models, each once.
     """
 
-    sentence: str
+    sentences: Sequence[str]
     table: MarkdownTable
     named: Sequence[str]
 
     def __str__(self) -> str:
-        return f"{self.sentence}\n\n{self.table}"
+        return "\n\n".join([*self.sentences, str(self.table)])
 
 
 def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
-    """Return the verdict of the recommendations for each pass; the first one's is the sentence."""
-    first = recommendations[0]
+    """Return the verdict of the recommendations for each pass, the most important first."""
     rows: list[Sequence[str]] = []
     named: dict[str, None] = {}
     for one in recommendations:
-        if one is not first and one.is_tested and one.used is None:
-            rows.append((one.where, DENSE, "", "", one.kept))
-        slower = [model for model in one.models if _is_used_and_slower(model, first, one)]
-        shown = [(one.where, model, "slower than dense") for model in slower]
         for model, role in one.roles.items():
             named[model.name] = None
             use = f" {USE}" if model == one.used else ""
-            shown.append((role, model, f"{one.outcome(model)}{use}"))
-        rows += [(role, model.name, f"{model.speedup:[.2f}", points(model.loss), said) for role, model, said in shown]
+            figures = (f"{model.speedup:[.2f}", points(model.loss))
+            rows.append((role, model.name, *figures, f"{one.outcome(model)}{use}"))
         if one.speed is None and one.unreached:
-            rows.append((f"{one.where}, {one.unreached[0]:g} times", "none", "", "", "nothing tried is as fast"))
-    return Verdict(first.sentence, MarkdownTable([_HEADER, *rows]), list(named))
-
-
-def _is_used_and_slower(model: Alternative, first: Recommendation, other: Recommendation) -> bool:
-    """Return whether a model that is used in the first pass is slower than the dense one in another."""
-    return first.used is not None and model.name == first.used.name and model.speedup.median < 1
+            rows.append((f"{one.where}, {one.unreached[0]:g} times", "none tried", "", "", ""))
+    header = (*_HEADER, f"within {recommendations[0].limit}?")
+    return Verdict([one.sentence for one in recommendations], MarkdownTable([header, *rows]), list(named))
 
 
 def beside_controls(

@@ -147,7 +147,7 @@ def write_study(
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
     caution = timing_caution(table.times, table.waiting, DENSE)
-    parts = [*harm(table, config.score, names), told.text, caution, *_cheaper(table, runs)]
+    parts = [*harm(table, config.score, names), caution, told.text, *_cheaper(table, runs)]
     parts += _of_one_seed(config, table, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
     # The notes were printed before the first run.
