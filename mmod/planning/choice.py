@@ -316,8 +316,16 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
             rows.append((role, model.name, *figures, f"{one.outcome(model)}{use}"))
         if one.speed is None and one.unreached:
             rows.append((f"{one.where}, {one.unreached[0]:g} times", "none tried", "", "", ""))
-    header = (*_HEADER, f"within {recommendations[0].limit}?")
-    return Verdict([one.sentence for one in recommendations], MarkdownTable([header, *rows]), list(named))
+    first, *others = recommendations
+    sentences = [first.sentence, *(one.sentence + _slower(first, one) for one in others)]
+    return Verdict(sentences, MarkdownTable([(*_HEADER, f"within {first.limit}?"), *rows]), list(named))
+
+
+def _slower(first: Recommendation, other: Recommendation) -> str:
+    """Say where a model that is used in one pass is slower than the dense one in another; empty where it is not."""
+    used = {first.used.name} if first.used is not None else set()
+    slower = [model for model in other.models if model.name in used and model.speedup.median < 1]
+    return "".join(f" {model.label} is slower there, at {model.speedup.median:.2f} of the speed." for model in slower)
 
 
 def beside_controls(
