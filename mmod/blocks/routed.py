@@ -1,4 +1,4 @@
-"""Routed blocks: mixins in front of a host's class, whose forward is called and never copied.
+"""Routed blocks: mixins in front of a host's class, which call the host's forward on the kept tokens.
 
 A `RoutedBlock` decides alone. A `SpannedBlock` shares scores, decisions and rows with the blocks around it, by a
 `SpanPass` (`mmod/blocks/calls.py`).

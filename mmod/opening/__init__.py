@@ -2,5 +2,5 @@
 
 `open.py` tells the forms of a name apart. `timm.py`, `open_clip.py`, `transformers.py` (image models) and `language.py`
 (models that read text) make the model, `runs.py` knows the folder of a training run, and `weights.py` and `foreign.py`
-read checkpoints. Nothing else in mmod calls a host's `create_model` or `from_pretrained`.
+read checkpoints. Folders that mmod saved are built again by the adapters (`mmod.load_pretrained`).
 """
