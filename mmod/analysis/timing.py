@@ -16,7 +16,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor, nn
 
+from mmod.adapters import image_output
 from mmod.io.environment import on_timing_threads
 from mmod.io.progress import progress_bar
 from mmod.io.store import Store
@@ -39,6 +41,16 @@ class Reading(NamedTuple):
 
     call: Callable[[], object]
     samples: int
+
+
+def image_reading(model: nn.Module, images: Tensor, size: int) -> Reading:
+    """Return the forward passes over images (N, C, H, W) in batches of a size."""
+
+    def read() -> None:
+        for batch in images.split(size):
+            image_output(model, batch)
+
+    return Reading(read, len(images))
 
 
 PASSES = 8

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, image_facts, image_output, patch_grid, watch_grid
+from mmod.adapters import find_library, image_facts, patch_grid, watch_grid
 from mmod.adapters.grids import resized
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
-from mmod.analysis.timing import PASSES, Reading
+from mmod.analysis.timing import PASSES, Reading, image_reading
 from mmod.analysis.tracing import trace
 from mmod.io.store import fingerprint
 from mmod.planning.divergence import compared, outputs, real_tokens
@@ -165,16 +165,6 @@ class Images:
             # Rows of patches are many, and only compared.
             batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
         return torch.cat(batches)
-
-
-def image_reading(model: nn.Module, images: Tensor, size: int) -> Reading:
-    """Return the forward passes over images (N, C, H, W) in batches of a size."""
-
-    def read() -> None:
-        for batch in images.split(size):
-            image_output(model, batch)
-
-    return Reading(read, len(images))
 
 
 def _measure_of(model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool) -> str:

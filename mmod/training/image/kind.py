@@ -20,7 +20,7 @@ from mmod.adapters import find_library, image_facts
 from mmod.analysis import FlopReport
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
-from mmod.analysis.timing import Reading
+from mmod.analysis.timing import Reading, image_reading
 from mmod.data.labels import ModelClasses, read_classes
 from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.io.files import is_of_transformers
@@ -31,7 +31,6 @@ from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
 from mmod.opening.weights import converted, load_weights
-from mmod.planning.samples import image_reading
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
