@@ -2,9 +2,9 @@
 
 # The one list of this package's names.
 # ruff: noqa: F401
+from mmod.analysis.evaluations import evaluate_answers, evaluate_classes
 from mmod.audits.choices import DecisionContext
-from mmod.audits.contexts import Comparisons
-from mmod.audits.evaluations import LabelledBatch, evaluate_answers, evaluate_classes
+from mmod.audits.contexts import Comparisons, LabelledBatch
 from mmod.audits.generation import evaluate_generation
 from mmod.audits.result import Audit
 from mmod.audits.run import audit

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmod.adapters import watch_grid
+from mmod.analysis.evaluations import Evaluate
 from mmod.audits.choices import LEARNED, ORACLE, Choice, DecisionContext, FreeDecision
-from mmod.audits.evaluations import Evaluate, LabelledBatch
 from mmod.audits.information import check_shapes, kept_shares, rolled_twice
 from mmod.audits.oracle import worth_of
 from mmod.audits.reference import Reference, consult
@@ -30,6 +32,22 @@ from mmod.io.store import fingerprint
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing, only_free
 from mmod.values import Checked, brief
+
+
+class LabelledBatch(NamedTuple):
+    """A batch with labels of its samples and of its tokens.
+
+    Args:
+        batch: What the evaluation takes.
+        strata: Labels of the samples, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice is compared
+            with the random one among samples with the same label, or in terciles of numbers.
+        token_kinds: Labels of the tokens, including prefix and padding, such as
+            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
+    """
+
+    batch: Any
+    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
+    token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mmod.analysis.evaluations import Evaluate, evaluate_classes
 from mmod.analysis.modes import in_mode
 from mmod.audits.choices import RANDOM, choices
-from mmod.audits.contexts import Comparisons, Contexts, check_set
-from mmod.audits.evaluations import Evaluate, LabelledBatch, evaluate_classes
+from mmod.audits.contexts import Comparisons, Contexts, LabelledBatch, check_set
 from mmod.audits.information import position_counts
 from mmod.audits.result import Audit, result_of
 from mmod.audits.shifts import ImageShift, changed_images

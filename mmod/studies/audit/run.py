@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mmod.analysis.counting import by_data
+from mmod.analysis.evaluations import check_classes
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure, save_picture
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.audits.choices import choices, default_choices
 from mmod.audits.contexts import Comparisons
-from mmod.audits.evaluations import check_classes
 from mmod.audits.generation import Generation, evaluate_generation
 from mmod.audits.plots import draw_audit
 from mmod.audits.result import Audit

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_stack, image_stack, patch_grid
 from mmod.audits.choices import REFERENCE_ENTROPY
-from mmod.audits.evaluations import LabelledBatch
+from mmod.audits.contexts import LabelledBatch
 from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import is_routed, routing_configs

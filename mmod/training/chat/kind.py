@@ -21,8 +21,8 @@ from transformers import IntervalStrategy, TrainingArguments
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
+from mmod.analysis.evaluations import evaluate_answers
 from mmod.analysis.timing import Reading
-from mmod.audits.evaluations import evaluate_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, check_conversations
 from mmod.data.readers.lengths import open_checked

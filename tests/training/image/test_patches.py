@@ -20,7 +20,7 @@ from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
 
 import mmod
-from mmod.audits.evaluations import evaluate_classes
+from mmod.analysis.evaluations import evaluate_classes
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.studies.features import classify_patches

@@ -1,16 +1,14 @@
-"""Evaluations: functions that return a model's loss and accuracy per image or sample, and the batches that they take.
+"""Evaluations: functions that return a model's loss and accuracy of each image or sample of a batch.
 
 Axes: B images or samples, N patches or tokens, C channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from mmod.adapters import image_output
@@ -22,22 +20,6 @@ _NO_INPUTS = ("labels", "protected_mask")
 
 Evaluate = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
-
-
-class LabelledBatch(NamedTuple):
-    """A batch with labels of its samples and of its tokens.
-
-    Args:
-        batch: What the evaluation takes.
-        strata: Labels of the samples, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice is compared
-            with the random one among samples with the same label, or in terciles of numbers.
-        token_kinds: Labels of the tokens, including prefix and padding, such as
-            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
-    """
-
-    batch: Any
-    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
-    token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
 def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
