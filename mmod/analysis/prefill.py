@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_parts
-from mmod.analysis.counting import by_data, meta_copy, step_flops
+from mmod.analysis.counting import by_data
 from mmod.analysis.tracing import Trace
 from mmod.blocks import RoutedBlock, detach_hooks, model_hooks
-from mmod.losses import auxiliary_loss
-from mmod.methods.base import deciding_together
 from mmod.routing import TokenGroups, assign_groups
 from mmod.values import check_fields
 
@@ -185,15 +183,3 @@ def shares_of_free(
             free_BN = routing.tokens.free(routing.score_BN, block.router.prefix)
             shares[name] = float((routing.keep_BN & free_BN).sum() / free_BN.sum().clamp(min=1))
     return shares
-
-
-def training_flops(model: nn.Module, tokens: int) -> int:
-    """Count the FLOPs of training on a text: forward and backward pass, with the logits of every token."""
-    copied = meta_copy(model)
-    # Training takes the top-k, whatever decides in evaluation.
-    with deciding_together(copied):
-        copied.train()
-        prefill = Prefill(copied, language_stack(copied), Prompt(tokens))
-        # The embeddings, which are looked up, learn too.
-        prefill.inputs["inputs_embeds"].requires_grad_()
-        return step_flops(copied, lambda: prefill.logits().sum() + auxiliary_loss(copied))

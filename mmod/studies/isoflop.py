@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import nn
 
-from mmod.analysis.prefill import training_flops
+from mmod.analysis.counting import meta_copy, step_flops
+from mmod.analysis.prefill import Prefill, Prompt, language_stack
 from mmod.analysis.statistics import Estimate, difference, published
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
 from mmod.analysis.table import Measured, Table, means_over_seeds
@@ -23,6 +25,8 @@ from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged, read_yaml
+from mmod.losses import auxiliary_loss
+from mmod.methods.base import deciding_together
 from mmod.planning.candidate import Candidate
 from mmod.studies.compare import Measurer, Rates, at_rates, best_rates, compare
 from mmod.studies.isoflop_config import IsoflopConfig
@@ -108,6 +112,18 @@ def places_of(config: IsoflopConfig) -> list[Place]:
     _check_text(places)
     # Small budgets first, whose runs are the shortest.
     return sorted(places, key=lambda place: place.budget)
+
+
+def training_flops(model: nn.Module, tokens: int) -> int:
+    """Count the FLOPs of training on a text: forward and backward pass, with the logits of every token."""
+    copied = meta_copy(model)
+    # Training takes the top-k, whatever decides in evaluation.
+    with deciding_together(copied):
+        copied.train()
+        prefill = Prefill(copied, language_stack(copied), Prompt(tokens))
+        # The embeddings, which are looked up, learn too.
+        prefill.inputs["inputs_embeds"].requires_grad_()
+        return step_flops(copied, lambda: prefill.logits().sum() + auxiliary_loss(copied))
 
 
 def _dense(config: IsoflopConfig) -> LoopConfig:

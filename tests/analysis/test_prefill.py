@@ -12,7 +12,7 @@ import transformers
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
-from mmod.analysis.prefill import training_flops
+from mmod.studies.isoflop import training_flops
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from mmod import preset
-from mmod.analysis.prefill import training_flops
 from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
-from mmod.studies.isoflop import describe, places_of, run_study
+from mmod.studies.isoflop import describe, places_of, run_study, training_flops
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.start import create_models
