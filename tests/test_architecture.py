@@ -16,6 +16,7 @@ import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -25,37 +26,6 @@ from tests.kit.fitted import fit_once
 from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
-IMPORT_ORDER = [
-    "lazy",
-    "names",
-    "random_state",
-    "threads",
-    "values",
-    "plain",
-    "version",
-    "io",
-    "config",
-    "ops",
-    "routing",
-    "blocks",
-    "adapters",
-    "methods",
-    "model",
-    "pretrained",
-    "losses",
-    "analysis",
-    "audits",
-    "planning",
-    "data",
-    "opening",
-    "registry",
-    "training",
-    "studies",
-    "report",
-    "lab",
-    "cli",
-    "__main__",
-]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 TOOLS = ROOT / "tools"
 BENCHMARKS = sorted((TOOLS / "benchmarks").rglob("*.py"))
@@ -103,16 +73,60 @@ def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
     assert imports(path) == [("mmod.values", "one_of")]
 
 
+class Drawn(NamedTuple):
+    """A row of the table of folders: the folders and files of the package in it, and the folders that they import."""
+
+    rooms: list[str]
+    imports: set[str]
+
+
+def rooms_in(cell: str) -> list[str]:
+    """Return folders and top-level files without suffix, of a cell that separates them by commas."""
+    return [name.strip("()`/").removesuffix(".py") for name in cell.split(", ") if name]
+
+
+def read_table(text: str) -> list[Drawn]:
+    """Return the rows of the table of folders in a page."""
+    rows = []
+    for line in text.partition("| layer | folder |")[2].partition("\n\n")[0].splitlines()[2:]:
+        _, folders, _, imported = (cell.strip() for cell in line.strip("|").split("|"))
+        rows.append(Drawn(rooms_in(folders), set(rooms_in(imported))))
+    return rows
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Return the folders and top-level files that a file imports from, or whose modules it names by strings."""
+    constants = {str(node.value) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    named = {name for name in constants & NAMES.keys() if name != "mmod"}
+    return {module.split(".")[1] for module in named.union(module for module, _ in imports(path))}
+
+
+TABLE = read_table((ROOT / "ARCHITECTURE.md").read_text())
+ROOMS = [room for row in TABLE for room in row.rooms]
+GROUND = set(ROOMS[: ROOMS.index("io") + 1])
+
+
+def room_of(path: Path) -> str:
+    """Return the folder or top-level file of the package that a file is in or is, without suffix."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
 def test_each_folder_imports_only_from_those_above_it() -> None:
     for path in SOURCES:
-        folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        # The package itself offers what stands in the core, up to the registries.
-        folder = "registry" if folder == "__init__" else folder
-        assert folder in IMPORT_ORDER, f"{folder} has no place in the order of imports"
+        folder = room_of(path)
+        assert folder in ROOMS, f"{folder} has no row in the table of ARCHITECTURE.md"
         # What `import mmod` offers is for users: inside, names come from the modules that define them.
-        allowed = IMPORT_ORDER[: IMPORT_ORDER.index(folder) + 1]
+        allowed = ROOMS[: ROOMS.index(folder) + 1]
         below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
         assert not below, f"{path} imports {below}, which {folder} stands above"
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.rooms[0])
+def test_the_table_of_folders_names_all_that_they_import(row: Drawn) -> None:
+    paths = [path for path in SOURCES if room_of(path) in row.rooms]
+    assert paths, f"{row.rooms} is not in the package"
+    actual = {room for path in paths for room in imported_rooms(path)}
+    assert actual - GROUND - {*row.rooms} == row.imports
 
 
 @pytest.mark.parametrize("name", [name for name, path in NAMES.items() if path.name == "__init__.py"])
