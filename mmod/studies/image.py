@@ -52,7 +52,8 @@ from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
-from mmod.training.image.kind import ImageKind, sample_images, timed_images
+from mmod.training.image.kind import sample_images, timed_images
+from mmod.training.kinds import kind_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,7 +135,7 @@ class ImageStudy(StudyKind):
 
     def describe(self) -> Facts:
         """Return a sentence on the images."""
-        return {"images": [_caption(self.dense, ImageKind(self.dense).sketch())]}
+        return {"images": [_caption(self.dense, kind_of(self.dense).sketch())]}
 
     def rates(self) -> Rates | None:
         """Return the learning rates that are tried on a split of their own; None trains as configs say."""
@@ -150,7 +151,7 @@ class ImageStudy(StudyKind):
         images = timed_images(run.config, self.config.latency_batch).to(choose_device(run.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        gflops = ImageKind(run.config).cost(model, rows.kept)["image"] / 1e9
+        gflops = kind_of(run.config).cost(model, rows.kept)["image"] / 1e9
         return {"gflops": gflops, "peak_mb": peak / 1e6}
 
     def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:

@@ -13,7 +13,7 @@ from mmod.studies.config import PairsStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, verdict
 from mmod.studies.runs import Run
-from mmod.training.pairs.kind import PairsKind
+from mmod.training.kinds import kind_of
 
 _COLUMNS = (
     "name",
@@ -46,7 +46,7 @@ class PairsStudy(StudyKind):
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image, of one caption, and of both."""
         # By tower: what both save together hides which of them does.
-        cost = PairsKind(run.config).cost(model, rows.kept)
+        cost = kind_of(run.config).cost(model, rows.kept)
         by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
         return {**by_tower, "gflops": sum(by_tower.values())}
 
