@@ -118,6 +118,8 @@ def original_errors() -> Iterator[None]:
         raised = _RAISED.search(text, text.rfind('\n  File "')) if _WORKER.match(text) else None
         if raised is None:
             raise
+        # A frame of its traceback refers to it: the cycle would keep the loader and its workers.
+        error.__traceback__ = None
         raise _rebuilt(type(error), **raised.groupdict(default="")) from error
 
 

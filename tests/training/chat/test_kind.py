@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import multiprocessing
 import shutil
 import signal
 from contextlib import ExitStack
@@ -271,8 +272,11 @@ def test_an_image_that_a_worker_cannot_decode_is_named(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(json.dumps([{"id": "7", "image": "0.png", "conversations": said}] * 8))
     data = replace(vlm_config(tmp_path).data, train=str(tmp_path / "t.json"), val=None)
     config = vlm_config(tmp_path, "run", {"dataloader_num_workers": 1}, data=data)
+    before = multiprocessing.active_children()
     with pytest.raises(CorruptDataError, match=rf"\A{tmp_path}/0\.png \[7\]: image of 200 bytes cannot be decoded"):
         fit(config, progress=False)
+    # The error does not keep the loader, whose worker would go on until garbage is collected.
+    assert multiprocessing.active_children() == before
 
 
 def test_a_start_that_fails_leaves_the_folder_to_another(folder: Path) -> None:
