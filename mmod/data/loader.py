@@ -101,6 +101,11 @@ def image_stream(
     split, limit = (config.train_split, config.train_limit) if training else (config.val_split, config.val_limit)
     if model is None and config.classes is not None:
         model = ModelClasses(read_classes(config.classes), config.classes)
+    # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
+    if in_memory is None:
+        in_memory = _is_embedded(config) and config.augment is None
+    # Before the source: a wrong augmentation is said before a set is built or indexed.
+    transform = _transform(config, training, normalise=not in_memory)
 
     source: ImageSource
     classes: Classes | None
@@ -120,13 +125,10 @@ def image_stream(
 
     if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
-    # Small sets are decoded once; augmentation needs the images before their transform in each epoch.
-    if in_memory is None:
-        in_memory = _is_embedded(config) and config.augment is None
     mode = "L" if config.channels == 1 else "RGB"
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader: ImageReader | MemoryReader
-    reader = ImageReader(source, mode, _transform(config, training, normalise=not in_memory), replace=training)
+    reader = ImageReader(source, mode, transform, replace=training)
     if in_memory:
         mean, std = normalisation(config)
         reader = MemoryReader(reader, mean, std, _shared_images(config, split, limit))

@@ -323,6 +323,8 @@ def test_streams_that_cannot_be_made(tmp_path, change, message):
     root = None if change.get("source") == "folder" else str(tmp_path / "root")
     with pytest.raises(ValueError, match=message):
         image_stream(replace(DataConfig(root=root), **change), 0)
+    # The set of 16,000 images is not built first.
+    assert "augment" not in change or not (tmp_path / "root").exists()
 
 
 def test_ranks_epochs_and_policies_out_of_range_are_named(digits):
