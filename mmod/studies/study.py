@@ -19,7 +19,7 @@ from mmod.studies.config import StudyConfig
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
-from mmod.studies.runs import Comparison, Run
+from mmod.studies.runs import Run, read_runs
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished
 
 
@@ -29,8 +29,9 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
+    # Before candidates are fitted to budgets, which counts dozens of models.
+    _check_dense(config)
     comparison = comparison_of(config)
-    _check_dense(comparison)
     runs = comparison.checked_runs()
     check_following(config)
     study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
@@ -85,12 +86,13 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     return write()
 
 
-def _check_dense(comparison: Comparison) -> None:
+def _check_dense(config: StudyConfig) -> None:
     """Raise a FileNotFoundError that says how to name the dense model if its weights are missing."""
-    if comparison.train_dense:
+    if config.train_dense:
         return
+    dense, _ = read_runs(config)
     try:
-        comparison.dense.check_weights()
+        dense.check_weights()
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
