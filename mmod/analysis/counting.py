@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
-from mmod.analysis.tracing import trace
+from mmod.analysis.tracing import Trace
 from mmod.blocks import Deciding, deciding_modules
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Router, Routing
@@ -213,10 +213,13 @@ def count_pass(
 
         block.register_forward_pre_hook(note, with_kwargs=True)
     counted = _CountingPass(model, inputs)
-    tracing: AbstractContextManager[Mapping[str, Routing]] = (
-        trace(model) if deciding_modules(model) else nullcontext({})
-    )
-    with torch.no_grad(), tracing as decisions, _running_modules(model, counted.running), _WithoutMaps(), counted:
+    with (
+        torch.no_grad(),
+        _tracing(model) as decisions,
+        _running_modules(model, counted.running),
+        _WithoutMaps(),
+        counted,
+    ):
         run()
     # Not from the routers, which blocks that share a decision do not call.
     kept = {name: routing.kept.index_BK.shape[1] for name, routing in decisions.items() if name in tokens}
@@ -225,7 +228,7 @@ def count_pass(
 
 def _tracing(model: nn.Module) -> AbstractContextManager[Mapping[str, Routing]]:
     """Return a context in which the decisions of a model are recorded, none of a model that does not decide."""
-    return trace(model) if deciding_modules(model) else nullcontext({})
+    return Trace(model).recording() if deciding_modules(model) else nullcontext({})
 
 
 def training_bytes(model: nn.Module, inputs: Mapping[str, Any]) -> int:

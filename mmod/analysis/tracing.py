@@ -75,6 +75,15 @@ class Trace(Mapping[str, Routing]):
         with watch_grid(self._owner) as self._seen:
             yield
 
+    @contextmanager
+    def recording(self) -> Iterator[Trace]:
+        """Record within the context; alone it spares the grid, which takes trials to find in some models."""
+        self.start()
+        try:
+            yield self
+        finally:
+            self.close()
+
     def take(self) -> dict[str, Routing]:
         """Return the decisions since the last call, and forget them."""
         decisions = self._routings()
@@ -280,12 +289,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     decisions = Trace(model)
     if not decisions.names:
         refuse_evaluated(model)
-    with decisions.watching_grid():
-        decisions.start()
-        try:
-            yield decisions
-        finally:
-            decisions.close()
+    with decisions.watching_grid(), decisions.recording():
+        yield decisions
 
 
 def draw_sample_maps(model: nn.Module, images: Tensor) -> Figure:

@@ -26,7 +26,7 @@ from mmod.analysis.timing import Spread
 from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
-from mmod.planning import samples, trials
+from mmod.planning import samples, trials, untrained
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
@@ -66,6 +66,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
             return {(name, batch): [of.get(name, 10.0)] * 3 for name, batch in calls}
 
         monkeypatch.setattr(timing, "interleave", interleave)
+        # Every round has the same times.
+        monkeypatch.setattr(trials, "ROUNDS", 1)
         # Set times do not depend on how busy this machine is.
         monkeypatch.setattr(timing, "_SHORTEST", math.inf)
 
@@ -114,8 +116,11 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert (tmp_path / "advice.png").stat().st_size
 
 
-def test_advice_on_another_question_is_not_replaced(clock: Callable[..., None], tmp_path: Path) -> None:
+def test_advice_on_another_question_is_not_replaced(
+    clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock({"smaller-image-0.7": 5.0})
+    few_series(monkeypatch, "smaller-image")
     model, images = make(), pictures(4)
     options: dict[str, Any] = {
         "folder": tmp_path,
@@ -229,6 +234,8 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     options: dict[str, Any], clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({})
+    if options:
+        few_series(monkeypatch, "gradual", "random", "smaller-image")
     # Recipes near the front are evaluated in two steps.
     monkeypatch.setattr(samples, "FIRST_LOOK", 4)
     images = pictures(10)
@@ -298,8 +305,11 @@ def test_patches_of_smaller_images_are_compared_in_the_dense_grid(
             assert row.score.value == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(clock: Callable[..., None]) -> None:
+def test_a_class_of_ones_own_is_compared_as_those_of_libraries_are(
+    clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock({})
+    few_series(monkeypatch, "gradual", "smaller-image", "tome", "prune")
     images = make_own_images(4)
     with torch.no_grad():
         right = make_own("einsum")(images).argmax(-1)
@@ -464,18 +474,26 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
     clock({"as FastV": 5.0})
     monkeypatch.setattr(samples, "FIRST_LOOK", 2)
     batches = questions(3, labels)
+    tried = ("searched 0.7", "as FastV", "random 0.5", "pixelprune") if labels else ("as FastV", "pixelprune")
+    named: list[str] = []
+
+    def few(*arguments: Any) -> list[Candidate]:
+        """Return one of each way to choose tokens; without labels, without a search."""
+        if labels:
+            candidates = untrained.language_candidates(*arguments)
+            named.extend(candidate.name for candidate in candidates)
+            return [candidate for candidate in candidates if candidate.name in tried]
+        spread, equal = {"preset": "evenly-spread", "capacity": 0.5}, {"preset": "pixelprune-language"}
+        return [Candidate(name, routing=routing) for name, routing in zip(tried, (spread, equal))]
+
+    monkeypatch.setattr(trials, "language_candidates", few)
     if labels:
         with_answers_of(make_joint("llava"), batches)
-    else:
-        few = [Candidate(name, routing={"preset": name}) for name in ("as FastV", "pixelprune-language")]
-        few[0] = Candidate("as FastV", routing={"preset": "evenly-spread", "capacity": 0.5})
-        monkeypatch.setattr(trials, "language_candidates", lambda *_: few)
     advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
     assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 4)
     if labels:
-        names = {"as p-MoD", "as PyramidDrop", "as FastV", "random 0.5", "evenly spread 0.25", "pixelprune"}
-        assert {*names, "frozen after 2"} <= {row.name for row in advice.rows}
-        assert any(row.name.startswith("searched") for row in advice.rows)
+        assert {"as p-MoD", "as PyramidDrop", "evenly spread 0.25", "frozen after 2", *tried} <= {*named}
+        assert {row.name for row in advice.rows} == {*tried}
         assert "Too few samples to tell from their controls: as FastV" in str(advice)
     assert advice.cache is not None
     assert "| cache" in str(advice)
@@ -560,11 +578,12 @@ def test_candidates_that_advice_cannot_make_are_refused(candidates: list[Any], m
 
 @pytest.mark.parametrize("is_own", [False, True])
 def test_own_models_are_compared_as_they_are(
-    is_own: bool, clock: Callable[[Mapping[str, float]], None], tmp_path: Path
+    is_own: bool, clock: Callable[[Mapping[str, float]], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({"tuned": 4.0, "random": 4.0, "shallow": 5.0})
+    monkeypatch.setattr(samples, "FIRST_LOOK", 20)
     dense, tuned, random, shallow = (make_own("einsum") if is_own else make() for _ in range(4))
-    images = make_own_images(80) if is_own else pictures(80)
+    images = make_own_images(25) if is_own else pictures(25)
     for model, router in ((tuned, "attention"), (random, "random")):
         mmod.route_(model, mmod.RoutingConfig(router=router, blocks="late", capacity=0.5))
     # Its last block adds nothing, as where there is none.
@@ -626,7 +645,7 @@ def test_a_wanted_speed_is_reached_with_the_least_loss(faster: float, monkeypatc
 
     monkeypatch.setattr(timing, "sample_times", timed)
     if faster > 2:
-        few_series(monkeypatch, "a-mod", "smaller-image")
+        few_series(monkeypatch, "smaller-image")
     model = timm.create_model("test_vit", dynamic_img_size=True).eval()
     images = torch.randn(4, 3, 160, 160, generator=torch.Generator().manual_seed(0))
     advice = trials.advise(model, [images], batch_size=2, faster=faster, progress=False)
