@@ -16,6 +16,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.methods import Experts, Recursions
 from tests.kit.cover import cover
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
+from tests.kit.interrupts import Interrupt
 from tests.kit.vlm_zoo import (
     IMAGE,
     JOINT,
@@ -77,6 +78,27 @@ def test_a_prompt_ends_at_the_first_label_behind_the_last_image() -> None:
     assert torch.equal(model(**batch).logits, logits)
     linear = routed("llava", IMAGES_ONLY["linear"])
     assert torch.equal(linear(**batch, labels=everything).logits, linear(**batch).logits)
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3-vision"])
+@torch.no_grad()
+def test_an_interrupted_pass_leaves_no_labels_behind(name: str) -> None:
+    model: Any = routed(name, IMAGES_ONLY["attention"])
+    batch = prompt(name, (1, 2))
+    ids = batch["input_ids"]
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    fresh: Any = copy.deepcopy(model)
+    expected = fresh.model(**batch).last_hidden_state, fresh(**batch).logits, fresh(**batch, labels=labels).logits
+    assert not torch.equal(*expected[1:])
+    with Interrupt() as counted:
+        model(**batch, labels=labels)
+    for at in range(1, counted.places + 1, counted.places // 4):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            model(**batch, labels=labels)
+        # The model inside comes first: it gets no labels of its own.
+        actual = model.model(**batch).last_hidden_state, model(**batch).logits, model(**batch, labels=labels).logits
+        for output, baseline in zip(actual, expected, strict=True):
+            assert torch.equal(output, baseline), at
 
 
 @pytest.mark.parametrize("method", EVERYTHING)

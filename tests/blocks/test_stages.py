@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import mmod
 from mmod import RoutingConfig
 from tests.kit.cover import in_turn
+from tests.kit.interrupts import Interrupt
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -234,29 +233,6 @@ def test_an_interrupted_compiled_call_leaves_nothing_behind() -> None:
     for output, baseline in zip((alone(model, [images])[0], compiled(images)), reversed(expected), strict=True):
         torch.testing.assert_close(output, baseline)
     torch.compiler.reset()
-
-
-class Interrupt:
-    """Raises a KeyboardInterrupt before or behind one of the calls of modules in a context; counts these places."""
-
-    def __init__(self, at: int | None = None) -> None:
-        self.at = at
-        self.places = 0
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code is not nn.Module._call_impl.__code__:
-            return
-        self.places += 1
-        if self.places == self.at:
-            sys.setprofile(None)
-            raise KeyboardInterrupt
-
-    def __enter__(self) -> Interrupt:
-        sys.setprofile(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
 
 
 INTERRUPTED = {

@@ -100,11 +100,17 @@ class Running:
 
     Attributes:
         prompt: The prompt of a call of `generate`; None outside of one.
-        labels_BN: The labels (B, N) passed to the running pass; None without labels, or outside of a pass.
+        labels_BN: The labels (B, N) of a pass that begins; None without labels, or once it has read them.
     """
 
     prompt: GeneratedFrom | None = None
     labels_BN: Tensor | None = None
+
+    def take_labels(self) -> Tensor | None:
+        """Return the labels of the pass, which leaves none behind, however it ends."""
+        labels_BN = self.labels_BN
+        self.labels_BN = None
+        return labels_BN
 
     @contextmanager
     def generating(self, prompt: GeneratedFrom) -> Iterator[None]:

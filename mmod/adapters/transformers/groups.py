@@ -65,7 +65,7 @@ class MaskHook(ModelHook):
 
 
 class LabelHook(ModelHook):
-    """Keeps the labels of a running pass, which models take around the one that inserts images.
+    """Keeps the labels of a pass for the model that inserts images; models around it take them.
 
     Args:
         head: The hooked module, which takes labels.
@@ -85,7 +85,7 @@ class LabelHook(ModelHook):
             self.running.value.labels_BN = labels
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
-        """Forget the labels."""
+        """Forget labels that no model inside has read, as after an error."""
         if self.outermost:
             self.running.value.labels_BN = None
 
@@ -103,6 +103,7 @@ class Inputs(NamedTuple):
         part: What it reads of the prompt of `generate`; None outside.
         layout: The arguments that describe frames.
         copies: How many samples in a row are copies of one that these describe.
+        labels_BN: The labels of the pass (B, N), or None.
     """
 
     module: nn.Module
@@ -114,6 +115,7 @@ class Inputs(NamedTuple):
     part: PromptPart | None
     layout: Arguments
     copies: int
+    labels_BN: Tensor | None
 
     def described(self, kind_BN: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return kinds and packed samples of the rows that `layout` describes: the first copy of each sample."""
@@ -244,6 +246,7 @@ class GroupHook(ModelHook):
 
     def _read(self, module: nn.Module, arguments: Arguments, image_BN: Tensor | None) -> Inputs | None:
         """Step 1: read what is cached, padded and packed; None if no token may be skipped."""
+        labels_BN = self.running.value.take_labels()
         source = source_of(arguments)
         cache: Any = cache_of(arguments)
         # The length of a static cache is a tensor; decoding must not synchronise with it.
@@ -272,7 +275,7 @@ class GroupHook(ModelHook):
         if part is not None and not begun and all(layout.get(name) is None for name in LAYOUT):
             layout = {**layout, **part.prompt.layout}
             copies = part.copies
-        return Inputs(module, arguments, cache, decodes, begun, structure, part, layout, copies)
+        return Inputs(module, arguments, cache, decodes, begun, structure, part, layout, copies, labels_BN)
 
     def _kinds(self, inputs: Inputs, image_BN: Tensor | None) -> Tensor:
         """Step 2: find the tokens that may be skipped, by modality (B, N); 0 are others."""
@@ -319,7 +322,7 @@ class GroupHook(ModelHook):
             strict=self.tokens == "image",
             segment_BN=structure.segment_BN,
             first_BN=None if frames is None else frames.first_BN,
-            prompt_BN=self._prompt(kind_BN > 0, structure),
+            prompt_BN=self._prompt(inputs, kind_BN > 0),
         )
         importance = None
         if self.image_reader is not None:
@@ -351,12 +354,12 @@ class GroupHook(ModelHook):
         """Whether tokens compete with each other, instead of meeting a threshold alone."""
         return not self.config.decides_alone(self.text.training)
 
-    def _prompt(self, image_BN: Tensor, structure: Structure) -> Tensor | None:
+    def _prompt(self, inputs: Inputs, image_BN: Tensor) -> Tensor | None:
         """Return which tokens the labels of a pass leave to the prompt (B, N), None for all.
 
         Image tokens are then chosen as in generation, which knows no word of the answer.
         """
-        labels_BN = self.running.value.labels_BN if self.config.reads_attention(self.text.training) else None
+        labels_BN = inputs.labels_BN if self.config.reads_attention(self.text.training) else None
         # Other heads take one class, or the values of several, for a sample.
         if labels_BN is None or labels_BN.ndim != 2 or labels_BN.is_floating_point():
             return None
@@ -366,7 +369,7 @@ class GroupHook(ModelHook):
                 f"whose attention does not count as importance, is unknown: pass inputs_embeds, {IMAGES} and labels of "
                 "one length, or route by a score that reads no attention, such as router='linear'"
             )
-        return read_prompt(labels_BN, image_BN, structure.segment_BN)
+        return read_prompt(labels_BN, image_BN, inputs.structure.segment_BN)
 
     def _check_frames(self) -> None:
         """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""
