@@ -114,7 +114,7 @@ def test_pages_stay_short() -> None:
     written = {path.relative_to(ROOT).as_posix() for path in reference.pages()}
     guides = [text for page, text in PAGES.items() if page.startswith("docs/") and page not in written]
     assert sum(map(words_in, notebook)) < 13_000
-    assert sum(map(words_in, guides)) - sum(map(words_in, notebook)) < 11_950
+    assert sum(map(words_in, guides)) - sum(map(words_in, notebook)) < 12_600
 
 
 def test_installation_takes_the_address_of_a_repository() -> None:
