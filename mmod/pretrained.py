@@ -289,10 +289,10 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, object] | None)
     library = find_library(model) or OWN
     if library == OWN and "mod_methods" not in vars(model):
         name = next(name for name, module in model.named_modules() if "mod_methods" in vars(module))
-        place = re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")
+        module = re.sub(r"\.(\d+)", r"[\1]", f"model.{name}")
         raise ValueError(
             f"cannot save this {type(model).__name__}: it is not the model that mmod changed, but holds it. Save that "
-            f"model, mmod.save_pretrained({place}, folder), and load it into its place, {place} = "
+            f"model, mmod.save_pretrained({module}, folder), and load it into its place, {module} = "
             "mmod.load_pretrained(folder)"
         )
     saving = _saving(library)

@@ -89,7 +89,7 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
         handle.remove()
 
 
-def resized(x_BNC: Tensor, grid: tuple[int, int], asked: tuple[int, int]) -> Tensor:
+def resized(x_BNC: Tensor, grid: tuple[int, int], target: tuple[int, int]) -> Tensor:
     """Interpolate a grid of logits or features (B, N, C), row by row, to other rows and columns.
 
     Raises:
@@ -100,12 +100,12 @@ def resized(x_BNC: Tensor, grid: tuple[int, int], asked: tuple[int, int]) -> Ten
         >>> resized(torch.arange(8.0).view(1, 8, 1), (2, 4), (4, 8)).shape
         torch.Size([1, 32, 1])
     """
-    if grid == asked:
+    if grid == target:
         return x_BNC
     if math.prod(grid) != x_BNC.shape[1]:
         raise ValueError(f"{x_BNC.shape[1]} outputs are no grid of {grid[0]} x {grid[1]} patches")
     x_BCHW = x_BNC.transpose(1, 2).unflatten(2, grid)
-    return F.interpolate(x_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
+    return F.interpolate(x_BCHW, size=target, mode="bilinear").flatten(2).transpose(1, 2)
 
 
 def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
@@ -118,18 +118,18 @@ def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: i
     if outputs == labels:
         return x_BNC
     height, width = images.shape[-2:]
-    asked = grid_of_squares(labels, height, width)
+    target = grid_of_squares(labels, height, width)
     if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
         grid: Grid | None = patch_grid(model, (height, width))
     else:
         # A model that shows no patches has square ones, as labels do.
         grid = grid_of_squares(outputs, height, width)
-    if asked is None or grid is None:
+    if target is None or grid is None:
         raise ValueError(
             f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
             f"{height} x {width} pixels"
         )
-    return resized(x_BNC, grid, asked)
+    return resized(x_BNC, grid, target)
 
 
 def grid_of_squares(count: int, height: int, width: int) -> Grid | None:

@@ -104,12 +104,12 @@ def find_branches(
     without_halves = None
     for attention in search.attention_candidates():
         for mlp in search.mlp_candidates(attention):
-            for beside in search.cross_candidates(attention, mlp):
-                silenced = search.attempt(search.zeros(attention, mlp, *beside))
+            for cross_modules in search.cross_candidates(attention, mlp):
+                silenced = search.attempt(search.zeros(attention, mlp, *cross_modules))
                 if silenced is None or not is_close(silenced, search.x_BND):
                     continue
                 # Silent together, they add nothing. That the block is one behind the other is another question.
-                branches = search.describe(attention, mlp, beside, rows)
+                branches = search.describe(attention, mlp, cross_modules, rows)
                 if branches.halves:
                     return branches
                 without_halves = without_halves or branches
@@ -233,10 +233,10 @@ class _Search:
         """Return what silences modules."""
         return {name: _zeros(self.outputs[name]) for name in names}
 
-    def describe(self, attention: str, mlp: str, beside: tuple[str, ...], rows: Sequence[str]) -> Branches:
+    def describe(self, attention: str, mlp: str, cross_modules: tuple[str, ...], rows: Sequence[str]) -> Branches:
         """Return branches that are silent together."""
-        silent_attention = self._silent((attention, *beside), (mlp,))
-        silent_mlp = self._silent((mlp,), (attention, *beside))
+        silent_attention = self._silent((attention, *cross_modules), (mlp,))
+        silent_mlp = self._silent((mlp,), (attention, *cross_modules))
         attended = self.run(self._replacements(silent_mlp))
         feed = self._replacements(silent_attention)
         watch = AttentionWatch()

@@ -103,12 +103,12 @@ def _shuffled(context: DecisionContext) -> Tensor:
 
 
 def rank_first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
-    """Return ranks by score, from 0, with marked tokens above all others (B, N)."""
+    """Return ranks by score, from 0, with masked tokens above all others (B, N)."""
     # In float64, and stably: equal scores keep their order by position, as in the router.
     order_BN = score_BN.double().argsort(dim=1, stable=True)
     position_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
     rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, position_BN)
-    # A marked token is above all others, whatever its score.
+    # A token of the mask is above all others, whatever its score.
     return rank_BN + first_BN * score_BN.shape[1]
 
 

@@ -150,13 +150,13 @@ class _FirstInput(OnceHook):
         if x_BND is None or x_BND.ndim != 3 or x_BND.shape[1] <= rows * columns + self.source.prefix:
             return
         tokens = x_BND.shape[1]
-        beside = tokens - rows * columns
+        prefix = tokens - rows * columns
         name = self.source.name
         block_list = name.rpartition(".")[0]
         warnings.warn(
             f"{name} gets {tokens} tokens, but {rows} x {columns} patches and {self.source.prefix} tokens that are "
             f"always kept make {rows * columns + self.source.prefix}: the others, such as learned prompts, are skipped "
             f"like patches. To keep them in a model of timm or of your own class, put them in front of the patches and "
-            f"pass tokens=mmod.Tokens({block_list!r}, prefix={beside})",
+            f"pass tokens=mmod.Tokens({block_list!r}, prefix={prefix})",
             stacklevel=2,
         )

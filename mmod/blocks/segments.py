@@ -77,8 +77,8 @@ class Segments(NamedTuple):
         """Return which tokens of a batch are no padding (B, N); None for all."""
         if self.equal:
             return None
-        place_N = torch.arange(self.longest, device=device)
-        return place_N < torch.tensor(self.lengths, device=device).unsqueeze(1)
+        position_N = torch.arange(self.longest, device=device)
+        return position_N < torch.tensor(self.lengths, device=device).unsqueeze(1)
 
 
 def read_segments(boundaries: Tensor) -> Segments:

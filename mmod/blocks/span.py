@@ -65,7 +65,7 @@ class Span:
         for_loss: Importance serves a loss only, and is computed in training only.
 
     Attributes:
-        last: Place of the last module.
+        last: Position of the last module.
     """
 
     def __init__(

@@ -70,13 +70,13 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
         by_question[question][plain_answer(answer)] += 1
         by_type[question_type][plain_answer(answer)] += 1
     right = Counter[str]()
-    asked = Counter[str]()
+    questions = Counter[str]()
     for question_type, question, answer in test:
         # A question that training has not asked is guessed by its type.
         known = by_question.get(question) or by_type[question_type]
         right[question_type] += bool(known) and known.most_common(1)[0][0] == plain_answer(answer)
-        asked[question_type] += 1
-    return {question_type: right[question_type] / count for question_type, count in asked.items()}
+        questions[question_type] += 1
+    return {question_type: right[question_type] / count for question_type, count in questions.items()}
 
 
 def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:

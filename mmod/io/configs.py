@@ -67,8 +67,8 @@ def existing_config(path: str | Path, noun: str = "config file") -> Path:
 def _near(file: Path) -> str:
     """Return what may be meant by a path that does not exist: files and folders beside it, or shipped configs."""
     # By their names alone: a folder that all share would make them alike.
-    beside = similar(file.name, [path.name for path in file.parent.glob("[!.]*")])
-    near = [str(file.parent / name) for name in beside]
+    neighbours = similar(file.name, [path.name for path in file.parent.glob("[!.]*")])
+    near = [str(file.parent / name) for name in neighbours]
     is_shipped = file.parts[:1] == ("configs",)
     # The path of a YAML file elsewhere is no misspelt name.
     if is_shipped or file.suffix != ".yaml":

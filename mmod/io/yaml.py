@@ -156,11 +156,11 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     for base in bases:
         if not isinstance(base, str):
             raise ValueError(f"{str(path)!r}: base must be a file or a name, or a list of them, got {base!r}")
-        beside = path.parent / base
+        sibling = path.parent / base
         # A file next to the config wins over a shipped config of the same name.
-        file = beside if beside.is_file() else shipped_config(base)
+        file = sibling if sibling.is_file() else shipped_config(base)
         if file is None:
-            raise FileNotFoundError(f"{str(path)!r}: no base {base!r}, at {str(beside)!r} or in `mmod configs`")
+            raise FileNotFoundError(f"{str(path)!r}: no base {base!r}, at {str(sibling)!r} or in `mmod configs`")
         stacked = merged(stacked, _stack(file, (*above, resolved)), null_removes=True)
     return merged(stacked, fields, null_removes=True)
 

@@ -50,7 +50,7 @@ class Horizon:
         check_value("tolerance", tolerance, float, "[0, 1]")
         limit = tolerance * self.divergences[0]
         # A later layer may matter again.
-        needed = [place for place, divergence in enumerate(self.divergences) if divergence > limit]
+        needed = [layer for layer, divergence in enumerate(self.divergences) if divergence > limit]
         return max(needed, default=-1) + 1
 
     def plan(

@@ -146,8 +146,8 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
             left_BA = left_BA.sort(dim=-1).values[:, protected_A:]
         # In what remains, the second set without its prefix stands behind the prefix and what is left of the first.
         into_BR = partner_BA.gather(1, gone_BR) + (prefix + left_BA.shape[1] - protected_C)
-        place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(left_BA.shape[0], -1)
-        stay_BK = torch.cat([place_N[:, :prefix], 2 * left_BA, place_N[:, 2 * protected_C + 1 :: 2]], dim=1)
+        position_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(left_BA.shape[0], -1)
+        stay_BK = torch.cat([position_N[:, :prefix], 2 * left_BA, position_N[:, 2 * protected_C + 1 :: 2]], dim=1)
         # The first set are the tokens with even numbers.
         return stay_BK, 2 * gone_BR, into_BR
 

@@ -203,7 +203,7 @@ def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: Blo
     block = stack.blocks[index]
     # Modules of other methods in the block, such as a mixture of experts.
     others = [module for module in block.modules() if isinstance(module, Mixin)]
-    unfit = _unfit(stack, config, call) or (_unfit_beside(block, config, call, others) if others else None)
+    unfit = _unfit(stack, config, call) or (_unfit_with(block, config, call, others) if others else None)
     if unfit is not None:
         option, reason = unfit
         raise ValueError(f"{option} is not possible in {name}, {reason}")
@@ -230,7 +230,7 @@ def _unfit(stack: BlockStack, config: RoutingConfig, call: BlockCall) -> tuple[s
     return None
 
 
-def _unfit_beside(
+def _unfit_with(
     block: nn.Module, config: RoutingConfig, call: BlockCall, others: Sequence[Mixin]
 ) -> tuple[str, str] | None:
     """Return an option that does not fit the modules of other methods in a block, and why; None for none."""

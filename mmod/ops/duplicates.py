@@ -132,10 +132,10 @@ class _Cells(NamedTuple):
         frames, height, width = self.sides
         down, across = self.counts
         below = down * height - self.grid[0]
-        beside = across * width - self.grid[1]
-        if below or beside:
+        right = across * width - self.grid[1]
+        if below or right:
             # Patches added below and at the right are no left or upper neighbour of one in the grid.
-            pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, beside, 0, below))
+            pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, right, 0, below))
         cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).unflatten(0, (-1, frames))
         # Videos, rows and columns of cells; then frames, rows and columns of patches.
         cells = cells.permute(0, 2, 4, 1, 3, 5, 6, 7)

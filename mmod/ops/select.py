@@ -323,7 +323,7 @@ def slots_for(counts: Sequence[int]) -> int:
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
-    """Rank marked tokens last: they become NaN, which sorts last, after NaN scores became -inf."""
+    """Rank tokens of a mask last: they become NaN, which sorts last, after NaN scores became -inf."""
     lowest = torch.finfo(score_BN.dtype).min
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 

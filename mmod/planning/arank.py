@@ -137,10 +137,10 @@ def attention_ranks(
         modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
         with inside(list(zip(stack.blocks, modes))), torch.no_grad():
             model(**batch) if isinstance(batch, Mapping) else model(batch)
-        for place, mode in enumerate(modes):
+        for number, mode in enumerate(modes):
             if not mode.ranks:
-                raise ValueError(f"{stack.names[place]} ran no attention over all tokens: use sdpa or eager attention")
-            totals[place] += sum(mode.ranks) / len(mode.ranks) * mode.samples
+                raise ValueError(f"{stack.names[number]} ran no attention over all tokens: use sdpa or eager attention")
+            totals[number] += sum(mode.ranks) / len(mode.ranks) * mode.samples
         samples += modes[0].samples
         tokens += sum(modes[0].tokens)
         maps += len(modes[0].tokens)

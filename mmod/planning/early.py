@@ -53,11 +53,11 @@ def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look]]:
         return means[one] > means[other] and difference is not None and difference.is_clear
 
     near = unbeaten(ms, is_better, tolerance=1.0)
-    asked = looks(near) or looks(front_in(table, figure))
-    while asked:
-        yield asked
+    requested = looks(near) or looks(front_in(table, figure))
+    while requested:
+        yield requested
         # More samples may have taken from the front what had beaten others on few.
-        asked = looks(front_in(table, figure))
+        requested = looks(front_in(table, figure))
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:

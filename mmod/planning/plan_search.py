@@ -156,8 +156,8 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
 
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:
         models = {DENSE: model}
-        for place, config in enumerate(configs):
-            models[str(place)] = change_(copy_of(model), Route({part: config}))
+        for number, config in enumerate(configs):
+            models[str(number)] = change_(copy_of(model), Route({part: config}))
         readings = {name: {part: Reading(partial(run_batch, timed, batch), 1)} for name, timed in models.items()}
         device = next(model.parameters()).device
         times = relative_times(sample_times(readings, rounds=_ROUNDS, device=device, shown=True)[part], DENSE)
@@ -199,11 +199,11 @@ def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[flo
         choices.append(totals.argmin(0))
         best = totals.min(0)
     # Walk back from the full budget to read off the chosen items.
-    place = _STEPS
+    steps_left = _STEPS
     chosen: list[int] = []
     for size, items in zip(reversed(sizes), reversed(choices)):
-        chosen.append(int(items[place]))
-        place -= size[chosen[-1]]
+        chosen.append(int(items[steps_left]))
+        steps_left -= size[chosen[-1]]
     return chosen[::-1]
 
 

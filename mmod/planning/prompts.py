@@ -71,8 +71,8 @@ def right_of(model: Any, questions: Questions, pad: int, image_token: int, is_ri
         # An image token without an image would fail in the next step.
         suppress_tokens=[image_token],
     )
-    asked = questions.inputs["input_ids"].shape[1]
-    pairs = zip(given_BN[:, asked:].cpu(), questions.answers)
+    prompt_length = questions.inputs["input_ids"].shape[1]
+    pairs = zip(given_BN[:, prompt_length:].cpu(), questions.answers)
     return [is_right(_until_end(given_A, ends), _until_end(answer_A.cpu(), ends)) for given_A, answer_A in pairs]
 
 
@@ -127,10 +127,10 @@ def of_equal_length(
         if value.shape[:2] == ids_BN.shape:
             own = value[row : row + 1, is_real_BN[row]]
         else:
-            place = _rows_of_images(len(value), images_B.tolist(), row)
-            if place is None:
+            image_rows = _rows_of_images(len(value), images_B.tolist(), row)
+            if image_rows is None:
                 return None
-            own = value[place]
+            own = value[image_rows]
         equal[name] = own.repeat(len(ids_BN), *[1] * (own.ndim - 1))
     try:
         run_batch(model, equal)

@@ -221,7 +221,7 @@ class Prompts:
         self.dense_T = [top_T for top_T, _ in tops]
         self.identity = {
             **_identity(model, part, len(self), [told for _, told in tops]),
-            # Another judge finds other answers right.
+            # Another function finds other answers right.
             "is_right": getattr(is_right, "__qualname__", type(is_right).__name__),
         }
 
@@ -294,14 +294,14 @@ class Prompts:
         """Return the share of a prompt's next tokens that are the dense model's, and whether its answer is right."""
         scores: list[float] = []
         correct: list[bool] = []
-        for place in range(self.starts.index(start), self.starts.index(stop)):
-            batch = self.batches[place]
+        for number in range(self.starts.index(start), self.starts.index(stop)):
+            batch = self.batches[number]
             top_T, _ = self._top(model, batch)
             compared_BN = compared(batch, self.image_token)
             counts = compared_BN.sum(1).tolist()
-            scores += [float(x.double().mean()) for x in (top_T == self.dense_T[place]).split(counts)]
+            scores += [float(x.double().mean()) for x in (top_T == self.dense_T[number]).split(counts)]
             if self.has_labels:
-                correct += right_of(model, self.questions[place], self.pad, self.image_token, self.is_right)
+                correct += right_of(model, self.questions[number], self.pad, self.image_token, self.is_right)
         outcomes = {AGREEMENT: np.array(scores)}
         if self.has_labels:
             outcomes[CORRECT] = np.array(correct, np.float64)

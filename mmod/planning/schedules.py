@@ -41,8 +41,8 @@ def ratio_decay(
     blocks = []
     capacities = []
     for block in range(depth):
-        place = block / (depth - 1)
-        ratio = (0.5 * math.cos(math.pi * place) if shape == "cosine" else 0.5 - place) + shift
+        depth_share = block / (depth - 1)
+        ratio = (0.5 * math.cos(math.pi * depth_share) if shape == "cosine" else 0.5 - depth_share) + shift
         # Above it, a block would pay for a decision that saves hardly a token.
         if ratio <= ceiling:
             blocks.append(block)

@@ -97,7 +97,8 @@ def advise(
         models: Your own models by name, as they are, beside the candidates, or alone with `candidates=[]`: such as
             fine-tuned ones, beside a dense model that is tuned alike, or one with fewer blocks. One named "random" is
             the control of those that are routed.
-        is_right: Judges the tokens of a generated answer by those of the label; the default asks for the same tokens.
+        is_right: Whether a generated answer is right, by its tokens and those of the label; by default, whether they
+            are the same.
         at_size: Makes a language model read images of another side in pixels, in place, and returns the batches of the
             same prompts at that side; `mmod advise` passes it for LLaVA-like models. None tries no smaller images.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
@@ -275,7 +276,7 @@ def _prompts(
     # No plan is evaluated on prompts that chose it.
     ends = list(accumulate(len(batch["input_ids"]) for batch in prompts))
     # Whole batches, which may hold more than a fifth.
-    searched = 1 + next(place for place, end in enumerate(ends) if 5 * end >= ends[-1])
+    searched = 1 + next(number for number, end in enumerate(ends) if 5 * end >= ends[-1])
     if searched == len(prompts):
         raise ValueError(
             f"{ends[-1]} prompts are one batch, which cannot both find plans and evaluate them: pass more prompts, or "

@@ -11,7 +11,7 @@ import inspect
 from typing import Any
 
 # Where a config is looked for.
-_PLACE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+_SOURCE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class _Opened:
@@ -86,8 +86,8 @@ def _describes_routing(folder: Any, config: Any, options: dict[str, Any]) -> boo
     if isinstance(config, PreTrainedConfig):
         return isinstance(getattr(config, "mmod", None), dict)
     try:
-        place = {name: options[name] for name in _PLACE if name in options}
-        values, _ = PreTrainedConfig.get_config_dict(folder if config is None else config, **place)
+        source = {name: options[name] for name in _SOURCE if name in options}
+        values, _ = PreTrainedConfig.get_config_dict(folder if config is None else config, **source)
     except (OSError, TypeError):
         # No config: loading itself says so, or reads a format that has none.
         return False

@@ -113,7 +113,7 @@ def _study_section(study: StudyRecord) -> _Section:
     # Without a recommended model the first ones are shown.
     shown = {path: maps[path] for path in (recommended or [*maps])[:_SHOWN_MAPS]}
     further = [path.name for path in maps if path not in shown]
-    beside = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
+    heading = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
     command = f"mmod {study.kind} study.yaml  # the config below, saved as study.yaml"
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.svg, command)
@@ -124,7 +124,7 @@ def _study_section(study: StudyRecord) -> _Section:
         + _pictures(study.name, shown)
         + _rich(study.code)
         + tables
-        + (_details("Routing maps of further models", "\n".join([beside, *further])) if further else "")
+        + (_details("Routing maps of further models", "\n".join([heading, *further])) if further else "")
         + _folded("Plans that were searched", _pictures(study.name, plans))
         + _details("Config", json.dumps(study.config, indent=2))
         + _details("Environment", _lines(study.environment)),

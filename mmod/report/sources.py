@@ -194,7 +194,7 @@ def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:
     """Return records with numbers behind repeated names, as in "a", "b", "a (2)"."""
     names = [record.name for record in records]
     # How often the name occurred up to here.
-    counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
+    counts = [names[: position + 1].count(name) for position, name in enumerate(names)]
     numbered = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]
     return [dataclasses.replace(record, name=name) for record, name in zip(records, numbered)]
 

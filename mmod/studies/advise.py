@@ -91,13 +91,13 @@ _ASKED = ("checkpoint", "image_size", "mean", "std", "measure", "number", "batch
 
 def _folder_of(options: argparse.Namespace) -> str:
     """Return the folder of a question: by the model, the samples, and the options that are not the usual ones."""
-    asked = [options.prompts or options.images]
+    words = [options.prompts or options.images]
     usual = _parser()
     for name in _ASKED:
         value = getattr(options, name)
         if value != usual.get_default(name):
-            asked.append(f"{name}-{'-'.join(map(str, value)) if isinstance(value, list) else value}")
-    return f"runs/advise/{folder_name(options.model)}/{'-'.join(map(folder_name, asked))}"
+            words.append(f"{name}-{'-'.join(map(str, value)) if isinstance(value, list) else value}")
+    return f"runs/advise/{folder_name(options.model)}/{'-'.join(map(folder_name, words))}"
 
 
 def _parser() -> OneLineParser:
@@ -224,8 +224,8 @@ def _a_fifth_first(loader: Any) -> Iterable[Any]:
     if fifth >= loader.batch_size:
         return loader
     ends = [0, *range(fifth, len(prompts), loader.batch_size), len(prompts)]
-    places = [range(start, end) for start, end in pairwise(ends)]
-    return [loader.collate_fn([prompts[place] for place in batch]) for batch in places]
+    groups = [range(start, end) for start, end in pairwise(ends)]
+    return [loader.collate_fn([prompts[number] for number in batch]) for batch in groups]
 
 
 def read_images(
@@ -249,10 +249,10 @@ def read_images(
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     # Folders stand in order of their classes, so that the first images would be those of one.
-    places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
+    positions = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
     preprocessing = opened.preprocessing
     reader = ImageReader(source, preprocessing.mode, preprocessing.transform())
-    images, labels, faults = reader.read(places.astype(int), None)
+    images, labels, faults = reader.read(positions.astype(int), None)
     report.add(faults)
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")

@@ -103,11 +103,11 @@ def classify_patches(features: Sequence[Features], study: FeaturesStudyConfig) -
     fitted, tested = features
     per_image = len(tested.label_N) // len(tested.kept_NL)
     # Patches without a class are neither fitted nor tested.
-    place_N = np.flatnonzero(fitted.label_N.numpy() != IGNORED)
-    x_ND = fitted.x_ND.float().numpy()[place_N]
-    label_N = fitted.label_N.numpy()[place_N]
+    position_N = np.flatnonzero(fitted.label_N.numpy() != IGNORED)
+    x_ND = fitted.x_ND.float().numpy()[position_N]
+    label_N = fitted.label_N.numpy()[position_N]
     # All patches of an image are on the same side of the cross-validation that chooses `C`.
-    folds = list(GroupKFold(3).split(x_ND, label_N, place_N // per_image))
+    folds = list(GroupKFold(3).split(x_ND, label_N, position_N // per_image))
     regression = _regression(study.strengths, folds).fit(x_ND, label_N)
     predicted = regression.predict(tested.x_ND.float().numpy())
     labels = tested.label_N.numpy()

@@ -61,7 +61,7 @@ _COLUMNS: dict[str, Column] = {
 _GAIN = "gain"
 
 
-class Place(NamedTuple):
+class Setting(NamedTuple):
     """One model of the grid, trained with one budget; the first seven are its columns in the study's table."""
 
     series: str
@@ -85,10 +85,10 @@ class Place(NamedTuple):
         return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}
 
 
-def places_of(config: IsoflopConfig) -> list[Place]:
+def settings_of(config: IsoflopConfig) -> list[Setting]:
     """Return the models of a study, by budget, series and size."""
     dense = _dense(config)
-    places = []
+    settings = []
     for series in _series(config):
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
@@ -108,10 +108,10 @@ def places_of(config: IsoflopConfig) -> list[Place]:
                 )
                 timed = config_of(candidate, dense)
                 spent = float(step * steps)
-                places.append(Place(series.name, size, budget, parameters, forward, steps, spent, candidate, timed))
-    _check_text(places)
+                settings.append(Setting(series.name, size, budget, parameters, forward, steps, spent, candidate, timed))
+    _check_text(settings)
     # Small budgets first, whose runs are the shortest.
-    return sorted(places, key=lambda place: place.budget)
+    return sorted(settings, key=lambda setting: setting.budget)
 
 
 def training_flops(model: nn.Module, tokens: int) -> int:
@@ -149,11 +149,11 @@ def _series(config: IsoflopConfig) -> list[Candidate]:
 
 def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
-    places = places_of(config)
+    settings = settings_of(config)
     runner = Runner(config.processes, progress)
-    runner.say(f"{_ahead(config, places)}. The time left is known from the first run on")
+    runner.say(f"{_ahead(config, settings)}. The time left is known from the first run on")
     dense = _dense(config)
-    candidates = [place.candidate for place in places]
+    candidates = [setting.candidate for setting in settings]
     keys = ("changes", "changes")
     runs = Comparison(candidates=candidates, dense=dense, train=dense, seeds=config.seeds, keys=keys).checked_runs()
     # A folder that cannot be written is no news for the end of a run.
@@ -166,8 +166,8 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     result: StudyResult | None = None
     for run in compare(runs, table, Measurer(_train, store), runner):
         # By seed, so that there is a picture after the first.
-        if all(run.seed in table.runs.get(place.name, {}) for place in places):
-            points = [place.row(table.rates[place.name], table.figures(place.name)) for place in places]
+        if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
+            points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]
             result = _write(config, points, runner)
     assert result is not None
     return result
@@ -175,24 +175,24 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
 
 def describe(config: IsoflopConfig) -> str:
     """Say what a study would do: runs, steps and FLOPs of every model."""
-    places = places_of(config)
+    settings = settings_of(config)
     lines = [
-        f"{place.name}: {place.parameters:,} parameters, {place.forward:.3g} FLOPs a window, {place.steps} steps, "
-        f"{place.spent:.3g} FLOPs a run"
-        for place in places
+        f"{setting.name}: {setting.parameters:,} parameters, {setting.forward:.3g} FLOPs a window, "
+        f"{setting.steps} steps, {setting.spent:.3g} FLOPs a run"
+        for setting in settings
     ]
-    return "\n".join([*lines, _ahead(config, places)])
+    return "\n".join([*lines, _ahead(config, settings)])
 
 
-def _ahead(config: IsoflopConfig, places: Sequence[Place]) -> str:
+def _ahead(config: IsoflopConfig, settings: Sequence[Setting]) -> str:
     """Say how many runs a study has, and of which lengths."""
     trials = len(config.rates) if len(config.rates) > 1 else 0
     runs = trials + config.seeds
-    steps = [place.steps for place in places]
-    total = runs * sum(place.spent for place in places)
+    steps = [setting.steps for setting in settings]
+    total = runs * sum(setting.spent for setting in settings)
     return (
-        f"{len(places)} models, each trained {runs} times ({trials} rates, {config.seeds} seeds) for {min(steps):,} to "
-        f"{max(steps):,} steps: {runs * len(places)} runs, {total:.3g} FLOPs in total"
+        f"{len(settings)} models, each trained {runs} times ({trials} rates, {config.seeds} seeds) for {min(steps):,} "
+        f"to {max(steps):,} steps: {runs * len(settings)} runs, {total:.3g} FLOPs in total"
     )
 
 
@@ -210,9 +210,9 @@ def _length(config: LoopConfig, budget: float, step: int, name: str) -> dict[str
     return {"epochs": epochs, "epoch_steps": round(paid / epochs), "eval_every": epochs}
 
 
-def _check_text(places: list[Place]) -> None:
+def _check_text(settings: list[Setting]) -> None:
     # Who reads most text tells for all.
-    longest = max(places, key=lambda place: place.steps)
+    longest = max(settings, key=lambda setting: setting.steps)
     stream = text_stream(longest.config.data, seed=0)
     available = dataclasses.replace(longest.config, epoch_steps=None).steps_of_epoch(stream.steps_per_epoch)
     if longest.steps > available:
@@ -399,11 +399,12 @@ def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) ->
     sizes = np.geomspace(curve.sizes[0], curve.sizes[-1], 60)
     colour = style["color"]
 
-    def place(size: float) -> float:
+    def abscissa(size: float) -> float:
         return size if key == "parameters" else curve.forward(size)
 
     line = style["linestyle"] or "-"
-    axis.plot([place(size) for size in sizes], [curve.loss(size) for size in sizes], line, color=colour, linewidth=1.2)
+    x = [abscissa(size) for size in sizes]
+    axis.plot(x, [curve.loss(size) for size in sizes], line, color=colour, linewidth=1.2)
     least = curve.minimum
     if least:
         axis.plot([least[key]], [least["loss"]], "*", color=colour, markersize=13, markeredgecolor=INK)

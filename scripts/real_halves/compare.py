@@ -169,7 +169,7 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
             line.append(100 * sums[:, 0].sum() / sums[:, 1].sum())
             line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))
         budget = name.rpartition(", ")[2]
-        # Judges of other models find that these are hard to beat.
+        # Comparisons of other models find that these are hard to beat.
         for baseline in _BASELINES:
             other = answered.get(f"{baseline}, {budget}")
             is_compared = other is not None and name != f"{baseline}, {budget}"

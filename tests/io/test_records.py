@@ -9,16 +9,16 @@ RECORD = {"lr": 1e-4, "sizes": (1, 2), "data": {"name": "2020-01-01", "seed": 3}
 
 @pytest.mark.parametrize("file", ["config.yaml", "config.json"])
 def test_a_record_claims_its_folder_once(tmp_path: Path, file: str) -> None:
-    def claim(free_keys: tuple[str, ...] = (), **changes: object) -> bool:
+    def is_recorded(free_keys: tuple[str, ...] = (), **changes: object) -> bool:
         record = {**RECORD, **changes}
         return record_config(tmp_path / "run", record, file=file, kind="a run", free_keys=free_keys)
 
-    assert not claim()
+    assert not is_recorded()
     written = (tmp_path / "run" / file).read_bytes()
-    assert claim()
-    assert claim(("data.seed",), data={"name": "2020-01-01", "seed": 4})
+    assert is_recorded()
+    assert is_recorded(("data.seed",), data={"name": "2020-01-01", "seed": 4})
     with pytest.raises(FolderTakenError) as error:
-        claim(lr=0.1, data={"name": "2020-01-01", "seed": 4}, extra=None, args={"x": 1})
+        is_recorded(lr=0.1, data={"name": "2020-01-01", "seed": 4}, extra=None, args={"x": 1})
     assert str(error.value).endswith(
         "Differing keys: args.x: not set there, 1 now; data.seed: 3 there, 4 now; lr: 0.0001 there, 0.1 now"
     )

@@ -182,16 +182,16 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
 
 
 def test_answers_to_prompts_are_right_but_for_case_and_spacing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judges: list[Any] = []
-    monkeypatch.setattr("mmod.planning.trials.advise", lambda *_, is_right, **__: judges.append(is_right))
+    functions: list[Any] = []
+    monkeypatch.setattr("mmod.planning.trials.advise", lambda *_, is_right, **__: functions.append(is_right))
     make_prompts(tmp_path)
     main(["advise", str(tmp_path / "llava"), "--prompts", str(tmp_path / "questions.json"), "--output", str(tmp_path)])
     tokenizer = create_word_processor(image_size=8, patch_size=4).tokenizer
     two, three = (torch.tensor(tokenizer(word)["input_ids"]) for word in ("2", "3"))
     ended = torch.cat([two, torch.tensor([tokenizer.eos_token_id])])
-    assert judges[0](two, ended)
-    assert not judges[0](three, ended)
-    assert not judges[0](torch.cat([two, two]), ended)
+    assert functions[0](two, ended)
+    assert not functions[0](three, ended)
+    assert not functions[0](torch.cat([two, two]), ended)
 
 
 def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

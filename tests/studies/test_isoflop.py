@@ -14,7 +14,7 @@ import torch
 from mmod import preset
 from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
-from mmod.studies.isoflop import describe, places_of, run_study, training_flops
+from mmod.studies.isoflop import describe, run_study, settings_of, training_flops
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.start import create_models
@@ -105,12 +105,12 @@ def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
 
 
 def test_each_budget_is_spent(tmp_path: Path) -> None:
-    places = places_of(isoflop(tmp_path, budgets=[2e8, 5e8]))
-    assert [place.budget for place in places] == [2e8] * 6 + [5e8] * 6
-    for place in places:
-        assert place.spent == pytest.approx(place.budget, rel=0.05)
-        assert place.steps == place.config.epochs * (place.config.epoch_steps or 0)
-    steps = {place.name: place.steps for place in places}
+    settings = settings_of(isoflop(tmp_path, budgets=[2e8, 5e8]))
+    assert [setting.budget for setting in settings] == [2e8] * 6 + [5e8] * 6
+    for setting in settings:
+        assert setting.spent == pytest.approx(setting.budget, rel=0.05)
+        assert setting.steps == setting.config.epochs * (setting.config.epoch_steps or 0)
+    steps = {setting.name: setting.steps for setting in settings}
     assert steps["mod-w24-5e+08"] > steps["dense-w24-5e+08"] > steps["dense-w24-2e+08"]
     assert "12 models, each trained 4 times (2 rates, 2 seeds) for" in describe(isoflop(tmp_path, budgets=[2e8, 5e8]))
 
@@ -160,8 +160,8 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
     both = {"methods": [{"kind": "experts", "choice": "predictor"}], "routing": PREDICTOR}
-    places = places_of(isoflop(tmp_path, routings={"dense": None, "routed": PREDICTOR, "both": both}))
-    configs = {place.series: place.config for place in places}
+    settings = settings_of(isoflop(tmp_path, routings={"dense": None, "routed": PREDICTOR, "both": both}))
+    configs = {setting.series: setting.config for setting in settings}
     kinds = {series: [method.kind for method in config.applied] for series, config in configs.items()}
     assert kinds == {"dense": [], "routed": ["routing"], "both": ["experts", "routing"]}
     assert configs["both"].routings == configs["routed"].routings
@@ -169,9 +169,9 @@ def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
 
 def test_a_preset_routes_the_blocks_of_each_size(tmp_path: Path) -> None:
     sizes = {str(layers): {"num_hidden_layers": layers} for layers in (6, 8)}
-    places = places_of(isoflop(tmp_path, sizes=sizes, budgets=[2e8], routings={"p": {"preset": "tread"}}))
-    for place in places:
-        assert place.config.routings["language"] == preset("tread", depth=int(place.size))
+    settings = settings_of(isoflop(tmp_path, sizes=sizes, budgets=[2e8], routings={"p": {"preset": "tread"}}))
+    for setting in settings:
+        assert setting.config.routings["language"] == preset("tread", depth=int(setting.size))
 
 
 @pytest.mark.parametrize(
@@ -191,4 +191,4 @@ def test_a_preset_routes_the_blocks_of_each_size(tmp_path: Path) -> None:
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        places_of(isoflop(tmp_path, **changes))
+        settings_of(isoflop(tmp_path, **changes))

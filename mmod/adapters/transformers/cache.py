@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, marked
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, with_empty_slots
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
@@ -62,7 +62,7 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         """Announce the tokens of the next `update`; see `RoutedCacheLayer`. `slot_T`: slots of a packed prompt."""
         # The rows of a packed prompt stand in one sequence, and the cache stores them by sample.
         self.slot_T = slot_T
-        self.position_BL = self.joined(marked(position_BK, valid_BK))
+        self.position_BL = self.joined(with_empty_slots(position_BK, valid_BK))
         self.implicit = 0
         self.kept_B1 = self.kept_B1 + (position_BK.shape[1] if valid_BK is None else valid_BK.sum(1, keepdim=True))
         self.ragged = self.ragged or valid_BK is not None

@@ -81,7 +81,7 @@ class RoutedCacheLayer:
                 setattr(self, name, select(tensor))
 
 
-def marked(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
+def with_empty_slots(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
     """Return positions of slots, -1 where a slot is empty."""
     return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, marked
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, with_empty_slots
 
 
 class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
@@ -54,7 +54,7 @@ class StaticRoutedLayer(RoutedCacheLayer, StaticLayer):
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Announce the tokens of the next `update`, see `RoutedCacheLayer`."""
-        position_BK = marked(position_BK, valid_BK)
+        position_BK = with_empty_slots(position_BK, valid_BK)
         self._announced = position_BK, valid_BK is not None, tokens
         # A layer that keeps no token calls no attention, so no `update` would count the step.
         if not position_BK.shape[1]:

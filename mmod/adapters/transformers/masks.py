@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmod.adapters.masks import key_columns, query_rows, show_all_keys
 from mmod.adapters.transformers.cache import RoutedLayer
-from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, marked
+from mmod.adapters.transformers.cache_base import EMPTY, RoutedCacheLayer, with_empty_slots
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
 
@@ -47,7 +47,7 @@ def mask_of_kept(
     all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[0], -1)
     index_BK = all_BN if routing is None else routing.kept.index_BK
     query_BK = past + index_BK
-    new_BL = past + all_BN if all_keys else marked(query_BK, valid_BK)
+    new_BL = past + all_BN if all_keys else with_empty_slots(query_BK, valid_BK)
     key_BL = new_BL if cache is None else cache.joined(new_BL)
     if flash:
         return key_BL != EMPTY

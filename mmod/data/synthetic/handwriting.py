@@ -185,9 +185,9 @@ def _are_apart(one: Box, other: Box, gap: int) -> bool:
     # Doubled centres: their sums need no division.
     if abs(one[0] + one[2] - other[0] - other[2]) < 2 * gap:
         return False
-    beside = one[2] <= other[0] or other[2] <= one[0]
+    left_or_right = one[2] <= other[0] or other[2] <= one[0]
     above_or_below = one[3] <= other[1] or other[3] <= one[1]
-    return beside or above_or_below
+    return left_or_right or above_or_below
 
 
 def paste(canvas: np.ndarray, patch: np.ndarray, left: int, top: int) -> Box:

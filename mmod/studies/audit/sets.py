@@ -100,11 +100,11 @@ def _of_conversations(kind: Any, model: nn.Module) -> Batches:
 
     def make() -> Iterator[LabelledBatch]:
         for start in range(0, len(order), size):
-            asked = chats.read(order[start : start + size])
-            if not asked:
+            conversations = chats.read(order[start : start + size])
+            if not conversations:
                 continue
-            batch = collate(asked)
-            kinds = [chat.question_type for chat in asked]
+            batch = collate(conversations)
+            kinds = [chat.question_type for chat in conversations]
             roles = roles_of(batch, collate.processor) if is_language_routed else {}
             if roles:
                 roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)

@@ -141,12 +141,12 @@ def ask(
 
 def score(answers: Sequence[Answer], kept: Mapping[str, float]) -> EvalResult:
     """Return the result of the answers to all questions; see `ask`."""
-    asked = Counter(answer.kind for answer in answers)
+    questions = Counter(answer.kind for answer in answers)
     right = Counter(answer.kind for answer in answers if answer.is_right)
     # In one order, whatever the questions' order: results are compared as they are written.
-    kinds = sorted(asked)
-    shares = {kind: 100 * right[kind] / asked[kind] for kind in kinds}
-    return EvalResult(shares, {kind: asked[kind] for kind in kinds}, dict(kept))
+    kinds = sorted(questions)
+    shares = {kind: 100 * right[kind] / questions[kind] for kind in kinds}
+    return EvalResult(shares, {kind: questions[kind] for kind in kinds}, dict(kept))
 
 
 def answer_outcomes(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
@@ -156,7 +156,7 @@ def answer_outcomes(answers: Sequence[Answer]) -> dict[str, np.ndarray]:
     """
     kinds = sorted({answer.kind for answer in answers})
     counted = [kind for kind in kinds if kind != _BLIND] or kinds
-    number = {kind: place for place, kind in enumerate(counted)}
+    number = {kind: index for index, kind in enumerate(counted)}
     return {
         "answer": np.array([answer.is_right for answer in answers], np.float32),
         "kind": np.array([number.get(answer.kind, -1) for answer in answers], np.int16),
