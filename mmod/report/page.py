@@ -136,10 +136,10 @@ def _audit_section(record: AuditRecord) -> _Section:
     # The picture of the verdict comes first, its tables next.
     first, *others = map(_figure, audit_charts(record))
     routed = None if record.flops is None else float(record.flops["routed"])
-    counted = {"this model": routed, **record.beside_flops}
+    counted = {"this model": routed, **record.baseline_flops}
     costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
     parts = audit.sections()
-    if record.beside_flops and costs:
+    if record.baseline_flops and costs:
         parts.append(f"MFLOPs of a sample: {costs}.")
     if record.generation is not None:
         parts.append(record.generation.table())

@@ -56,7 +56,7 @@ class AuditRecord:
     environment: Mapping[str, object]
     audit: Audit
     flops: Mapping[str, Any] | None
-    beside_flops: Mapping[str, float | None]
+    baseline_flops: Mapping[str, float | None]
     generation: Generation | None
 
 
@@ -161,11 +161,15 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
             environment=record["environment"],
             audit=Audit.from_dict(record["audit"]),
             flops=record["flops"],
-            beside_flops=record["beside_flops"],
+            baseline_flops=record["baseline_flops"],
             generation=generation,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
+        command = record.get("command") if isinstance(record, dict) else None
+        raise ValueError(
+            f"{str(path)!r} is no audit of `mmod audit` of this version ({type(error).__name__}: {error}). Delete the "
+            f"folder {str(path.parent)!r} and run {command or 'mmod audit RUN'}, which makes it anew"
+        ) from error
 
 
 def _read_run(path: Path) -> list[dict[str, Any]]:

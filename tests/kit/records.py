@@ -86,7 +86,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         "audit": audit.to_dict(),
         "flops": mmod.flops(model, images.shape[1:]).to_dict(),
         "generation": None,
-        "beside_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},
+        "baseline_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},
     }
     (run / "audit").mkdir(parents=True)
     (run / "audit/maps.svg").write_text(svg_of(draw_sample_maps(model, images)))

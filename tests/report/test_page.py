@@ -241,10 +241,13 @@ def test_what_holds_nothing_or_something_else_is_refused(folders: list[Path], tm
     (tmp_path / "study/tradeoff.json").unlink()
     record = json.loads((folders[1] / "norm/audit/audit.json").read_text())
     (tmp_path / "audit").mkdir()
-    for change in ({"audit": 1}, {"generation": {"by": 1}}):
+    # The last is a key of an earlier version.
+    costs = record.pop("baseline_flops")
+    for change in ({"audit": 1}, {"generation": {"by": 1}}, {"beside_flops": costs}):
         broken = {**record, **change}
         (tmp_path / "audit/audit.json").write_text(json.dumps(broken))
-        with pytest.raises(ValueError, match="is no audit of `mmod audit`"):
+        anew = re.escape(f"Delete the folder {str(tmp_path / 'audit')!r} and run {record['command']}, which makes it")
+        with pytest.raises(ValueError, match=f"is no audit of `mmod audit` of this version .*{anew}"):
             read_sources([tmp_path])
 
 

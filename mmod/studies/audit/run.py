@@ -180,7 +180,7 @@ def _write(
         "environment": environment(),
         "audit": report.to_dict(),
         "flops": cost,
-        "beside_flops": baseline_costs,
+        "baseline_flops": baseline_costs,
         "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
     }
     # Last, because a record says that the audit is finished.

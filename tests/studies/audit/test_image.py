@@ -195,7 +195,7 @@ def test_an_early_exit_model_is_evaluated_beside(run: Path, tmp_path: Path) -> N
     }
     assert rows["exit"].random.value == pytest.approx(done.evaluation.top1)
     assert sum(comparison["group"] == "exit" for comparison in record["audit"]["baselines"]) == 1 + 3 * 3
-    cost = record["beside_flops"]
+    cost = record["baseline_flops"]
     assert cost["moved"] == record["flops"]["dense"]
     assert done.evaluation.mean_kept < 1
     assert 0 < cost["exit"] < cost["moved"]
