@@ -163,7 +163,7 @@ def test_no_modules_import_each_other() -> None:
     assert not circles, f"modules import each other: {circles}"
 
 
-def test_no_two_classes_share_a_name() -> None:
+def test_no_two_classes_or_aliases_share_a_name() -> None:
     named = Counter[str]()
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:
@@ -172,6 +172,10 @@ def test_no_two_classes_share_a_name() -> None:
     # Each kind of training has its own, in files of equal names.
     repeated = {name for name, count in named.items() if count > 1}
     assert repeated == {"ModelConfig", "TrainConfig", "EvalResult"}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            aliases = {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
+            assert not aliases & named.keys(), f"{path} has an alias with the name of a class: {aliases}"
 
 
 def test_state_of_threads_is_in_few_places() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import required_arguments
-from mmod.blocks import Arguments, Runner, SilencedHalves, return_input, return_zeros
+from mmod.blocks import Arguments, ModuleRunner, SilencedHalves, return_input, return_zeros
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 TOLERANCE = 1e-4
@@ -58,8 +58,8 @@ class Branches:
         Args:
             dim: Channels of a token.
         """
-        silent_attention: dict[str, Runner] = dict.fromkeys(self.idle_attention, return_input)
-        silent_mlp: dict[str, Runner] = dict.fromkeys(self.idle_mlp, return_input)
+        silent_attention: dict[str, ModuleRunner] = dict.fromkeys(self.idle_attention, return_input)
+        silent_mlp: dict[str, ModuleRunner] = dict.fromkeys(self.idle_mlp, return_input)
         others = self.attention_in_tuple - 1 if self.attention_in_tuple else None
         for name in self.silent_attention:
             silent_attention[name] = partial(return_zeros, dim, others if name == self.attention else None)

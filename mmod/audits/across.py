@@ -20,7 +20,7 @@ from mmod.io.tables import MarkdownTable
 
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5
-Kind = Literal["early exit", "block-specific", "one decision", "inconclusive"]
+AgreementKind = Literal["early exit", "block-specific", "one decision", "inconclusive"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Across:
     never: dict[str, Estimate]
     returning: Estimate | None
     information: dict[str, dict[str, Information]]
-    kind: Kind
+    kind: AgreementKind
     verdict: str
 
     def tables(self) -> list[MarkdownTable]:
@@ -143,7 +143,7 @@ def _part(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _verdict_of(returning: Estimate | None, parts: Sequence[Sequence[str]]) -> tuple[Kind, str]:
+def _verdict_of(returning: Estimate | None, parts: Sequence[Sequence[str]]) -> tuple[AgreementKind, str]:
     if all(len(part) == 1 for part in parts):
         decider = "One router decides for all routed blocks" if len(parts) == 1 else "Each part decides once"
         return "one decision", f"{decider}: tokens are kept by all of them or by none."

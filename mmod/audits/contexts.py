@@ -26,7 +26,7 @@ from mmod.audits.reference import Reference, consult
 from mmod.audits.replace import keep_best, replaced_decisions
 from mmod.audits.shifts import ImageShift
 from mmod.audits.strata import DIFFICULTY, check_labels
-from mmod.audits.tables import ACCURACY, LOSS, BatchRows, Columns, DecisionRows, Mask, TokenKinds, baseline_row
+from mmod.audits.tables import ACCURACY, LOSS, BatchRows, DecisionRows, Mask, Outcomes, TokenKinds, baseline_row
 from mmod.config import AuditConfig, Grid
 from mmod.io.store import fingerprint
 from mmod.methods.route import routed_blocks
@@ -103,7 +103,7 @@ class _Learned:
 
     batch: Any
     images: range
-    outcome: Columns
+    outcome: Outcomes
     routings: dict[str, Routing]
     free: dict[str, Tensor]
     grid: Grid | None
@@ -193,7 +193,7 @@ class Contexts:
         reference = consult(dense, lambda: self.outcome(dense, learned.batch)[LOSS], learned.routings, self.choices)
         return dataclasses.replace(learned, reference=reference)
 
-    def _outcomes(self, learned: _Learned) -> dict[str, list[Columns]]:
+    def _outcomes(self, learned: _Learned) -> dict[str, list[Outcomes]]:
         """Return the outcomes of a batch as learned and with each choice, of which random ones are drawn anew."""
         outcomes = {LEARNED: [learned.outcome]}
         for name, choice in self.choices.items():
@@ -249,7 +249,7 @@ class Contexts:
             partners[name] = _partner(decided[name], None if previous is None else previous.decisions[name].last)
         return _Learned(batch, images, outcome, routings, free, wanted or grid, decided, partners)
 
-    def _decide(self, batch: Any) -> tuple[Columns, dict[str, Routing], Grid | None]:
+    def _decide(self, batch: Any) -> tuple[Outcomes, dict[str, Routing], Grid | None]:
         """Run the model with its routers' decisions, and return outcome, decisions and the grid of patches."""
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
@@ -280,7 +280,7 @@ class Contexts:
                 )
         return outcome, routings, seen.grid
 
-    def _replaced(self, learned: _Learned, choice: Choice, draw: int = 0) -> Columns:
+    def _replaced(self, learned: _Learned, choice: Choice, draw: int = 0) -> Outcomes:
         """Run the model with the tokens that a choice ranks highest in place of the learned ones."""
         blocks = routed_blocks(self.model)
         reference = {} if learned.reference is None else learned.reference.tokens
@@ -313,7 +313,7 @@ class Contexts:
         with replaced_decisions(self.model, replace):
             return self.outcome(self.model, learned.batch)
 
-    def outcome(self, model: nn.Module, batch: Any) -> Columns:
+    def outcome(self, model: nn.Module, batch: Any) -> Outcomes:
         """Run the evaluation, and raise unless all losses and accuracies are finite."""
         loss_B, accuracy_B = self.evaluate(model, batch)
         self._check_finite(LOSS, loss_B)

@@ -41,8 +41,8 @@ _COLUMNS = {
     "loss_change": ("loss change", "+.3f"),
     "loss_p": ("p of loss", ".3g"),
 }
-Kind = Literal["content", "position", "both", "no better than random", "inconclusive"]
-_LEADS: dict[Kind, str] = {
+VerdictKind = Literal["content", "position", "both", "no better than random", "inconclusive"]
+_LEADS: dict[VerdictKind, str] = {
     "content": "The router uses content",
     "position": "The router uses position",
     "both": "The router uses content and position",
@@ -103,7 +103,7 @@ class Audit:
     gap: Estimate
     position: str | None
     explained: Estimate | None
-    kind: Kind
+    kind: VerdictKind
     verdict: str
     across: Across
     strata: list[Stratum] = dataclasses.field(default_factory=list)
@@ -269,9 +269,9 @@ def verdict_of(
     *,
     is_clear: bool,
     is_none: bool,
-) -> tuple[Kind, str]:
+) -> tuple[VerdictKind, str]:
     """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
-    kind: Kind = "inconclusive"
+    kind: VerdictKind = "inconclusive"
     if influence is not None:
         kind = _kind_by(influence, is_clear=is_clear)
         why = str(influence)
@@ -298,7 +298,7 @@ def verdict_of(
     return kind, f"{verdict} On this data a fixed position would do as well: {best!r} reaches {share}."
 
 
-def _kind_by(influence: Influence, *, is_clear: bool) -> Kind:
+def _kind_by(influence: Influence, *, is_clear: bool) -> VerdictKind:
     """Return what a router uses by what decides where content is moved."""
     content = influence.content
     position = influence.position

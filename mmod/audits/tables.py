@@ -22,7 +22,7 @@ ACCURACY = "accuracy"
 LOSS = "loss"
 # More kinds of tokens than a byte tells apart are rare.
 _BYTE = 256
-Columns = dict[str, Tensor]
+Outcomes = dict[str, Tensor]
 """Accuracy in [0, 1] and loss of each sample of a batch, float64 (B,)."""
 Name = TypeVar("Name", bound=Hashable)
 
@@ -98,7 +98,7 @@ class BatchRows:
     """
 
     first: int
-    outcomes: dict[str, list[Columns]]
+    outcomes: dict[str, list[Outcomes]]
     decisions: dict[str, DecisionRows]
     labels: dict[str, list[str] | list[float]] = field(default_factory=dict)
     kinds: dict[str, TokenKinds] = field(default_factory=dict)

@@ -5,7 +5,7 @@
 from mmod.blocks.branches import (
     Branch,
     MethodWarning,
-    Runner,
+    ModuleRunner,
     SilencedHalves,
     make_halves,
     make_observed,

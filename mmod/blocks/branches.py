@@ -17,7 +17,7 @@ from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.threads import PerThread
 
-Runner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
+ModuleRunner = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]
 """Runs a module of the running block otherwise than its host does, from the host's forward and a call's arguments."""
 
 
@@ -31,13 +31,13 @@ class Inner:
     """
 
     def __init__(self) -> None:
-        self.runners: Mapping[str, Runner] = {}
+        self.runners: Mapping[str, ModuleRunner] = {}
         self.expects_batch = False
         self.normed: tuple[Tensor, Tensor] | None = None
 
 
 @contextmanager
-def running(inner: PerThread[Inner], runners: Mapping[str, Runner], expects_batch: bool = True) -> Iterator[None]:
+def running(inner: PerThread[Inner], runners: Mapping[str, ModuleRunner], expects_batch: bool = True) -> Iterator[None]:
     """Context in which some modules of a block run in another way, and the others as around it."""
     current = inner.value
     # A hook inside the block may call the model again.
@@ -176,8 +176,8 @@ class SilencedHalves(Halves):
         attends_twice: The attention is computed in both halves, see `warn_of_halves`.
     """
 
-    attention: Mapping[str, Runner]
-    mlp: Mapping[str, Runner]
+    attention: Mapping[str, ModuleRunner]
+    mlp: Mapping[str, ModuleRunner]
     required: tuple[str, ...] = ()
     fed: tuple[str, ...] = ()
     attends_twice: bool = False

@@ -15,7 +15,7 @@ from mmod.blocks.conversion import Mixin, convert, is_converted, mixins_of, remo
 from mmod.blocks.hook import runs_code_of
 from mmod.threads import PerThread
 
-Run = Callable[..., Any]
+HostMethod = Callable[..., Any]
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class BlockOwner(Mixin):
             if hasattr(host, name):
                 setattr(converted, name, _as_call(converted, name, getattr(host, name)))
 
-    def run_in_call(self, name: str, run: Run, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def run_in_call(self, name: str, run: HostMethod, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run a method of the host in a call of the blocks, which ends with it, also after a KeyboardInterrupt."""
         calls = self.mod_owner.calls.value
         outer = calls.running
@@ -163,7 +163,7 @@ def _is_known(hook: object) -> bool:
 _IN_SEQUENCE = ("forward", "forward_features")
 
 
-def _as_call(converted: type[nn.Module], name: str, host_method: Run) -> Run:
+def _as_call(converted: type[nn.Module], name: str, host_method: HostMethod) -> HostMethod:
     """Return the host's method as one that runs in a call of the blocks."""
 
     @functools.wraps(host_method)

@@ -25,12 +25,12 @@ from mmod.plain import dataclass_in, from_plain
 from mmod.values import describe, one_of
 
 Config = TypeVar("Config")
-Classes = type[Config] | Mapping[str, type[Config]]
+ConfigClasses = type[Config] | Mapping[str, type[Config]]
 _PRINT = "--print_config"
 
 
 def parse_config(
-    arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None = None
+    arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from the command line `CONFIG [--key.sub value ...]`.
 
@@ -58,7 +58,7 @@ def parse_config(
 
 
 def read_config(
-    arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None = None
+    arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
     chosen, fields, options = _read_line(arguments, config_class, start)
@@ -86,7 +86,7 @@ def named_kind(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str 
 
 
 def _read_line(
-    arguments: Sequence[str], config_class: Classes[Config], start: Mapping[str, object] | None
+    arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None
 ) -> tuple[type[Config], dict[str, Any] | None, list[str]]:
     """Return the class of the config of a command line, the fields of its files, None without one, and its options."""
     if start is not None and arguments and not arguments[0].startswith("-"):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Entry = TypeVar("Entry")
-Added = TypeVar("Added", bound=Callable[..., Any])
+Registered = TypeVar("Registered", bound=Callable[..., Any])
 AnyScore = TypeVar("AnyScore", bound=Score)
 
 
@@ -149,7 +149,7 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
     return add
 
 
-def register_preset(name: str) -> Callable[[Added], Added]:
+def register_preset(name: str) -> Callable[[Registered], Registered]:
     """Return a decorator that lets `mmod.preset` and configs name a preset, which no other may be called.
 
     Example:
@@ -161,14 +161,14 @@ def register_preset(name: str) -> Callable[[Added], Added]:
         'norm'
     """
 
-    def add(preset: Added) -> Added:
+    def add(preset: Registered) -> Registered:
         PRESETS.add(name, preset, preset)
         return preset
 
     return add
 
 
-def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added], Added]:
+def register_loss(name: str, reads_importance: bool = False) -> Callable[[Registered], Registered]:
     """Return a decorator that lets `RoutingConfig(losses={name: weight})` name an auxiliary loss.
 
     The loss is a function from a block's `Routing` and the `Router` that made it to a scalar.
@@ -177,7 +177,7 @@ def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added]
         reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.
     """
 
-    def add(loss: Added) -> Added:
+    def add(loss: Registered) -> Registered:
         LOSSES.add(name, Loss(loss, reads_importance), loss)
         return loss
 

@@ -25,11 +25,11 @@ NO_CLASS = (".", "__", "@")
 _SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"))
 _SPLITS = {*chain.from_iterable(_SYNONYMS), "test"}
 
-Images = dict[str, list[str]]
+PathsByFolder = dict[str, list[str]]
 """Paths of images by the folder below the walked one that holds them, at any depth; "" for those in none."""
 
 
-def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[str]]:
+def walk_images(folder: str, named: Collection[str] = ()) -> tuple[PathsByFolder, list[str]]:
     """Return the images in and below a folder, and what is left out and why.
 
     Folders whose names begin with one of `NO_CLASS` are left out, as are hidden files and those whose ending is of none
@@ -38,7 +38,7 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
     Args:
         named: Names of classes, whose folders are read whatever they begin with.
     """
-    images: Images = {}
+    images: PathsByFolder = {}
     tools = Counter[str]()
     loops = Counter[str]()
     hidden = Counter[str]()
@@ -169,7 +169,7 @@ class FolderSource:
         return labels
 
 
-def _open_classes(folder: str, model: ModelClasses | None) -> tuple[Images, list[str]]:
+def _open_classes(folder: str, model: ModelClasses | None) -> tuple[PathsByFolder, list[str]]:
     """Return the images of the class folders that have some, and what is left out."""
     known = {} if model is None else model.numbers
     images, reasons = walk_images(folder, known)
@@ -190,7 +190,9 @@ def _open_classes(folder: str, model: ModelClasses | None) -> tuple[Images, list
     return filled, reasons
 
 
-def _own_classes(root: str, folder: str, train_split: str, images: Images, model: ModelClasses | None) -> Classes:
+def _own_classes(
+    root: str, folder: str, train_split: str, images: PathsByFolder, model: ModelClasses | None
+) -> Classes:
     """Return the classes of class folders, those of the training folder or their own.
 
     A number is a rank, so that a class which the training folder lacks would shift the others.

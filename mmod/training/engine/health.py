@@ -21,7 +21,7 @@ from mmod.io.tables import write_csv
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.routing import Router, Routing, TokenGroups, only_free
 
-Row = dict[str, Any]
+RouterRow = dict[str, Any]
 
 
 FIGURES = ("kept", "gradient", "same_positions", "spread", "gate", "gate_std")
@@ -60,7 +60,7 @@ class RouterHealth:
                 # A hook, because the gradient of a score exists during the backward pass alone.
                 routing.score_BN.register_hook(partial(_count_gradients, self._gradients, name, free_BN))
 
-    def take(self, step: int) -> list[Row]:
+    def take(self, step: int) -> list[RouterRow]:
         """Return one row per routed block since the last `read`, once; warn of collapsed blocks."""
         rows = []
         for name, figures in self._figures.items():
@@ -93,24 +93,24 @@ def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gra
     shares[block] = ((gradient_BN != 0) & free_BN).sum() / free_BN.sum().clamp(min=1)
 
 
-def evaluation_rows(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
+def evaluation_rows(step: int, data: str, kept: Mapping[str, float]) -> list[RouterRow]:
     """Return rows with the kept shares of an evaluation; `data` is "val", or "ema" for the moving average."""
     return [_row(step, data, name, {"kept": share}) for name, share in kept.items()]
 
 
-def logged_figures(rows: Sequence[Row]) -> dict[str, float]:
+def logged_figures(rows: Sequence[RouterRow]) -> dict[str, float]:
     """Return the figures of rows by their names in logs, `FIGURE/BLOCK`."""
     return {f"{name}/{row['block']}": row[name] for name, row in product(FIGURES, rows) if row[name] is not None}
 
 
-def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[RouterRow]:
     """Return the rows in the logs of transformers' Trainer; see `logged_figures`.
 
     Example:
         >>> rows_of_logs([{"step": 5, "loss": 1.0, "kept/layers.1": 0.5, "spread/layers.1": 0.2}])[0]["spread"]
         0.2
     """
-    rows: dict[tuple[int, str], Row] = {}
+    rows: dict[tuple[int, str], RouterRow] = {}
     for entry in logs:
         for name, value in entry.items():
             figure, _, block = name.partition("/")
@@ -120,7 +120,7 @@ def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[Row]:
     return list(rows.values())
 
 
-def write_rows(folder: Path, rows: Sequence[Row]) -> None:
+def write_rows(folder: Path, rows: Sequence[RouterRow]) -> None:
     """Write `routers.csv` into a run folder if there are rows."""
     if rows:
         write_csv(folder / "routers.csv", rows)
@@ -152,7 +152,7 @@ def figures_of(routing: Routing, router: Router) -> dict[str, float | None]:
     }
 
 
-def _row(step: int, data: str, block: str, figures: Mapping[str, float | None]) -> Row:
+def _row(step: int, data: str, block: str, figures: Mapping[str, float | None]) -> RouterRow:
     values = {name: figures.get(name) for name in FIGURES}
     rounded = {name: None if value is None else float(f"{value:.6g}") for name, value in values.items()}
     return {"step": step, "data": data, "block": block, **rounded}

@@ -41,7 +41,7 @@ from mmod.training.engine.distributed import (
     wait_for_all,
 )
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.health import RouterHealth, Row, evaluation_rows, logged_figures, write_rows
+from mmod.training.engine.health import RouterHealth, RouterRow, evaluation_rows, logged_figures, write_rows
 from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
@@ -144,7 +144,7 @@ class _Trainer:
         self.meters = Meters(process.device)
         self.epoch = self.step = 0
         self.history: list[dict[str, float]] = []
-        self.routers: list[Row] = []
+        self.routers: list[RouterRow] = []
         # Last, because it loads into model, average, optimiser, meters and the streams' reports.
         self._resume()
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
