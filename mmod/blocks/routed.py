@@ -266,7 +266,7 @@ class SpannedBlock(RoutedBlock):
         if state.passes_rows and span_pass.uninterrupted:
             # Compilers guard on the block's number, so it is read only where there are some to compare.
             is_read = span_pass.read_blocks and state.number in span_pass.read_blocks
-            shrinks = rows is span_pass.rows or (rows.shrinks and self.router.shares_decisions)
+            shrinks = rows is span_pass.rows or rows.shrinks
             passes_on = shrinks and not is_read
         span_pass.rows = rows if passes_on else None
         if not passes_on:
@@ -322,7 +322,7 @@ class SpannedBlock(RoutedBlock):
             # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins
             # depends on the block that decides.
             return False
-        return router.shares_decisions and config.router.shared
+        return config.router.shared
 
     def _check_recomputed(self, span_pass: SpanPass) -> None:
         """Raise a RuntimeError if a checkpoint that recomputes the block has lost the gradient of a shared score."""

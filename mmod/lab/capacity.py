@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_constant
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import FlopReport, flops
@@ -142,6 +143,17 @@ class LearnedCapacity(nn.Module):
         return float(low + high) / 2
 
 
+class _RuleOfOne(Rule):
+    """The rule of one block: the weights of its decisions are those of its own capacity."""
+
+    def matches(self, other: Rule | None) -> bool:
+        """Return False, so that no block takes the decision of another."""
+        return False
+
+
+register_constant(_RuleOfOne)
+
+
 class LearnedRouter(Router):
     """A router while its capacity is learned.
 
@@ -154,8 +166,12 @@ class LearnedRouter(Router):
     """
 
     learning: tuple[LearnedCapacity, int]
-    # The weights of a decision belong to one block.
-    shares_decisions = False
+
+    @property
+    def rule(self) -> Rule:
+        """The rule of this thread's passes, which blocks with equal scores do not share."""
+        rule = super().rule
+        return _RuleOfOne(rule.config, rule.capacity)
 
     def forward(
         self,

@@ -158,7 +158,8 @@ def _step_of(named: tuple[str, RoutedBlock]) -> object:
     name, block = named
     router = block.router
     span = block.mod_state.span
-    if span is None or not router.shares_decisions or not router.config.router.shared:
+    shares = router.config.router.shared and router.rule.matches(router.rule)
+    if span is None or not shares:
         return name
     return id(span), router.capacity
 

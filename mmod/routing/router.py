@@ -38,9 +38,6 @@ class Router(nn.Module):
         (torch.Size([2, 5]), True)
     """
 
-    shares_decisions = True
-    """Whether blocks that share scores also share decisions, if they decide by the same rule."""
-
     def __init__(
         self,
         config: RoutingConfig,
