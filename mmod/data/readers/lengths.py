@@ -22,10 +22,12 @@ from mmod.data.readers.chat import ChatCollator, PlainTokens
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ConversationsConfig, open_conversations
 from mmod.data.readers.images import identify_image
 from mmod.data.records import IMAGE, Message
-from mmod.io.files import locked, parse_json, write_atomically
+from mmod.io.files import locked
 from mmod.io.progress import progress_bar
+from mmod.io.store import Store
 
-_VERSION = 3
+# In the folder of the data, whose names do not begin so.
+_KEPT = ".conversations.jsonl"
 _QUESTION = (Message("user", f"{IMAGE}a"), Message("assistant", "a"))
 _BATCH = 512
 _THREADS = 16
@@ -93,39 +95,54 @@ def _kept_check(chats: ChatDataset, collator: ChatCollator, folder: Path, progre
     """Return the faults of encoding; those of a long check are kept in the folder if it exists and can be written."""
     if len(chats) < _WORTH_KEEPING:
         return _check(chats, collator, progress)
-    path = folder / f".conversations-{_digest(chats, collator)}.check"
+    path = folder / _KEPT
     is_writable = os.access(folder, os.W_OK)
+    identity = _identity(chats, collator)
     # One process of a node checks, and the others read its result.
-    with locked(path, wait=True) if is_writable else contextlib.nullcontext():
+    with locked(folder / "conversations", wait=True) if is_writable else contextlib.nullcontext():
         try:
-            kept = parse_json(path.read_bytes(), str(path))
-            return {int(number): str(reason) for number, reason in kept.items()}
-        except (OSError, ValueError, AttributeError):
-            faults = _check(chats, collator, progress)
-        # It saves time only, so a full folder is no error.
-        with contextlib.suppress(OSError):
+            store = Store(path)
+        except ValueError:
+            # It saves time only, so a damaged one is made anew.
             if is_writable:
-                write_atomically(path, json.dumps(faults))
-        return faults
+                path.unlink()
+            store = Store(path if is_writable else None)
+        faults = store.get(identity)
+        if faults is None:
+            faults = _check(chats, collator, progress)
+            # Nor is a full folder an error.
+            with contextlib.suppress(OSError):
+                if is_writable:
+                    store.put(identity, faults)
+    return {int(number): str(reason) for number, reason in faults.items()}
 
 
-def _digest(chats: ChatDataset, collator: ChatCollator) -> str:
-    """Return a checksum of all that the check depends on."""
+def _identity(chats: ChatDataset, collator: ChatCollator) -> dict[str, object]:
+    """Return all that the check depends on."""
     processor = collator.processor
-    digest = hashlib.sha256(chats.content())
-    described = json.dumps(processor.to_dict(), sort_keys=True, default=repr)
     tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
     # What the last call set, and the next one sets anew.
     tokenizer |= {"padding": None, "truncation": None}
-    parts = (_VERSION, transformers.__version__, type(processor), described, tokenizer, processor.chat_template)
-    digest.update("\n".join(map(str, (*parts, collator.max_length))).encode())
+    described = json.dumps(processor.to_dict(), sort_keys=True, default=repr)
     images = chain.from_iterable(chats.record(index)["images"] for index in range(len(chats)))
+    files = []
     # Sizes count, so files that were exchanged are read again.
     for name in sorted({image if isinstance(image, str) else image[0] for image in images}):
         with contextlib.suppress(OSError):
             stat = os.stat(name)
-            digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:32]
+            files.append(f"{name} {stat.st_size} {stat.st_mtime_ns}")
+    return {
+        "work": "check of conversations",
+        "conversations": _checksum(chats.content()),
+        "images": _checksum("\n".join(files).encode()),
+        "processor": _checksum(f"{type(processor)} {described} {tokenizer} {processor.chat_template}".encode()),
+        "transformers": transformers.__version__,
+        "max_length": collator.max_length,
+    }
+
+
+def _checksum(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[int, str]:

@@ -218,11 +218,13 @@ def test_a_long_check_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert "max_length=50" in check(50)
     assert calls, "another length is another check"
     calls.clear()
-    kept = sorted(tmp_path.glob(".conversations-*.check"))
-    assert len(kept) == 2
-    for text in ("", "[", "[]", '{"a": "b"}'):
-        for place in kept:
-            place.write_text(text)
+    calls.clear()
+    assert check() == first
+    assert "max_length=50" in check(50)
+    assert not calls, "both are kept"
+    kept = tmp_path / lengths._KEPT
+    for text in ("", "[", "[]", '{"a": "b"}', kept.read_text().replace("max_length", "min_length")):
+        kept.write_text(text)
         assert check() == first
     calls.clear()
     assert check() == first
