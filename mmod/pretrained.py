@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
@@ -221,13 +222,28 @@ def _check_dense(model: nn.Module, state: Mapping[str, Tensor], config: Mapping[
 def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: Path) -> nn.Module:
     """Return the model of a description, whose weights have the shapes of saved ones."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Unfilled():
             # Compare shapes first: a model of another size than its weights takes no memory.
             shapes = _build(config).state_dict()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
     check_fits(state, shapes, f"the weights in {str(folder)!r} do not fit")
-    return _build(config)
+    # The saved weights take the place of all initial ones, which take most of the time to draw.
+    with Unfilled():
+        return _build(config)
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves out the initial weights of models that are built: what fills parameters and tensors on the meta device."""
+
+    filling = frozenset(f"{name}_" for name in ("uniform", "normal", "erfinv", "mul", "add", "clamp", "fill", "zero"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the tensor to be filled, or call the function."""
+        fills = getattr(func, "__name__", "") in self.filling and args
+        if fills and (args[0].is_meta or isinstance(args[0], nn.Parameter)):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _local(folder: str | Path) -> Path:
@@ -387,7 +403,7 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
         "made differently, or parts of it were exchanged or removed since"
     )
     # On the meta device: names, shapes and settings need no memory.
-    with torch.device("meta"):
+    with torch.device("meta"), Unfilled():
         rebuilt = _build_dense(config)
         try:
             apply_again(rebuilt, config)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mmod.data.labels import Classes
 from mmod.data.loader import check_files
@@ -18,6 +17,7 @@ from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import change_, freeze_dense_
 from mmod.opening.weights import load_weights
+from mmod.pretrained import Unfilled
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import LoopKind, Streams, device_of, seed_draws
@@ -80,7 +80,7 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
 
 def sketch(kind: LoopKind) -> nn.Module:
     """Create the model without weights; see `Kind.sketch`."""
-    with torch.device("meta"), _Unfilled():
+    with torch.device("meta"), Unfilled():
         model = kind.prepare(weights=False)
         for method in kind.config.applied:
             change_(model, method)
@@ -105,18 +105,6 @@ def begin(
     if classes is not None:
         check_recorded(Path(kind.config.output), classes.numbers)
     return model, teacher, streams
-
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves out what fills tensors of the meta device in place, which takes time and does nothing."""
-
-    filling = frozenset(f"{name}_" for name in ("uniform", "normal", "erfinv", "mul", "add", "clamp", "fill", "zero"))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the tensor to be filled, or call the function."""
-        if getattr(func, "__name__", "") in self.filling and args and args[0].is_meta:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def load_dense(
