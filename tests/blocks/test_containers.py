@@ -16,6 +16,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.blocks import Container
 from mmod.methods import Exit, Experts, Merge, Method, Recursions
+from tests.kit.cover import in_turn
 from tests.kit.own_vits import Chunk, HalvesInSequence, IndexedChunk, OwnBlock, OwnViT, make_own_images
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
@@ -51,10 +52,9 @@ def make(name: str, depth: int = 5) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("change", "name"), in_turn(CHANGES, BLOCKS))
 @torch.no_grad()
-def test_a_container_runs_its_own_children(name: str, change: str) -> None:
+def test_a_container_runs_its_own_children(change: str, name: str) -> None:
     torch.manual_seed(0)
     images = make_own_images(3)
     model = make(name)

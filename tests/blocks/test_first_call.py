@@ -19,6 +19,7 @@ from mmod import RoutingConfig
 from mmod.blocks import host_class, is_converted
 from mmod.methods import Exit, Experts, Merge, Method, Prune, Resize
 from tests.kit.clip_zoo import make_clip
+from tests.kit.cover import in_turn
 from tests.kit.own_vits import make_own
 from tests.kit.vlm_zoo import make_language
 from tests.kit.zoo import make_model
@@ -91,8 +92,7 @@ def by_copied_code(module: nn.Module) -> None:
 CALLING = [by_accelerate, by_closure, by_lookup, by_adapter]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("put", [by_accelerate, by_closure, by_copied_code])
+@pytest.mark.parametrize(("name", "put"), in_turn(CHANGES, [by_accelerate, by_closure, by_copied_code]))
 def test_a_forward_on_the_instance_is_refused_before_anything_changes(
     name: str, put: Callable[[nn.Module], None]
 ) -> None:
@@ -143,8 +143,7 @@ def test_modules_that_keep_their_class_may_have_one() -> None:
         assert torch.equal(attention(images()), mmod.route_(make(), config)(images()))
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("put", CALLING)
+@pytest.mark.parametrize(("name", "put"), in_turn(CHANGES, CALLING, times=2))
 @torch.no_grad()
 def test_one_that_calls_the_method_changes_nothing(name: str, put: Callable[[nn.Module], None]) -> None:
     change, path = CHANGES[name]
@@ -189,7 +188,9 @@ def test_nothing_is_left_after_the_first_call() -> None:
 
 
 def test_it_adds_no_break_to_a_compiled_graph() -> None:
-    model = mmod.route_(make(), LINEAR)
+    model = make()
+    del model.blocks[1:]
+    mmod.route_(model, LINEAR.replace(blocks=(0,)))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         torch.testing.assert_close(compiled(images()), model(images()))

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
+from tests.kit.cover import cover, in_turn
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
 
@@ -17,9 +18,7 @@ NAME = "test_vit"
 
 
 class TestCheckpointing:
-    @pytest.mark.parametrize("reentrant", [False, True])
-    @pytest.mark.parametrize("size", [1, 2, 6])
-    @pytest.mark.parametrize("router", ["attention", "random"])
+    @pytest.mark.parametrize(("router", "size", "reentrant"), cover(["attention", "random"], [1, 2, 6], [False, True]))
     def test_each_pass_recomputes_with_its_own_decisions(self, router: str, size: int, reentrant: bool) -> None:
         """Two passes before the backward ones, which run in another thread, in segments of any length."""
         images = [make_images(NAME, 2, seed=seed) for seed in (1, 2)]
@@ -60,8 +59,7 @@ def run_in_segments(model, size: int, reentrant: bool) -> None:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("router", ["attention", "random", "linear"])
-    @pytest.mark.parametrize("blocks", ["late", "every_other"])
+    @pytest.mark.parametrize(("router", "blocks"), in_turn(["attention", "random", "linear"], ["late", "every_other"]))
     def test_a_pool_of_threads_computes_what_one_thread_does(self, router: str, blocks: str) -> None:
         model = mmod.route_(make_model(NAME), RoutingConfig(router=router, blocks=blocks)).eval()
         assert_right_in_threads(model, [make_images(NAME, 2, seed=seed) for seed in range(4)])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mmod
 from tests.kit import clip_zoo
+from tests.kit.cover import in_turn
 from tests.kit.zoo import PLAIN, ZOO, make_images, make_model
 
 WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
@@ -45,8 +46,7 @@ def record(
     recorded[place] = args[0], arguments, out
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "way"), in_turn(PLAIN, WAYS))
 def test_every_block_by_its_definition(name: str, way: tuple[str, str]) -> None:
     images = make_images(name, 3).double()
     learned = mmod.score("linear", init_std=0.5)

@@ -56,7 +56,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize(("name", "config"), in_turn(NAMES, CONFIGS, times=3))
+@pytest.mark.parametrize(("name", "config"), in_turn(NAMES, CONFIGS, times=2))
 def test_packed_rows_are_padded_ones(name: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = mmod.route_(make_model(name), CONFIGS[config]).double(), plain_parts(name, 3)
     calls = []

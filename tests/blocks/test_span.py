@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks.rows import KeptTokens, Rows
+from tests.kit.cover import in_turn
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
 
@@ -151,9 +152,9 @@ WAYS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("name", "router"), PAIRS)
-def test_whoever_looks_between_blocks_sees_all_tokens(name: str, way: str, router: str) -> None:
+@pytest.mark.parametrize(("pair", "way"), in_turn(PAIRS, WAYS, times=3))
+def test_whoever_looks_between_blocks_sees_all_tokens(pair: tuple[str, str], way: str) -> None:
+    name, router = pair
     expected, output = outputs_of_blocks(name, router)
     model = make_routed(name, router)
     recorded = WAYS[way](model)
