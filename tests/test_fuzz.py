@@ -32,7 +32,7 @@ from tests.kit.fuzz_draws import HOSTS, Draw, draw
 from tests.kit.hosts import Host, Sample
 from tests.kit.vlm_zoo import PATCHES
 
-DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "4"))
+DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "3"))
 PACKAGE = Path(mmod.__file__).parent
 
 

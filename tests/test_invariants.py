@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import mmod
 from mmod import RoutingConfig
+from tests.kit.cover import in_turn
 from tests.kit.oracle import reference_forward
 from tests.kit.zoo import ZOO, make_images, make_model
 
@@ -70,22 +71,20 @@ def test_full_capacity_is_bitwise_dense_in_bf16(name: str, config: RoutingConfig
         assert torch.equal(mmod.route_(model, config)(images), dense)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_matches_the_per_image_definition_with_gradients(name: str) -> None:
-    # Kinds of models that are alike stand side by side.
-    other = ("linear", "context")[list(ZOO).index(name) % 2]
-    for config in (ROUTERS["attention"], ROUTERS[other]):
-        model = mmod.route_(make_model(name), config).double()
-        images = make_images(name, 2).double()
-        expected = reference_forward(model, images)
-        close(model(images), expected, 1e-6)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        weights = torch.randn_like(expected)
-        reference = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
-        gradient = torch.autograd.grad((model(images) * weights).sum(), parameters, allow_unused=True)
-        for a, b in zip(gradient, reference, strict=True):
-            if b is not None:
-                close(a, b, 1e-5)
+# Kinds of models that are alike stand side by side.
+@pytest.mark.parametrize(("name", "router"), in_turn(ZOO, ["attention", "linear", "context"]))
+def test_matches_the_per_image_definition_with_gradients(name: str, router: str) -> None:
+    model = mmod.route_(make_model(name), ROUTERS[router]).double()
+    images = make_images(name, 2).double()
+    expected, actual = reference_forward(model, images), model(images)
+    close(actual, expected, 1e-6)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights = torch.randn_like(expected)
+    reference = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
+    gradient = torch.autograd.grad((actual * weights).sum(), parameters, allow_unused=True)
+    for a, b in zip(gradient, reference, strict=True):
+        if b is not None:
+            close(a, b, 1e-5)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
