@@ -122,7 +122,7 @@ def test_equal_pixels_are_equal_in_every_dtype(dtype: torch.dtype) -> None:
 WAYS = (("merge", "threshold"), ("follow", "threshold"), ("pass", "threshold"), ("merge", "topk"))
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn([*TIMM, *TRANSFORMERS, "open_clip"], WAYS, times=2))
+@pytest.mark.parametrize(("name", "way"), in_turn([*TIMM, *TRANSFORMERS, "open_clip"], WAYS))
 @torch.no_grad()
 def test_a_tower_that_keeps_all_is_dense_and_a_batch_is_its_images(name: str, way: tuple[str, str]) -> None:
     skipped, select = way
@@ -232,7 +232,7 @@ def test_graphs_read_the_pixels_of_their_images(name: str, is_compiled: bool) ->
     model, part, side = make_host(name)
     # What is traced grows with the depth.
     blocks = model.get_submodule(find_stack(model).names[0].rpartition(".")[0])
-    del blocks[2:]
+    del blocks[1:]
     route(model, part, select="topk", capacity=0.5)
     first, second = page(side, 1).repeat(2, 1, 1, 1), torch.cat([page(side, 2), page(side, 3)])
     expected = [output(model, images) for images in (first, second)]
