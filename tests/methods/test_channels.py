@@ -20,6 +20,7 @@ from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
 from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind
+from tests.kit.cover import in_turn
 from tests.kit.engine_worker import TensorStream, run, tiny_config
 
 SMALL: dict[str, Any] = {"layers": (2, 3, 1, 4), "channels": (16, 32, 32, 64), "num_classes": 7}
@@ -95,9 +96,8 @@ def defined(block: Any, config: Channels, x_BCHW: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_every_narrow_block_by_its_definition(name: str, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("way", "name"), in_turn(WAYS, MODELS, times=2), ids=str)
+def test_every_narrow_block_by_its_definition(way: dict[str, Any], name: str) -> None:
     model = lively(mmod.apply_(make_model(name), Channels(divisor=MODELS[name][1], **way))).double()
     generator = torch.Generator().manual_seed(7)
     for block in routed(model).values():

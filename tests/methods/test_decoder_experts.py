@@ -16,6 +16,7 @@ from mmod.blocks import host_class
 from mmod.methods import Experts, methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.training.text.kind import TextKind
+from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
 from tests.kit.vlm_zoo import make_language, random_words
 from tests.kit.zoo import perturb_
@@ -87,10 +88,9 @@ def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None
     torch.testing.assert_close(mlp(x), together, rtol=1e-9, atol=1e-10)
 
 
-@one_way
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("way", "staged"), in_turn(WAYS, [False, True]), ids=str)
 @torch.no_grad()
-def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict[str, Any]) -> None:
+def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any], staged: bool) -> None:
     model, ids = make(staged=staged, **way), random_words(1, 9)
     sequence = ids
     for _ in range(GREEDY["max_new_tokens"]):

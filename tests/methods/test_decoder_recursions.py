@@ -124,10 +124,9 @@ def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
     return logits
 
 
-@one_way
-@pytest.mark.parametrize("recursions", [2, 4])
+@pytest.mark.parametrize(("way", "recursions"), in_turn(WAYS, [2, 4]), ids=str)
 @torch.no_grad()
-def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str, Any]) -> None:
+def test_both_ways_to_choose_by_their_definition(way: dict[str, Any], recursions: int) -> None:
     model, ids = make("llama", recursions=recursions, **way), random_words(2, 13)
     # Scores of linear routers are those of fp32.
     close = 1e-9 if way["choice"] == "tokens" else 1e-5
@@ -156,7 +155,7 @@ def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any]) ->
     assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), sequence)
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, [WAYS[0], WAYS[6], WAYS[8], WAYS[10]], times=2))
+@pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, [WAYS[0], WAYS[6], WAYS[8], WAYS[10]]))
 @torch.no_grad()
 def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any]) -> None:
     model, ids = make(name, **way), random_words(3, 14)

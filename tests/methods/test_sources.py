@@ -129,8 +129,8 @@ def check(model: Any, changed: Any, images: Tensor, step: Step) -> None:
         )
 
 
-@pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("r", [1, 3, 14, (4, 0, 1, 2)])  # 14: half of what is left, in every block.
+# 14: half of what is left, in every block.
+@pytest.mark.parametrize(("case", "r"), in_turn(MODELS, [1, 3, 14, (4, 0, 1, 2)], times=2))
 def test_merging_is_bipartite_soft_matching(case: str, r: int | tuple[int, ...]) -> None:
     name, changes = MODELS[case]
     model, images = make_model(name, **changes).double(), make_images(name, 2).double()
@@ -211,8 +211,7 @@ REDUCED: dict[str, tuple[Any, Callable[[int], Step]]] = {
 }
 
 
-@pytest.mark.parametrize("case", REDUCED)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(("case", "attention"), in_turn(REDUCED, ["sdpa", "eager"]))
 @torch.no_grad()
 def test_a_model_of_transformers_has_the_same_definition(case: str, attention: str) -> None:
     method, step = REDUCED[case]
