@@ -33,7 +33,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(vit.state_dict(), root / "tower.safetensors")
     tokenizer = create_bpe_processor(["What is this? a car"], 56, 14).tokenizer
     tokenizer.save_pretrained(root / "language")
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2}
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2}
     text = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **fields)
     LlamaForCausalLM(text).save_pretrained(root / "language")
     return root
@@ -205,6 +205,7 @@ def test_screens_are_evaluated_and_compared(screens_folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(on_screens, "_PROMPTS", 2)
         patch.setattr(on_screens, "_ROUNDS", 1)
+        patch.setattr(on_screens, "rows", lambda *_: found)
         table = on_screens.table(screens_folder, screens.PATCHES)
     columns = dict(zip(table["columns"], zip(*table["rows"])))
     assert columns[""][:3] == tuple(chosen)

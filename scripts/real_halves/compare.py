@@ -19,7 +19,7 @@ from mmod.lab import horizon
 from mmod.planning import search_plan
 from scripts.real_halves.evaluate import by_picture, costs, gap, halve, loaded
 from scripts.real_halves.photographs import PATCHES as TRAINED
-from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, fitted, image_share
+from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, ImageShare, Row, families, fitted
 
 BUDGETS = (0.5, 0.25)
 DENSE = "dense"
@@ -65,7 +65,7 @@ def _within(dense: Any, patches: int, budget: float) -> dict[str, Row]:
     depth = len(dense.model.language_model.layers)
     side = fewer(patches, budget)
     found = {"pooled tokens": Row(tokens=side), "fewer pixels": Row(patches=side)}
-    share = partial(_share, dense, patches, patches)
+    share = ImageShare(dense, _TEXT, patches**2)
     for name, family in families(depth).items():
         config = fitted(share, family, budget)
         # PyramidDrop's first quarter of layers is dense, which alone costs more than a small budget.
@@ -74,14 +74,9 @@ def _within(dense: Any, patches: int, budget: float) -> dict[str, Row]:
     # Fewer pixels and fewer tokens save about as much each, or pixels as much as brings pictures to the trained length.
     for name, seen in ((BOTH, fewer(patches, budget**0.5)), (AT_LENGTH, TRAINED)):
         if seen < patches and (seen / patches) ** 2 > budget:
-            share = partial(_share, dense, patches, seen)
-            found[name] = Row(fitted(share, families(depth)[SPREAD], budget), patches=seen)
+            of_fewer = partial(share, image=seen**2)
+            found[name] = Row(fitted(of_fewer, families(depth)[SPREAD], budget), patches=seen)
     return found
-
-
-def _share(dense: Any, patches: int, seen: int, config: RoutingConfig) -> float:
-    """Return the image FLOPs of images of `seen` patches a side, as a share of those of `patches` a side."""
-    return image_share(dense, config, _TEXT, seen**2, patches**2)
 
 
 def fewer(patches: int, budget: float) -> int:
@@ -126,7 +121,7 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
         }
     curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
     model.to("meta")
-    share = partial(_share, model, patches, patches)
+    share = ImageShare(model, _TEXT, patches**2)
     found: dict[str, dict[str, Any]] = {}
     for budget in BUDGETS:
         plans = {f"searched plan, {name}": search.plan_for(budget) for name, search in searches.items()}
@@ -159,12 +154,12 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
     spent = costs(folder / "model", folder / "questions", evaluated, patches, _ROUNDS)
     dense, _ = loaded(folder / "model")
     dense.to("meta")
+    share = ImageShare(dense, _TEXT, patches**2)
     lines = list[list[Any]]()
     for name, row in evaluated.items():
         image = (row.tokens or row.patches or patches) ** 2
-        share = image_share(dense, row.language, _TEXT, image, patches**2)
         cache = spent[name].cache / spent[DENSE].cache
-        line = [name, share, spent[name].prefill, cache]
+        line = [name, share(row.language, image), spent[name].prefill, cache]
         for file, sums in answered[name].items():
             line.append(100 * sums[:, 0].sum() / sums[:, 1].sum())
             line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))

@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from scripts.real_halves.compare import DENSE, ends, fewer, together
 from scripts.real_halves.evaluate import by_picture, costs, gap, loaded
 from scripts.real_halves.model import PATCH
 from scripts.real_halves.questions import PICTURES, held_out_in
-from scripts.real_halves.rows import FASTV, SPREAD, VISIONZIP, Row, families, fitted, image_share, spread
+from scripts.real_halves.rows import FASTV, SPREAD, VISIONZIP, ImageShare, Row, families, fitted, spread
 from scripts.real_halves.screens import HELD_OUT_PICTURE, KINDS
 
 BOTH = "duplicates left out of both"
@@ -51,7 +50,7 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
     dense.to("meta")
     depth = len(dense.model.language_model.layers)
     kept = kept_share(folder / "questions", patches)
-    share = partial(image_share, dense, text=_TEXT, image=patches**2, dense_image=patches**2)
+    share = ImageShare(dense, _TEXT, patches**2)
     budget = share(spread(depth, 0, kept, "stride"))
     side = fewer(patches, budget)
     named = {name: family for name, family in families(depth).items() if name in (SPREAD, "random", FASTV, VISIONZIP)}

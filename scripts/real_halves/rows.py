@@ -76,16 +76,31 @@ class Pooled(nn.Module):
         return tokens
 
 
-def image_share(model: Any, config: RoutingConfig | None, text: int, image: int, dense_image: int) -> float:
-    """Return the FLOPs that image tokens add to a prompt, as a share of those of a dense model; it stays dense."""
-    text_alone = flops(model, Prompt(text)).dense
-    dense = flops(model, Prompt(text, dense_image)).dense - text_alone
-    if config is None:
-        return (flops(model, Prompt(text, image)).dense - text_alone) / dense
-    mmod.route_(model, language=config)
-    added = flops(model, Prompt(text, image)).routed - text_alone
-    mmod.unroute_(model)
-    return added / dense
+class ImageShare:
+    """FLOPs that image tokens add to a prompt, as a share of those that they add in a dense model.
+
+    Args:
+        model: A dense model; it stays dense.
+        text: Text tokens of the prompt.
+        image: Image tokens of the dense model's prompt.
+    """
+
+    def __init__(self, model: Any, text: int, image: int) -> None:
+        self._model = model
+        self._text = text
+        self._image = image
+        self._text_alone = flops(model, Prompt(text)).dense
+        self._dense = flops(model, Prompt(text, image)).dense - self._text_alone
+
+    def __call__(self, config: RoutingConfig | None, image: int | None = None) -> float:
+        """Return the share of a routed model, or of a dense one, that reads so many image tokens; None for as many."""
+        prompt = Prompt(self._text, image or self._image)
+        if config is None:
+            return (flops(self._model, prompt).dense - self._text_alone) / self._dense
+        mmod.route_(self._model, language=config)
+        added = flops(self._model, prompt).routed - self._text_alone
+        mmod.unroute_(self._model)
+        return added / self._dense
 
 
 def fitted(

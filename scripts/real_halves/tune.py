@@ -22,7 +22,7 @@ from mmod.training.chat.model import router_parameters
 from scripts.real_halves.compare import ends
 from scripts.real_halves.evaluate import answered, halve, loaded
 from scripts.real_halves.learn import scheduled
-from scripts.real_halves.rows import SPREAD, Row, families, fitted, image_share
+from scripts.real_halves.rows import SPREAD, ImageShare, Row, families, fitted
 
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _STEPS = 24
@@ -43,9 +43,7 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
     dense, _ = loaded(folder / "model")
     depth = len(dense.model.language_model.layers)
     dense.to("meta")
-
-    def share(config: RoutingConfig) -> float:
-        return image_share(dense, config, _TEXT, patches**2, patches**2)
+    share = ImageShare(dense, _TEXT, patches**2)
 
     def p_mod(value: float) -> RoutingConfig:
         plan = ratio_decay(depth, shift=value)
@@ -179,12 +177,13 @@ def tuned_table(folder: Path, patches: int) -> dict[str, Any]:
             found.setdefault(record["name"], {}).setdefault(file, {})[record["seed"]] = right
     dense, _ = loaded(folder / "model")
     dense.to("meta")
+    share = ImageShare(dense, _TEXT, patches**2)
     lines = list[list[Any]]()
     for name, row in rows(folder, patches).items():
         if name not in found:
             continue
         image = (row.tokens or row.patches or patches) ** 2
-        line = [name, image_share(dense, row.language, _TEXT, image, patches**2)]
+        line = [name, share(row.language, image)]
         for file in ("naming", "places"):
             line.append(float(np.mean([*found[name][file].values()])))
             line.append(_gap(found, name, _DENSE, file))
