@@ -97,6 +97,8 @@ class BlockStack:
             says why the block cannot be routed.
         calls: The calls of the module that holds the blocks, by thread.
         captions: Finds passes of captions, whose padding only the model knows; a hook notes it. None for other parts.
+        text_tower: The module around the one that holds the blocks, in whose calls passes of captions begin, at the
+            embedding; None for other parts.
         sequence: Length of the token ids that the part reads, or None for images.
         reads_images: Image tokens stand among the text of a language part.
         read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments. None
@@ -119,6 +121,7 @@ class BlockStack:
     call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
     calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
     captions: Span | None = None
+    text_tower: nn.Module | None = None
     sequence: int | None = None
     reads_images: bool = False
     read_text: Callable[..., TextCall] | None = None
@@ -163,9 +166,10 @@ class BlockStack:
         return replace(self, block_list=f"{path}.{self.block_list}".lstrip("."))
 
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
-        """Let a module begin and end the calls of the blocks, after these were converted."""
+        """Let a module begin and end the calls of the blocks, after these were converted; in text towers, the tower."""
         name = self.block_list.rpartition(".")[2]
-        own_(owner, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks), mixin)
+        state = OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks)
+        own_(owner if self.text_tower is None else self.text_tower, state, mixin)
 
     def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
         """Tell once if blocks whose prefix is always kept get further tokens that are no patches.

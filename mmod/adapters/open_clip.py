@@ -90,6 +90,7 @@ def _text_tower(tower: Any, path: str = "") -> BlockStack:
     return dataclasses.replace(
         stack,
         captions=captions,
+        text_tower=tower,
         call_of=functools.partial(_call_of, dim=stack.dim, blocks=tuple(stack.blocks), captions=captions),
         hooks=lambda routing: [hook],
         sequence=int(tower.context_length),

@@ -57,6 +57,7 @@ class BlockOwner(Mixin):
         "forward_features",
         "forward_intermediates",
         "get_intermediate_layers",
+        "encode_text",
     )
     """Methods of hosts that run the blocks."""
 

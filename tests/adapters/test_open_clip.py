@@ -15,6 +15,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.blocks import RoutedBlock, host_class
 from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, embed, make_captions, make_clip, make_images
+from tests.kit.interrupts import Interrupt
 
 # The dense tower's embedding does not depend on what follows the end of a caption.
 CAUSAL = ("ViT-B-32", "ViT-H-14-worldwide", "EVA02-B-16", "vit_medium_patch16_gap_256", "custom-blocks")
@@ -45,6 +46,21 @@ def test_captions_of_a_decoder_equal_dense(name: str) -> None:
     # What a decoder says after the end of a caption is never read.
     valid = captions[:, 1:] != 0
     torch.testing.assert_close(routed[valid], dense[valid], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("router", ["linear", "attention"])
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B-16-SigLIP", "coca_ViT-B-32"])
+@torch.no_grad()
+def test_a_text_tower_may_be_interrupted_between_any_modules(name: str, router: str) -> None:
+    model = mmod.route_(make_clip(name), text=RoutingConfig(router=router, capacity=0.5, blocks=(2, 3)))
+    captions, others = make_captions(name), make_captions(name, seed=1)
+    expected = model.encode_text(captions)
+    with Interrupt() as counted:
+        model.encode_text(captions)
+    for at in range(1, counted.places + 1, 7):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            model.encode_text(others)
+        assert torch.equal(model.encode_text(captions), expected), at
 
 
 @pytest.mark.parametrize("config", ROUTED, ids=ids)
