@@ -77,7 +77,7 @@ class StackCall:
         awaits_features: The host's `forward` will run its `forward_features`, which belongs to the same call.
 
     Attributes:
-        passes: Observed passes that began in it, or came from a call around it, oldest first.
+        passes: Observed passes that began in it, oldest first.
         latest: The uninterrupted pass that began last.
         ends_for_head: The head reads the rows that remain, so that the last block of the host's pass restores no token.
         begun: The runs of blocks that a pass of this call has entered.

@@ -250,32 +250,21 @@ class Span:
         return match.found
 
     def _only_unfinished(self, x: Tensor, position: int | None, call: StackCall) -> SpanPass | None:
-        """Return the only unfinished pass that can go on at a position: of the running call, or of one around it."""
-        level: StackCall | None = call
-        # From the running call outwards.
-        while level is not None:
-            reachable = [other for other in level.passes if other.owner is self and _can_reach(other, position)]
-            if len(reachable) > 1:
-                # Batches of another size cannot be meant.
-                reachable = [other for other in reachable if other.shape == x.shape[:2]]
-            if len(reachable) > 1:
-                # Passes that were given up should raise this error only once.
-                level.passes = [other for other in level.passes if all(other is not item for item in reachable)]
-                raise RuntimeError(
-                    f"{len(reachable)} forward passes are unfinished at this routed block, and its input is none of "
-                    "the tensors that the block before returned, so the pass that it belongs to is unknown: pass the "
-                    "tensors on unchanged, or run one batch after the other, or call the whole model. The unfinished "
-                    "passes are forgotten now"
-                )
-            if reachable:
-                found = reachable[0]
-                if level is not call:
-                    # The embedding of captions, for one, stands in front of the module that holds the blocks.
-                    level.passes = [other for other in level.passes if other is not found]
-                    call.passes.append(found)
-                return found
-            level = level.outer
-        return None
+        """Return the only unfinished pass of a call that can go on at a position; None for no such pass."""
+        reachable = [other for other in call.passes if other.owner is self and _can_reach(other, position)]
+        if len(reachable) > 1:
+            # Batches of another size cannot be meant.
+            reachable = [other for other in reachable if other.shape == x.shape[:2]]
+        if len(reachable) > 1:
+            # Passes that were given up should raise this error only once.
+            call.passes = [other for other in call.passes if all(other is not item for item in reachable)]
+            raise RuntimeError(
+                f"{len(reachable)} forward passes are unfinished at this routed block, and its input is none of the "
+                "tensors that the block before returned, so the pass that it belongs to is unknown: pass the tensors "
+                "on unchanged, or run one batch after the other, or call the whole model. The unfinished passes are "
+                "forgotten now"
+            )
+        return reachable[0] if reachable else None
 
     def _find_recomputed(self, found: SpanPass | None) -> SpanPass | None:
         """Return the pass that the running backward pass recomputes: the one found by the input, or the last such."""
