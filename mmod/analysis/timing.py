@@ -209,7 +209,7 @@ def times_once(
     by_pass: Times[Any] = {}
     waiting = []
     ready: Readings[Input] | None = None
-    bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown)
+    bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown, leave=False)
     # The store knows times by the threads that they were measured on.
     with on_timing_threads(), bar:
         for number in range(rounds):

@@ -54,7 +54,6 @@ class Runner:
     processes: int = 1
     progress: bool = True
     title: str = "study"
-    leave: bool = True  # The bar stays, or its last line is printed.
     cpu: dict[int, float] = field(default_factory=dict)  # Seconds used so far by process id.
 
     @property
@@ -79,7 +78,8 @@ class Runner:
         layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
         work = sum(job.work for job in jobs)
         # One bar over all: its unit is expected work, since jobs differ in length.
-        with progress_bar(total=work, bar_format=layout, shown=self.progress, leave=self.leave) as drawn:
+        # What follows the last job says that all are done.
+        with progress_bar(total=work, bar_format=layout, shown=self.progress, leave=False) as drawn:
             bar = _JobBar(jobs, drawn)
             if self.processes > 1:
                 yield from self._side_by_side(jobs, do, bar)

@@ -144,17 +144,19 @@ def shown_code(models: Mapping[str, tuple[str, str]]) -> list[str]:
         needs_model = not all(lines.startswith("model =") for lines in python.values())
         dense = "# model: the dense one, as mmod.open_model(MODEL).model\n" if needs_model else ""
         lines = f"import mmod\n\n{dense}{_with_names(python)}"
-        blocks.append(f"In Python{_of_several(python)}:\n\n```python\n{lines}\n```")
+        blocks.append(f"{_heading(python, 'Python')}\n\n```python\n{lines}\n```")
     if keys:
-        blocks.append(f"In a training config{_of_several(keys)}:\n\n```yaml\n{_with_names(keys)}\n```")
+        blocks.append(f"{_heading(keys, 'a training config')}\n\n```yaml\n{_with_names(keys)}\n```")
     return blocks
 
 
-def _of_several(models: Mapping[str, str]) -> str:
-    return ", one of" if len(models) > 1 else ""
+def _heading(models: Mapping[str, str], medium: str) -> str:
+    return f"In {medium}, one of:" if len(models) > 1 else f"{next(iter(models))} in {medium}:"
 
 
 def _with_names(models: Mapping[str, str]) -> str:
+    if len(models) == 1:
+        return next(iter(models.values()))
     return "\n".join(f"# {name}\n{lines}" for name, lines in models.items())
 
 

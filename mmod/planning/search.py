@@ -206,7 +206,7 @@ def divergences(
         diverge: From the outputs of the dense and of the routed model to a divergence of each row.
         shown: Show a bar over the plans for each batch.
     """
-    runner = Runner(progress=shown, leave=False)
+    runner = Runner(progress=shown)
     jobs = [Job(name, 0, None) for name in plans]
     table = Table()
 

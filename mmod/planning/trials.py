@@ -205,7 +205,7 @@ def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, prog
     table = Table()
     # On all samples, since every look is compared with it.
     table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
-    runner = Runner(progress=progress, title="advise", leave=False)
+    runner = Runner(progress=progress, title="advise")
     measure = partial(evaluate_once, results, entrants)
     changed = [name for name in entrants if name != DENSE]
     table.fill(runner.run(look_at(changed, 0, samples.first), measure))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,8 +45,9 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     # Imported late: help is answered without torch.
     from mmod.studies.study import run_study
 
+    said: set[str] = set()
     while config is not None:
-        yield _shown(run_study(config))
+        yield _shown(run_study(config), said)
         config = config.following()
 
 
@@ -58,13 +58,18 @@ def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:
     if _DRY in arguments:
         print(describe(config))
         return
-    yield _shown(run_study(config))
+    yield _shown(run_study(config), set())
 
 
-def _shown(result: StudyResult) -> Path:
-    """Print the outcome of a study and return its folder."""
-    used = sum(os.times()[:4])
+def _shown(result: StudyResult, said: set[str]) -> Path:
+    """Print the outcome of a study and return its folder.
+
+    Args:
+        said: What studies before it have printed, such as the sentence on their images: it is not printed again.
+    """
+    parts = [part for part in result.printed if part not in said]
+    said.update(parts)
     # A log of several studies is read faster without blank lines and fences of code, which the page in the folder has.
-    lines = [line for line in result.summary.splitlines() if line and not line.startswith("```")]
-    print("", *lines, f"Table and pictures: {result.folder}, after {used:.0f} CPU seconds", sep="\n")
-    return Path(result.folder)
+    lines = [line for line in "\n".join(parts).splitlines() if line and not line.startswith("```")]
+    print("", *lines, sep="\n")
+    return result.folder

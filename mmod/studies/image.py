@@ -41,6 +41,7 @@ from mmod.planning.choice import (
     Alternative,
     Recommendation,
     batches_of,
+    exceeds,
     verdict_of,
 )
 from mmod.planning.early import shown_front
@@ -205,7 +206,8 @@ class ImageStudy(StudyKind):
         if found:
             decided = verdict_of(found)
             code = self.code([runs[name].candidate for name in decided.named])
-            told = told._replace(recommended=decided.named, code=code)
+            printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
+            told = told._replace(recommended=decided.named, code=code, printed=printed)
             texts.append(str(decided))
         if found and rows:
             used = found[0].used
@@ -296,6 +298,19 @@ def recommendations(
             models.append(Alternative(name, one.label, speedups[size][name], loss, number, one.at_random))
         found.append(Recommendation(models, TOLERANCE, measure, samples, batches_of(size), harm=harm))
     return found
+
+
+def _printed(found: Sequence[Recommendation]) -> list[str]:
+    """Return the models whose lines are printed; the page has those of all that the table names.
+
+    They are those of the sentences, or where these are about none, those that may be within the tolerance.
+    """
+    names = dict.fromkeys(one.named.name for one in found if one.named is not None)
+    if names:
+        return list(names)
+    for one in found:
+        names |= {model.name: None for model in one.roles if not exceeds(model.loss, one.tolerance)}
+    return list(names)
 
 
 def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, dict[str, float]]:

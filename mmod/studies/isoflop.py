@@ -244,7 +244,7 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
     write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
-    return StudyResult(folder, points, points, text, text, facts["cpu_seconds"])
+    return StudyResult(folder, points, points, text, [text], facts["cpu_seconds"])
 
 
 @dataclass(frozen=True)

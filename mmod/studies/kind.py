@@ -52,6 +52,7 @@ class Told(NamedTuple):
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
         code: Blocks of lines that apply each of them, as Markdown: of Python, and of a training config.
+        printed: The block of Python that is printed, of the models that the sentences are about.
         pictures: Further pictures by the name of their file.
     """
 
@@ -64,6 +65,7 @@ class Told(NamedTuple):
     last_rows: Lines = ()
     recommended: Sequence[str] = ()
     code: Sequence[str] = ()
+    printed: Sequence[str] = ()
     pictures: Mapping[str, Figure] | None = None
 
 

@@ -121,8 +121,13 @@ class StudyResult:
     points: Sequence[object]
     rows: Sequence[Mapping[str, object]]  # Of the table.
     table: str
-    summary: str  # The most important columns, the text and the code, as printed.
+    printed: Sequence[str]  # The most important columns, the paragraphs of the text, and lines of Python.
     cpu_seconds: float  # Of all processes since the study was last started.
+
+    @property
+    def summary(self) -> str:
+        """What is printed, as Markdown."""
+        return "\n\n".join(self.printed)
 
 
 def write_study(
@@ -150,8 +155,6 @@ def write_study(
     parts = [*harm(table, config.score, names), caution, told.text, *_cheaper(table, runs)]
     parts += _of_one_seed(config, table, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
-    # The notes were printed before the first run.
-    printed_text = "\n\n".join(filter(None, parts))
     text = "\n\n".join(filter(None, [*parts, *notes]))
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
@@ -177,8 +180,9 @@ def write_study(
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)
-    # The page has the keys of a training config too.
-    printed = "\n\n".join(filter(None, [summary, printed_text, *told.code[:1]]))
+    # The notes were printed before the first run.
+    paragraphs = "\n\n".join(filter(None, parts)).split("\n\n")
+    printed = [summary, *paragraphs, *told.printed]
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 

@@ -40,15 +40,15 @@ class Terminal(io.StringIO):
 def test_off_a_terminal_there_are_lines_now_and_then(
     clock: Clock, capsys: pytest.CaptureFixture[str], options: dict[str, Any]
 ) -> None:
-    for _ in progress_bar(range(100), desc="epoch 1/2", unit="samples", mininterval=0, miniters=1, **options):
+    for _ in progress_bar(range(300), desc="epoch 1/2", unit="samples", mininterval=0, miniters=1, **options):
         clock.now += 1
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 100 // SECONDS + (not options)
+    assert [line.split()[2] for line in lines[:3]] == ["60", "120", "240"]
+    assert len(lines) == 3 + (not options)
     assert all(
-        re.fullmatch(r"epoch 1/2: \d+ of 100 samples, \d\d:\d\d elapsed, \d\d:\d\d left", line) for line in lines
+        re.fullmatch(r"epoch 1/2: \d+ of 300 samples, \d\d:\d\d elapsed, \d\d:\d\d left", line) for line in lines
     )
-    assert [line.split()[2] for line in lines[:3]] == ["30", "60", "90"]
-    assert options or lines[-1].startswith("epoch 1/2: 100 of 100")
+    assert options or lines[-1].startswith("epoch 1/2: 300 of 300")
 
 
 def test_times_are_those_of_a_clock_that_sleeps_with_the_machine(clock: Clock) -> None:
@@ -104,11 +104,12 @@ def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys:
         clock.now += SECONDS
         callback(1.0)
 
-    jobs = [Job(name, seed, "config") for seed in range(2) for name in ("dense", "mod")]
-    assert len(list(Runner().run(jobs, do))) == 4
+    jobs = [Job(name, seed, "config") for seed in range(3) for name in ("dense", "mod")]
+    assert len(list(Runner().run(jobs, do))) == 6
     said = capsys.readouterr().err
     assert "\r" not in said
-    assert said.splitlines()[-1].startswith("study: 100 % mod, ")
+    # The table that follows says that all are done.
+    assert [line.split()[1] for line in said.splitlines()] == ["17", "33", "67"]
 
 
 def test_every_bar_is_made_in_one_place() -> None:

@@ -164,7 +164,8 @@ def test_table_and_pictures_come_with_the_first_pair_and_one_seed_is_paired_by_s
     assert stages[-1][0]["note"] == ""
     printed = capsys.readouterr()
     assert printed.out.count("table and picture, from now on") == 1
-    assert "left" in printed.err
+    # The table says that all runs are done.
+    assert "100 %" not in printed.err
     dense, *_, routed = result.points
     assert routed.to_dense is not None
     assert routed.to_dense.has_interval
@@ -400,9 +401,17 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
         table.add(name, 0, Measured({"top1": 100 * outcome_N.mean()}, samples=800, outcomes={"top1": outcome_N}))
         rows.append({"name": name, "gflops": 1.0, "speedup": speedup, "top1": 100 * outcome_N.mean()})
     table.times = {("image", 16): {row["name"]: [3.0 / row["speedup"]] for row in rows}}
-    runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
+    gradual = Candidate("gradual", routing={"preset": "gradual"}, is_trained=False)
+    candidates = [dataclasses.replace(gradual, name=name) for name in table.runs]
+    runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, rows, {"images": []})
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
+    # The page has the lines of all that the table names, and those of the sentence are printed.
+    assert told.recommended == ["certain", "lucky"]
+    assert "# lucky\nmmod.route_" in told.code[0]
+    (printed,) = told.printed
+    assert printed.startswith("certain in Python:\n")
+    assert printed.count("mmod.route_(model") == 1
     assert told.text.startswith("Use certain for batches of 16: ")
     assert "none is faster and loses less. `<- use` is chosen by whole intervals" in told.text
     del runs["certain"], rows[1]
@@ -760,10 +769,11 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert "12 test images: the widest interval is" in result.table
     # Each of the 19 models that the config names is compared, or said to be left out.
     assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
-    # The lines of Python of all models that are named are printed last.
+    # The lines of Python of what the sentences name are printed last, and the page has those of all that is named.
     code = json.loads((tmp_path / "study/tradeoff.json").read_text())["code"]
-    assert result.summary.endswith(code.partition("\n\nIn a training config")[0])
     assert code in result.table
+    printed = result.printed[-1].splitlines()
+    assert set(printed[2:]) <= set(code.splitlines())
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
