@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 SECONDS = 60
 """Seconds to the first line without a terminal. Each further one comes after twice the time: a log stays short."""
+# Seconds between two lines at most: a run of a day shows that it lives.
+_MOST = 600
 # What tqdm says before it knows the time left.
 _UNKNOWN = ", ? left"
 _LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} elapsed, {remaining} left{postfix}"
@@ -35,7 +37,7 @@ def warn_once(message: str, about: object = None) -> None:
 def progress_bar(items: Iterable[object] | None = None, *, shown: bool = True, **options: Any) -> Bar:
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
-    A line is printed after 1, 2, 4 minutes and so on, and at the end unless `leave=False`.
+    A line is printed after 1, 2, 4 and 8 minutes, then every 10, and at the end unless `leave=False`.
     """
     kind = Bar if sys.stderr.isatty() else _Lines
     bar = kind(items, disable=not shown, **options)
@@ -90,5 +92,5 @@ class _Lines(Bar):
 
     def _write(self) -> None:
         now = time.monotonic()
-        self._due = now + max(SECONDS, now - self._began)
+        self._due = now + min(_MOST, max(SECONDS, now - self._began))
         print(self, file=self.fp, flush=True)
