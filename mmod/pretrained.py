@@ -111,7 +111,7 @@ def load_pretrained(
         ValueError: A file that `save_pretrained` did not write, of another format version, or that does not fit the
             other file.
     """
-    folder = _local(folder)
+    folder = local_folder(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
         _refuse_model(model, "transformers")
         loaded: nn.Module = load_transformers(folder, **options)
@@ -246,7 +246,7 @@ class Unfilled(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _local(folder: str | Path) -> Path:
+def local_folder(folder: str | Path) -> Path:
     """Return a folder on this machine; one of the hub is fetched."""
     if not str(folder).startswith(HUB):
         return Path(folder)
@@ -254,6 +254,19 @@ def _local(folder: str | Path) -> Path:
 
     repo, _, revision = str(folder).removeprefix(HUB).partition("@")
     return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
+
+
+def has_changed(repository: str) -> bool:
+    """Return whether a repository of the hub, "hf-hub:owner/name", is known to hold what `save_pretrained` saved."""
+    from huggingface_hub import hf_hub_download
+
+    repo, _, revision = repository.removeprefix(HUB).partition("@")
+    try:
+        hf_hub_download(repo, CONFIG, revision=revision or None)
+    except (OSError, ValueError):
+        # No such file or repository, or no connection.
+        return False
+    return True
 
 
 def load_transformers(folder: str | Path, *args: Any, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from mmod.methods.resolve import resolve_methods
 from mmod.opening.opened import NAME_A_FILE, Opened, Options, Preprocessing
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
 from mmod.opening.weights import find_weights, load_weights, read_weights
-from mmod.pretrained import CONFIG, load_pretrained
+from mmod.pretrained import CONFIG, HUB, has_changed, load_pretrained, local_folder
 from mmod.values import brief, check_module
 
 OPEN_CLIP = "open_clip:"
@@ -51,6 +51,7 @@ def open_model(
             - a name of timm;
             - `open_clip:NAME`, `open_clip:NAME:WEIGHTS`, and for NAME also `local-dir:FOLDER` or `hf-hub:REPOSITORY`;
             - a folder that `mmod.save_pretrained`, timm, open_clip or transformers saved;
+            - `hf-hub:OWNER/NAME`, a model of the hub that mmod or timm saved;
             - `transformers:OWNER/NAME`, a language model of the hub, with or without images;
             - a run folder, its `model`, `last` or a checkpoint, or a file of weights in these;
             - fields of a transformers config with its `model_type`;
@@ -107,6 +108,9 @@ def _named(name: str, options: Options) -> Opened:
         from mmod.opening.language import open_language
 
         return open_language(name.removeprefix(TRANSFORMERS), options)
+    # Other models of the hub are timm's.
+    if name.startswith(HUB) and has_changed(name):
+        return _folder(local_folder(name), options)._replace(sentence=f"the model that mmod saved in {name}")
     # Before its folder is taken for a model: a run also knows classes and preprocessing.
     run = find_run(name)
     if run is not None:

@@ -1,4 +1,4 @@
-"""CLIP_benchmark's command with one more type of model: `mmod`, whose `--pretrained` goes to `mmod.load_pretrained`.
+"""CLIP_benchmark's command with one more type of model: `mmod`, whose `--pretrained` goes to `mmod.open_model`.
 
 python -m mmod.registry.clip_benchmark eval --model_type mmod --model ViT-B-32 --pretrained FOLDER --dataset cifar10
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.pretrained import load_pretrained
+from mmod.opening.open import open_model
 
 NAME = "mmod"
 
@@ -30,8 +30,8 @@ def load_routed(
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2
 
-    # Of the hub too, where only this function finds a routed model.
-    model: Any = load_pretrained(pretrained, device)
+    model: Any = open_model(pretrained).model.to(device)
+    # By open_clip's defaults where the model does not say how its images are prepared.
     picture = PreprocessCfg(**open_clip.get_model_preprocess_cfg(model))
     transform = image_transform_v2(picture, is_train=False)
     return model, transform, open_clip.get_tokenizer(model_name, context_length=model.context_length)

@@ -43,6 +43,11 @@ class Hub:
         self.calls.append({"revision": revision})
         return str(self.root / repo_id)
 
+    def download(self, repo_id: str, filename: str, revision: str | None = None) -> str:
+        if not (self.root / repo_id / filename).is_file():
+            raise FileNotFoundError(filename)
+        return str(self.root / repo_id / filename)
+
 
 def timm_model() -> tuple[nn.Module, Any, dict[str, Any]]:
     import timm
@@ -90,6 +95,28 @@ def test_what_was_uploaded_comes_back(make: Callable[[], Any], tmp_path: Path, m
     again = mmod.load_pretrained("hf-hub:me/small@main")
     assert hub.calls[-1] == {"revision": "main"}
     assert torch.equal(answers(again, batch), answers(model, batch))
+
+
+def test_a_changed_model_of_the_hub_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "HfApi", hub)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub.download)
+    model, flops, batch = timm_model()
+    mmod.push_to_hub(model, "me/small", flops)
+    opened = mmod.open_model("hf-hub:me/small@main")
+    assert torch.equal(answers(opened.model, batch), answers(model, batch))
+    assert opened.sentence == "the model that mmod saved in hf-hub:me/small@main, changed by routing"
+    # Of another repository timm says what is wrong.
+    read: list[str] = []
+
+    def open_timm(name: str, _: Any) -> mmod.Opened:
+        read.append(name)
+        return opened
+
+    monkeypatch.setattr("mmod.opening.timm.open_timm", open_timm)
+    mmod.open_model("hf-hub:me/dense")
+    assert read == ["hf-hub:me/dense"]
 
 
 def test_models_of_open_clip_name_their_architecture(tmp_path: Path) -> None:
