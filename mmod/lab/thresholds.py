@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.analysis import flops, trace
+from mmod.analysis.flop_count import inference_flops
 from mmod.analysis.modes import in_mode
 from mmod.blocks import RoutedBlock
 from mmod.config import RoutingConfig, Threshold, preset, rescaled
@@ -80,9 +81,8 @@ def calibrate_thresholds(
             f"router {shape.router.name!r} joins tokens of a cell however unlike they are: calibrate one that compares "
             "tokens, such as 'redundancy'"
         )
-    channels, height, width = images.shape[1:]
     with in_mode(False, model), torch.no_grad():
-        topk = _scaled(model, shape, stack, (channels, height, width), budget)
+        topk = _scaled(model, shape, stack, images[:1].to("meta"), budget)
         by_threshold = topk.replace(select=Threshold())
         with routed(model, "image", by_threshold):
             match_topk_(model, images)
@@ -91,9 +91,7 @@ def calibrate_thresholds(
     return by_threshold.replace(select=Threshold(thresholds))
 
 
-def _scaled(
-    model: nn.Module, shape: RoutingConfig, stack: BlockStack, size: tuple[int, int, int], budget: float
-) -> RoutingConfig:
+def _scaled(model: nn.Module, shape: RoutingConfig, stack: BlockStack, image: Tensor, budget: float) -> RoutingConfig:
     """Return a top-k routing whose capacities are scaled to a share of the dense FLOPs."""
     capacities = shape.capacity
     assert isinstance(capacities, tuple)
@@ -101,12 +99,15 @@ def _scaled(
     def at(mean: float) -> RoutingConfig:
         return shape.replace(capacity=rescaled(capacities, mean))
 
+    channels, height, width = image.shape[1:]
+    with routed(model, "image", shape):
+        report = flops(model, (channels, height, width))
+    tokens = max(block.tokens for block in report.blocks)
+
     def share(mean: float) -> float:
         with routed(model, "image", at(mean)):
-            return flops(model, size).share
+            return inference_flops(model, {"image": image}) / report.dense
 
-    with routed(model, "image", shape):
-        tokens = max(block.tokens for block in flops(model, size).blocks)
     # Every block keeps a token beside the prefix, which others can join; capacities are rounded.
     low = (stack.prefix + 1.1) / (tokens * min(capacities)) * sum(capacities) / len(capacities)
     high = 1.0
