@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from fractions import Fraction
 from pathlib import Path
@@ -110,18 +111,22 @@ def test_weights_are_those_of_a_loop(
             assert float(weight.gate_BK[image, slot].detach()) == pytest.approx(expected)
 
 
-def learning_model(
-    name: str, config: mmod.RoutingConfig, budget: float = 0.6
-) -> tuple[nn.Module, LearnedCapacity, Tensor]:
-    model = mmod.route_(make_model(name), config).train()
-    images = make_images(name, 2)
-    return model, learn_capacity_(model, budget, images, rate=1.0), images
+@functools.cache
+def begun(name: str, way: str, budget: float) -> tuple[nn.Module, LearnedCapacity]:
+    model = mmod.route_(make_model(name), WAYS[way]).train()
+    return model, learn_capacity_(model, budget, make_images(name, 2), rate=1.0)
+
+
+def learning_model(name: str, way: str, budget: float = 0.6) -> tuple[nn.Module, LearnedCapacity, Tensor]:
+    """Return a copy of a model that has begun to learn, for which FLOPs are counted once."""
+    model, learned = copy.deepcopy(begun(name, way, budget))
+    return model, learned, make_images(name, 2)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loss_has_its_gradient(way: str) -> None:
     budget = 0.83 if way in ("mlp", "attention", "all") else 0.7
-    model, learned, images = learning_model(MODELS[0], WAYS[way], budget)
+    model, learned, images = learning_model(MODELS[0], way, budget)
     model, learned, images = model.double(), learned.double(), images.double()
     offsets = learned.offsets
     offsets.data = 0.3 * numbers(1, len(offsets))
@@ -146,7 +151,7 @@ def test_the_loss_has_its_gradient(way: str) -> None:
 
 @pytest.mark.parametrize(("name", "way"), list(zip(MODELS, ["shared", "linear", "linear"])))
 def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_path: Path) -> None:
-    model, learned, images = learning_model(name, WAYS[way], 0.7)
+    model, learned, images = learning_model(name, way, 0.7)
     learned.offsets.data = numbers(3, len(learned.offsets)).float()
     with torch.no_grad():
         expected = model.eval()(images)
@@ -163,7 +168,7 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
 
 
 def test_a_pass_solves_for_the_level_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, learned, images = learning_model(MODELS[0], LINEAR)
+    model, learned, images = learning_model(MODELS[0], "linear")
     solved: list[float] = []
     solve = LearnedCapacity._solve
 
@@ -182,7 +187,7 @@ def test_a_pass_solves_for_the_level_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_flops_are_those_of_the_nearest_plan_while_capacities_are_learned() -> None:
-    model, learned, images = learning_model(MODELS[0], LINEAR)
+    model, learned, images = learning_model(MODELS[0], "linear")
     size = tuple(images.shape[1:])
     assert 0.5 < mmod.flops(model, size).share <= 0.6 + 1e-6
     learned.offsets.data = numbers(3, len(learned.offsets)).float()
@@ -192,7 +197,7 @@ def test_flops_are_those_of_the_nearest_plan_while_capacities_are_learned() -> N
 
 
 def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
-    model, _, images = learning_model(MODELS[0], LINEAR)
+    model, _, images = learning_model(MODELS[0], "linear")
     routed = mmod.route_(make_model(MODELS[0]), LINEAR)
     assert model.state_dict().keys() == routed.state_dict().keys()
     mmod.unroute_(model)
@@ -218,7 +223,7 @@ def test_what_cannot_be_learned_is_refused(config: mmod.RoutingConfig, options: 
 
 
 def test_learning_begins_and_ends_once() -> None:
-    model, _, images = learning_model(MODELS[0], LINEAR)
+    model, _, images = learning_model(MODELS[0], "linear")
     with pytest.raises(ValueError, match=r"learned once.* has a LearnedRouter"):
         learn_capacity_(model, 0.5, images)
     settle_capacity_(model)
@@ -227,7 +232,7 @@ def test_learning_begins_and_ends_once() -> None:
 
 
 def test_copies_learn_and_routers_get_their_class_back() -> None:
-    model, learned, images = learning_model(MODELS[0], WAYS["shared"], 0.83)
+    model, learned, images = learning_model(MODELS[0], "shared", 0.83)
     learned.offsets.data = numbers(3, len(learned.offsets)).float()
     expected = model(images)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -240,7 +245,7 @@ def test_copies_learn_and_routers_get_their_class_back() -> None:
 
 def test_routers_that_peft_copies_learn() -> None:
     peft = pytest.importorskip("peft")
-    model, learned, images = learning_model(MODELS[0], LINEAR)
+    model, learned, images = learning_model(MODELS[0], "linear")
     learned.offsets.data = numbers(3, len(learned.offsets)).float()
     expected = model(images)
     config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["router"])
