@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 import transformers
 from PIL import Image
+from torch import nn
 
 import mmod
+from mmod.adapters.probe import BlockInputs
+from mmod.adapters.proven import Proof
+from mmod.adapters.trial import prove
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
 from mmod.training.chat.model import create_with_processor
@@ -135,6 +140,23 @@ KINDS = {
 PUBLISHED = {"llava-1.5-7b-p-mod": (8.38, 4.92, 0.978), "llava-1.5-7b-gamma-mod": (10.7, 7.7, 1.118)}
 
 
+@pytest.fixture(scope="module")
+def _proven_once() -> Iterator[None]:
+    """Try the layers of each vision tower once: estimates of four recipes try them eight times, in copies."""
+    proofs: dict[tuple[str, int], Proof] = {}
+
+    def prove_once(inputs: BlockInputs, block_list: Sequence[nn.Module], title: str) -> Proof:
+        tower = title, len(block_list)
+        if tower not in proofs:
+            proofs[tower] = prove(inputs, block_list, title)
+        return proofs[tower]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("mmod.adapters.tokens.prove", prove_once)
+        yield
+
+
+@pytest.mark.usefixtures("_proven_once")
 @pytest.mark.parametrize("recipe", KINDS)
 def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> None:
     text, images, shares, weights, width, vocabulary, parameters = KINDS[recipe]
