@@ -109,9 +109,6 @@ def _make_tokenizer(*args: Any, **options: Any) -> Any:
 def _made_once() -> Iterator[None]:
     """Let runs share what each would make again, where their libraries are imported."""
     with pytest.MonkeyPatch.context() as patched:
-        # The lengths of a set are checked once, and not by every run.
-        if "mmod.data.readers.lengths" in sys.modules:
-            patched.setattr("mmod.data.readers.lengths._WORTH_KEEPING", 200)
         # Every run would read the same 49,000 merges.
         if "open_clip.factory" in sys.modules:
             patched.setattr("open_clip.factory.SimpleTokenizer", _make_tokenizer)
@@ -151,6 +148,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     # For the collections that code under test asks for, such as before it is timed.
     gc.freeze()
+    if "mmod.data.readers.lengths" in sys.modules:
+        # The lengths of a set are checked once, and not by every run; processes inherit this.
+        sys.modules["mmod.data.readers.lengths"]._WORTH_KEEPING = 200  # type: ignore[attr-defined]
     if session.items and not session.config.option.collectonly:
         start_server()
 
