@@ -41,6 +41,7 @@ def config_of(folder: Path, output: Path, **changes: Any) -> TrainConfig:
         "data": data,
         "augment": None,
         "epochs": 1,
+        "epoch_steps": 3,
         "device": "cpu",
         "zero_shot": "scenes",
         "optim": {"lr": 1e-3},
