@@ -94,8 +94,10 @@ def be_killed(pids: Path) -> None:
     list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], linger))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
-@pytest.mark.parametrize("everywhere", [False, True], ids=["parent", "all processes"])
+# Of a terminal and of a scheduler, which may signal all processes: a second signal of these would end a run at once.
+@pytest.mark.parametrize(
+    ("number", "everywhere"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGUSR1, False)]
+)
 def test_a_study_ends_after_its_runs_have_saved(number: signal.Signals, everywhere: bool, tmp_path: Path) -> None:
     log = tmp_path / "log"
     (code,) = run_processes(stopped_study, tmp_path / "pids", number, everywhere, log=log)
