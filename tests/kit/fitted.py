@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch.utils._pytree import tree_leaves
 from mmod.planning import budgets, search, trials, untrained
 from mmod.planning.candidate import Candidate
 from mmod.planning.plan_search import BlockCosts
+from mmod.studies import candidates
+from mmod.training.engine.config import RunConfig
 
 _BUDGET = 0.7
 _KNOWN: dict[str, tuple[list[Any], dict[str, str]]] = {}
 _COSTS: dict[str, BlockCosts] = {}
+_FLOPS: dict[str, int | None] = {}
 
 
 def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,15 +26,15 @@ def fit_roughly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budgets, "_TOLERANCE", 3.0)
 
 
-def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `advise` fit the candidates of equal models once, and roughly: one of each series, and all smaller images."""
+def fit_once(monkeypatch: pytest.MonkeyPatch, whole: tuple[str, ...] = ("smaller-image",)) -> None:
+    """Let `advise` fit the candidates of equal models once, and roughly: one of each series, and all of some."""
     fit_roughly(monkeypatch)
 
-    def few(candidates: list[Candidate], *arguments: Any, strict: bool) -> tuple[list[Candidate], dict[str, str]]:
+    def few(tried: list[Candidate], *arguments: Any, strict: bool) -> tuple[list[Candidate], dict[str, str]]:
         # Those of a wanted speed have budgets of their own.
-        if any(candidate.budget == _BUDGET for candidate in candidates):
-            candidates = [one for one in candidates if one.budget == _BUDGET or one.series == "smaller-image"]
-        return budgets.at_budgets(candidates, *arguments, strict=strict)
+        if any(candidate.budget == _BUDGET for candidate in tried):
+            tried = [one for one in tried if one.budget == _BUDGET or one.series in whole]
+        return budgets.at_budgets(tried, *arguments, strict=strict)
 
     monkeypatch.setattr(untrained, "at_budgets", few)
 
@@ -41,10 +45,25 @@ def fit_once(monkeypatch: pytest.MonkeyPatch) -> None:
         key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)} {faster} {series}"
         if key not in _KNOWN:
             _KNOWN[key] = untrained.image_candidates(model, part, depth, image, patch, faster)
-        candidates, refused = _KNOWN[key]
-        return list(candidates), dict(refused)
+        fitting, refused = _KNOWN[key]
+        return list(fitting), dict(refused)
 
     monkeypatch.setattr(trials, "image_candidates", fitted)
+
+
+def count_candidates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let studies count the FLOPs of candidates that are one model once: configs that follow another share most."""
+    count = candidates._flops_of
+
+    def counted(candidate: Candidate, dense: RunConfig) -> int | None:
+        model = dataclasses.replace(candidate, name="", series="", budget=None, control=None, is_trained=False)
+        data: Any = dense.data
+        key = repr((model, dense.kind, dense.model, data.image_size, data.channels))
+        if key not in _FLOPS:
+            _FLOPS[key] = count(candidate, dense)
+        return _FLOPS[key]
+
+    monkeypatch.setattr(candidates, "_flops_of", counted)
 
 
 def few_series(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

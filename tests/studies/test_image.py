@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import timm
+import torch
 import yaml
 from matplotlib.figure import Figure
 from PIL import Image
@@ -27,10 +28,10 @@ from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
 from mmod.io import jobs
 from mmod.io.yaml import merged, read_yaml
-from mmod.planning import Candidate
+from mmod.planning import Candidate, untrained
 from mmod.planning.choice import verdict_of
 from mmod.report.page import write_report
-from mmod.studies.candidates import comparison_of
+from mmod.studies.candidates import baselines_of, comparison_of
 from mmod.studies.compare import Rates, trials_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
@@ -41,11 +42,16 @@ from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
-from tests.kit.fitted import fit_roughly
+from tests.kit.fitted import count_candidates_once, fit_once, fit_roughly
 from tests.kit.folders import save_image_model
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_candidates_once(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -700,9 +706,14 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
         save_image_model("vit", tmp_path / "vit")
         dense = {"name": str(tmp_path / "vit"), "args": {}, "pretrained": True}
         side = 32
-    # Two budgets of one, and one of the other.
-    budgets = [0.7] if model == "transformers" else [0.7, 0.55]
-    config = dataclasses.replace(ImageStudyConfig(**read_yaml("my-model")), budgets=budgets)
+    config = ImageStudyConfig(**read_yaml("my-model"))
+    # Two budgets of some series on one, and one of the others on the other.
+    budgets, series = ([0.7], FITTED - FREE) if model == "transformers" else ([0.7, 0.55], FREE)
+    tables = (
+        {name: one for name, one in table.items() if name in series} for table in (config.routers, config.baselines)
+    )
+    routers, baselines = tables
+    config = dataclasses.replace(config, budgets=budgets, routers=routers, baselines=baselines, controls={})
     fields = merged(dense_of(config), {"data": {"image_size": side}})
     comparison = comparison_of(dataclasses.replace(config, dense={**fields, "model": dense}))
     candidates = comparison.candidates
@@ -713,7 +724,7 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
         if job.name != "pixelprune" and job.candidate.series:
             kind = kind_of(job.config)
             flops[job.name] = mmod.flops(kind.sketch(), job.config.data.image_size).routed
-    assert {candidate.series for candidate in candidates} == {"", "dense", "pixelprune", *FITTED}
+    assert {candidate.series for candidate in candidates} - {""} == {"dense", *series}
     for name, count in flops.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
         assert count < flops["dense"] or name == "dense"
@@ -724,6 +735,8 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     assert {candidate.control for candidate in candidates} <= {None, *(job.name for job in jobs)}
 
 
+# Some of each kind: plans, random tokens, sizes of images, and whole numbers of tokens.
+FREE = {"gradual", "random", "smaller-image", "tome", "pixelprune"}
 FITTED = {"gradual", "merge-late", "a-mod", "random", "smaller-image", "tome", "prune"}
 SMALL = "vit_small_patch16_224"
 
@@ -733,11 +746,26 @@ def dense_of(config: ImageStudyConfig) -> dict[str, Any]:
     return config.dense
 
 
-@pytest.mark.slow
+def test_the_smallest_study_compares_at_the_budgets_of_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[Candidate] = []
+
+    def unfitted(candidates: list[Candidate], *_: Any, **__: Any) -> tuple[list[Candidate], dict[str, str]]:
+        advised.extend(candidates)
+        return [], {}
+
+    monkeypatch.setattr(untrained, "at_budgets", unfitted)
+    untrained.image_candidates(timm.create_model("test_vit"), "image", 6, torch.empty(1, 3, 160, 160), (16, 16))
+    config = ImageStudyConfig(**read_yaml("my-model"))
+    studied = [one for one in (*config.routed(), *baselines_of(config, 0)) if one.series != "pixelprune"]
+    assert {one.name: (one.series, one.budget, one.routing) for one in studied} == {
+        one.name: (one.series, one.budget, one.routing) for one in advised
+    }
+
+
 def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit_roughly(monkeypatch)
+    fit_once(monkeypatch, whole=())
     for label in range(3):
         (tmp_path / f"images/val/{label}").mkdir(parents=True)
         for number in range(4):
@@ -754,6 +782,8 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
         "dense.data.channels": 1,
         "latency_rounds": 1,
         "maps": 0,
+        # One model of each series, as `fit_once` leaves to advice.
+        "budgets": "[0.7]",
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     # What draws its tokens, or reads files at another size, is never fast enough to be named.
@@ -767,8 +797,8 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     assert {point.series for point in result.points} == {"dense", "pixelprune", *FITTED}
     assert "12 test images: the widest interval is" in result.table
-    # Each of the 19 models that the config names is compared, or said to be left out.
-    assert len(result.points) + result.summary.count("Left out: smaller-image-") == 19
+    # Each of the 9 models that the config names is compared, or said to be left out.
+    assert len(result.points) + result.summary.count("Left out: smaller-image-") == 9
     # The lines of Python of what the sentences name are printed last, and the page has those of all that is named.
     code = json.loads((tmp_path / "study/tradeoff.json").read_text())["code"]
     assert code in result.table
