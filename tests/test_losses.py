@@ -320,22 +320,25 @@ def test_a_forgotten_loss_keeps_no_graph_that_a_backward_pass_freed(method: Any)
     assert [marker() for marker in kept] == [None] * 3
 
 
-SCORED = {
-    **{name: (NAME, method) for name, method in WITH_LOSSES.items()},
-    "gate": (NAME, RoutingConfig(router="linear", gate="sigmoid")),
-    "channels": ("resnet18", mmod.methods.Channels()),
+SCORED: dict[str, tuple[Any, Any]] = {
+    **{name: (partial(timm.create_model, NAME, img_size=64), method) for name, method in WITH_LOSSES.items()},
+    "gate": (partial(timm.create_model, NAME, img_size=64), RoutingConfig(router="linear", gate="sigmoid")),
+    "channels": (
+        partial(timm.create_model, "resnet18", layers=(2, 1, 1, 1), channels=(16, 16, 16, 16)),
+        mmod.methods.Channels(divisor=4),
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "method"), SCORED.values(), ids=SCORED)
-def test_what_decides_and_is_frozen_as_it_was_drawn_is_told_once(name: str, method: Any) -> None:
+@pytest.mark.parametrize(("make", "method"), SCORED.values(), ids=SCORED)
+def test_what_decides_and_is_frozen_as_it_was_drawn_is_told_once(make: Any, method: Any) -> None:
     def frozen() -> torch.nn.Module:
-        model = mmod.apply_(timm.create_model(name), method).train()
+        model = mmod.apply_(make(), method).train()
         for part, weight in model.named_parameters():
             weight.requires_grad_(not any(word in part for word in ("router", "selector")))
         return model
 
-    x = torch.randn(2, 3, 160, 160)
+    x = torch.randn(2, 3, 64, 64)
     # A copy in another dtype is the same model.
     model = copy.deepcopy(frozen().bfloat16())
     with pytest.warns(UserWarning, match=r"is frozen at the weights drawn.*modules_to_save=\['") as told:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -271,11 +272,24 @@ OUTSIDE: list[tuple[str | None, dict[str, Any], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to copy and to change."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_pretrained(routed(), folder / "model")
+    return folder / "model"
+
+
 @pytest.mark.parametrize(("part", "change", "message"), OUTSIDE)
 def test_a_saved_folder_names_nothing_outside_itself(
-    part: str | None, change: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    part: str | None,
+    change: dict[str, Any],
+    message: str,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save_pretrained(routed(), tmp_path)
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(torch, "load", refuse)
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
     monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", refuse)
