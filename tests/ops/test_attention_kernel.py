@@ -28,7 +28,7 @@ class Case(NamedTuple):
 
 CASES = {
     "one row": Case([1]),
-    "common length": Case([197], width=32, heads=2),
+    "common length": Case([197], width=32),
     "many rows": Case([150, 40]),
     "empty sequences": Case([0, 5, 0, 70, 1], heads=2, width=32),
     "nothing at all": Case([0, 0]),

@@ -97,7 +97,7 @@ def test_pieces_of_any_size_give_the_same(elements: int, monkeypatch: pytest.Mon
 CASES = [
     (1, False, False, False, 32),
     (197, False, False, False, 64),
-    (300, False, False, False, 16),
+    (150, False, False, False, 16),
     (70, True, True, False, 40),
     (70, True, False, True, 128),
     (70, False, True, True, 16),
