@@ -141,15 +141,16 @@ def search_plan(
         lengths = _Lengths(image_token(model))
         first = lengths.noted(example)
         # Counted for the first batch, which refuses a budget before anything is scored.
-        costs = block_costs(model, part, stack, configs, cost, lengths.means, example)
+        counted = lengths.means
+        costs = block_costs(model, part, stack, configs, cost, counted, example)
         if cost == "milliseconds":
             costs = costs.timed(*stopwatch(model, part, example)(configs))
             budget = budget / costs.total
         costs.check(budget)
         read = chain([first], map(lengths.noted, reading))
         scores, table = _scores(measure, read, (None,) * len(stack.blocks), chosen, score)
-        if stack.language and cost != "milliseconds":
-            # Prompts of later batches may be longer.
+        # Prompts of later batches may be longer.
+        if stack.language and cost != "milliseconds" and lengths.means != counted:
             costs = block_costs(model, part, stack, configs, cost, lengths.means, example)
         plan = best_plan(scores, costs, chosen, budget, score)
         rows = evaluated(table, next(iter(table.runs)))
