@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 import inspect
 import io
@@ -41,13 +42,19 @@ EXAMPLES = {name: path for name, path in names_of([*SOURCES, *BENCHMARKS]).items
 
 
 def imports(path: Path) -> list[tuple[str, str]]:
-    """Return the module and, for `from module import name`, the name of every import of ours, at any depth."""
+    """Return the imports of ours, as `all_imports` returns them."""
+    return [(module, name) for module, name in all_imports(path) if module.split(".")[0] == "mmod"]
+
+
+@functools.cache
+def all_imports(path: Path) -> list[tuple[str, str]]:
+    """Return the module and, for `from module import name`, the name of every import, at any depth."""
     names = []
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mmod":
+        if isinstance(node, ast.ImportFrom):
             names += [(str(node.module), alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            names += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "mmod"]
+            names += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             name = constant_start(node.args[0])
             # A module that is chosen by its name in the folder of the file is beside it.
@@ -66,9 +73,10 @@ def constant_start(argument: ast.expr) -> str:
 
 
 def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
-    path = tmp_path / "module.py"
+    path = tmp_path / "called.py"
     path.write_text('import importlib\nimportlib.import_module("mmod.cli")\nimport_module(f"mmod.data.{name}")\n')
     assert imports(path) == [("mmod.cli", ""), ("mmod.data", "")]
+    path = tmp_path / "named.py"
     path.write_text('import_path("mmod.values:one_of")\n')
     assert imports(path) == [("mmod.values", "one_of")]
 
@@ -141,12 +149,8 @@ def test_a_name_of_a_package_is_no_module_of_it_too(name: str) -> None:
 def test_the_package_imports_no_folder_beside_it() -> None:
     beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"mmod", "datasets"}
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            below = {module for module in modules if module.partition(".")[0] in beside}
-            assert not below, f"{path} imports {below}, which the wheel does not have"
+        below = {module for module, _ in all_imports(path) if module.partition(".")[0] in beside}
+        assert not below, f"{path} imports {below}, which the wheel does not have"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -258,13 +262,13 @@ FMT_COMMENT = re.compile(r"# fmt: (skip|off)")
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
-def dense_lines(text: str) -> dict[str, list[int]]:
-    """Return the lines of constructs that take several readings, by their names."""
+def dense_lines(text: str, tree: ast.Module) -> dict[str, list[int]]:
+    """Return the lines of constructs that take several readings in a module, by their names."""
     lines: dict[str, list[int]] = {"fmt comment": [], "nested conditional": [], "comprehension": [], "tuple": []}
     for number, line in enumerate(text.splitlines(), 1):
         if FMT_COMMENT.search(line):
             lines["fmt comment"].append(number)
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.IfExp):
             conditionals = [part for part in ast.walk(node) if isinstance(part, ast.IfExp)]
             if len(conditionals) > 1:
@@ -278,12 +282,12 @@ def dense_lines(text: str) -> dict[str, list[int]]:
     return lines
 
 
-def code_lines(text: str) -> int:
-    """Return the number of lines with code, without comments and docstrings."""
+def code_lines(text: str, tree: ast.Module) -> int:
+    """Return the number of lines with code in a module, without comments and docstrings."""
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = {token.start[0] for token in tokens if token.type not in layout}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
             lines -= {*range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)}
     return len(lines)
@@ -292,8 +296,10 @@ def code_lines(text: str) -> int:
 def test_dense_constructs_are_counted() -> None:
     text = f"a, b = 1, 2  # {'fmt'}: skip\nc = 1 if a else 2 if b else 3\nd = [x for y in c for x in y]\n"
     text += "e = [x for x in d if x if a]\na, b = b\nf = [x for x in d if x]\n"
-    assert dense_lines(text) == {"fmt comment": [1], "nested conditional": [2], "comprehension": [3, 4], "tuple": [1]}
-    assert code_lines(f'"""A module."""\n\n# A comment.\n{text}') == 6
+    dense = {"fmt comment": [1], "nested conditional": [2], "comprehension": [3, 4], "tuple": [1]}
+    assert dense_lines(text, ast.parse(text)) == dense
+    text = f'"""A module."""\n\n# A comment.\n{text}'
+    assert code_lines(text, ast.parse(text)) == 6
 
 
 @pytest.mark.parametrize("room", CALM)
@@ -304,9 +310,11 @@ def test_code_needs_no_second_reading(room: str) -> None:
         name = path.relative_to(TOOLS if path in BENCHMARKS else PACKAGE).as_posix()
         if name.partition("/")[0].removesuffix(".py") != room:
             continue
-        lines = dense_lines(path.read_text())
+        text = path.read_text()
+        tree = ast.parse(text)
+        lines = dense_lines(text, tree)
         tuples += len(lines.pop("tuple"))
-        code += code_lines(path.read_text())
+        code += code_lines(text, tree)
         for construct, places in lines.items():
             assert not places, f"{name} has a {construct} in line {places[0]}: write it as statements"
     assert code, f"{room} is no folder or module of the package"
@@ -384,22 +392,18 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 FILLERS = {"each", "found", "own", "rest", "seen", "told", "wanted", "whole"}
 
 
-def test_no_test_imports_from_another() -> None:
-    """What two tests need is in `tests/kit`."""
+def test_no_test_imports_from_another_or_hides_a_table() -> None:
+    """What two tests need is in `tests/kit`. Of two constants of one name, the first is lost to whoever imports it."""
     for path in TESTS:
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests"):
                 continue
             modules = {*str(node.module).split("."), *(alias.name for alias in node.names)}
             tests = [name for name in modules if name.startswith("test_")]
             assert not tests, f"{path.relative_to(ROOT)} imports from {tests}: move what they share to tests/kit"
-
-
-def test_no_table_of_a_test_hides_another() -> None:
-    """Two constants of one name in a module: the first is lost to whoever imports it."""
-    for path in TESTS:
         names: list[str] = []
-        for node in ast.parse(path.read_text()).body:
+        for node in tree.body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 names += [target.id for target in targets if isinstance(target, ast.Name)]

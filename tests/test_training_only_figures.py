@@ -13,7 +13,7 @@ from scripts import training_only
 
 MODEL = ["--depth", "5", "--batch", "2"]
 TIMES = ["--side", "64", "--rounds", "3", "--test", "2"]
-ARMS = ["--side", "16", "--width", "64", "--sampling", "2", "--test", "32"]
+ARMS = ["--side", "16", "--width", "64", "--sampling", "2", "--test", "8"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
