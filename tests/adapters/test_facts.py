@@ -9,10 +9,10 @@ import pytest
 import timm
 from open_clip import transformer
 
-from mmod.adapters import find_stack, tokens
+from mmod.adapters import find_parts, find_stack, tokens
 from mmod.adapters.base import BlockStack, CallForm
 from tests.kit.clip_zoo import ZOO as CLIP_ZOO
-from tests.kit.clip_zoo import make_clip
+from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.zoo import ZOO, make_model
 
 FIELDS = [form.name for form in dataclasses.fields(CallForm)]
@@ -89,4 +89,21 @@ def test_facts_of_image_towers_of_open_clip_are_what_a_trial_finds(name: str) ->
     assert differing(known, tried) == ({"mask"} if by_head else set())
     for block in known.blocks:
         # Partial functions are equal to no others, and their texts are.
+        assert repr(known.call_of(block, None).halves) == repr(tried.call_of(block, None).halves)
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-B-16-SigLIP", "coca_ViT-B-32", "custom-blocks"])
+def test_facts_of_text_towers_of_open_clip_are_what_a_trial_finds(name: str) -> None:
+    model: Any = make_clip(name)
+    tower: Any = getattr(model, "text", model)
+    known = find_parts(model)["text"]()
+    # A trial refuses causal attention, whose mask the adapter narrows: it sees the blocks without it.
+    tower.attn_mask = None
+    tower.cls_emb = None
+    tower.mod_tokens = tokens.Tokens("transformer.resblocks", example={"text": make_captions(name, (5, 7))})
+    tried = dataclasses.replace(tokens.find_blocks(tower, "open_clip"), block_list=known.block_list)
+    # Two captions of the example are alike, so that all of their tokens seem to be the same for every image.
+    unseen = {"prefix", "class_token", "suffix"}
+    assert differing(known, tried) == (unseen if name == "custom-blocks" else {*unseen, "mask"})
+    for block in known.blocks:
         assert repr(known.call_of(block, None).halves) == repr(tried.call_of(block, None).halves)
