@@ -18,6 +18,7 @@ from mmod import RoutingConfig
 from mmod.blocks import record
 from mmod.config import LOSSES
 from mmod.routing import Kept, Router, Routing, TokenMasks
+from tests.kit.interrupts import Interrupt
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -249,6 +250,20 @@ def test_a_pass_whose_backward_pass_went_without_its_loss_adds_none(method: Any)
     auxiliary = mmod.auxiliary_loss(model)
     torch.testing.assert_close(auxiliary, sum(losses))
     auxiliary.backward()
+
+
+@with_losses
+def test_a_pass_that_was_interrupted_leaves_no_loss(method: Any) -> None:
+    model, (first, second), losses = learning(method)
+    with Interrupt() as counted:
+        model(first)
+    mmod.auxiliary_loss(model)
+    for at in range(3, counted.places + 1, counted.places // 4):
+        # A pass before it keeps its loss.
+        model(first)
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            model(second)
+        torch.testing.assert_close(mmod.auxiliary_loss(model), losses[0])
 
 
 @with_losses

@@ -48,6 +48,7 @@ from mmod.blocks import (
     map_rows,
     own_,
     parameters_of,
+    watch_losses,
 )
 from mmod.config import RoutingConfig
 from mmod.ops import KeysOfAll, Packing, keys_and_values
@@ -165,11 +166,21 @@ class BlockStack:
         """Return the same blocks as a part of a model around theirs, in which it has a name; empty for that itself."""
         return replace(self, block_list=f"{path}.{self.block_list}".lstrip("."))
 
+    def owner_in(self, model: nn.Module) -> nn.Module:
+        """Return the module that begins and ends the calls of the blocks."""
+        return model.get_submodule(self.owner) if self.text_tower is None else self.text_tower
+
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
-        """Let a module begin and end the calls of the blocks, after these were converted; in text towers, the tower."""
+        """Let a module begin and end the calls of the blocks, after these were converted."""
         name = self.block_list.rpartition(".")[2]
-        state = OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks)
-        own_(owner if self.text_tower is None else self.text_tower, state, mixin)
+        own_(owner, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks), mixin)
+
+    def watch_losses(self, model: nn.Module) -> None:
+        """Let a call that fails take along the losses of its pass, after the blocks were converted."""
+        owner = self.owner_in(model)
+        if not isinstance(owner, BlockOwner):
+            self.own_(owner)
+        watch_losses(owner)
 
     def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
         """Tell once if blocks whose prefix is always kept get further tokens that are no patches.

@@ -13,6 +13,7 @@ from torch import nn
 from mmod.blocks.calls import ReadBlocks, StackCall, StackCalls
 from mmod.blocks.conversion import Mixin, convert, is_converted, mixins_of, remove
 from mmod.blocks.hook import runs_code_of
+from mmod.blocks.record import Deciding, PassLoss, Record
 from mmod.threads import PerThread
 
 HostMethod = Callable[..., Any]
@@ -28,6 +29,7 @@ class OwnerState:
         host: Package whose code may run blocks that pass on rows; empty for none.
         read_blocks: See `StackCall`.
         in_front: The blocks before the first changed one, and the modules inside them.
+        losing: The modules whose passes in training leave losses.
     """
 
     calls: PerThread[StackCalls] = field(repr=False)
@@ -36,6 +38,7 @@ class OwnerState:
     host: str = ""
     read_blocks: ReadBlocks | None = None
     in_front: tuple[nn.Module, ...] = ()
+    losing: tuple[Deciding, ...] = ()
 
 
 class BlockOwner(Mixin):
@@ -76,13 +79,27 @@ class BlockOwner(Mixin):
             # The host's forward runs it: they are one call.
             outer.awaits_features = False
             return run(*args, **kwargs)
+        losses = self.uncollected() if self.mod_owner.losing else []
         try:
             calls.running = self.new_call(name, outer)
             return run(*args, **kwargs)
+        except BaseException:
+            # Those of a pass that did not end would be added to the next step's.
+            for record, earlier in losses:
+                record.losses = earlier
+            raise
         finally:
             # First, as another interrupt may end this too.
             calls.running = outer
             calls.forget()
+
+    def uncollected(self) -> list[tuple[Record, list[PassLoss]]]:
+        """Return the losses that passes before have left in this thread."""
+        # A graph that fails has left none.
+        if torch.compiler.is_compiling():
+            return []
+        records = [module.record for module in self.mod_owner.losing]
+        return [(record, record.losses) for record in records]
 
     def new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call of a method of the host within another one."""
@@ -184,6 +201,14 @@ def own_(owner: nn.Module, state: OwnerState, mixin: type[BlockOwner] = BlockOwn
             break
         state.in_front += tuple(block.modules())
     convert(owner, mixin, state)
+    watch_losses(owner)
+
+
+def watch_losses(owner: nn.Module) -> None:
+    """Let a call of a `BlockOwner` that fails take along the losses of its pass."""
+    if isinstance(owner, BlockOwner):
+        modules = [module for module in owner.modules() if isinstance(module, Deciding)]
+        owner.mod_owner.losing = tuple(module for module in modules if module.has_loss)
 
 
 def disown(model: nn.Module) -> None:

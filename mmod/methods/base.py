@@ -124,8 +124,13 @@ class Method(Checked, ABC, group="method"):
         self.check(model, target)
         hooks = model_hooks(model)
         earlier = {module for module in model.modules() if isinstance(module, Mixin) and not _is_free(module)}
+        # A method finds a stack, one for each of its parts, or what else it changes.
+        parts = target.values() if isinstance(target, Mapping) else (target,)
         with _unchanged_on_error(model):
             self.change(model, target)
+            for stack in parts:
+                if self.has_loss and isinstance(stack, BlockStack):
+                    stack.watch_losses(model)
         # One warning for all modules of this application.
         told: set[str] = set()
         for module in model.modules():
@@ -134,8 +139,7 @@ class Method(Checked, ABC, group="method"):
                 module.mod_told = told
                 if isinstance(module, Deciding):
                     module.remember_drawn()
-        # A method finds a stack, one for each of its parts, or what else it changes.
-        for stack in target.values() if isinstance(target, Mapping) else (target,):
+        for stack in parts:
             if isinstance(stack, BlockStack):
                 remember(model, stack)
                 if stack.windows is not None:

@@ -228,7 +228,7 @@ class Route(Method):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
             # Blocks that share nothing never ask for the call that they run in.
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
-                stack.own_(owner)
+                stack.own_(stack.owner_in(model))
         for module, hook in hooks:
             attach(module, hook)
         if self.capacities:
