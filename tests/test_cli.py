@@ -47,13 +47,29 @@ def words_of(command: str) -> list[str]:
     return [word for word in command.split() if word.islower()]
 
 
+EARLY = {
+    "train image digits/dense --output /dev/null/run --model.checkpoint nowhere": "no checkpoint at 'nowhere'",
+    "train image digits/dense --routing.preset nope": "preset must be one of 'a-mod', ",
+    "tradeoff my-model --dense runs/nope": "no run or config file at 'runs/nope'",
+    "tradeoff my-model --dense.model.checkpoint nope": "no checkpoint at 'nope': name the dense model's training run",
+    "tradeoff digits --routers.mod.preset nope": "preset must be one of 'a-mod', ",
+    "advise runs/nope --images docs": "no run or model at 'runs/nope'",
+    "advise tests/kitt --images docs": "no run or model at 'tests/kitt'; near ones: tests/kit",
+    # What is wrong twice is told at once.
+    "advise runs/nope --images nope": "no run or model at 'runs/nope'; and no images in 'nope': it is no folder",
+    "advise runs/nope --prompts nope": "no run or model at 'runs/nope'; and --prompts 'nope' is no file",
+    "advise vit_tiny_patch16_224 --checkpoint nope --images docs": "no checkpoint at 'nope'",
+}
+"""What is refused before torch is imported: the command and the message. No run writes anything."""
+
+
 @pytest.fixture(scope="module")
 def lean() -> Lean:
     """Return what every command printed and said on stderr, in a process in which none may import torch."""
     asked = [words_of(command) for command in CONFIGURED]
     asked += [[*words, "digits/dens"] for words in asked]
     asked += [[*words_of(command), "--help"] for command in COMMANDS]
-    asked += [["--help"], ["--version"]]
+    asked += [["--help"], ["--version"], *(command.split() for command in EARLY)]
     done = subprocess.run(
         [sys.executable, "-c", LEAN], input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=ROOT
     )
@@ -89,6 +105,12 @@ def test_an_unknown_config_is_refused_without_torch(command: str, lean: Lean) ->
     _, said = lean(*words_of(command), "digits/dens")
     noun = "run, config or folder" if command.endswith("_OR_RUN") else "config file"
     assert said.startswith(f"error: no {noun} at 'digits/dens'; near ones: digits/dense, ")
+
+
+@pytest.mark.parametrize("command", EARLY)
+def test_paths_and_presets_are_checked_without_torch(command: str, lean: Lean) -> None:
+    _, said = lean(*command.split())
+    assert said.startswith(f"error: {EARLY[command]}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

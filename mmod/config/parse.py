@@ -61,20 +61,28 @@ def read_config(
     arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
 ) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
-    chosen, fields, options = _read_line(arguments, config_class, start)
-    plain = merged(start or {}, fields or {})
-    # The config in a run folder also records the number of processes.
-    plain.pop("world_size", None)
+    chosen, plain = read_fields(arguments, config_class, start)
     try:
-        return from_plain(chosen, with_options(plain, split_options(options), chosen))
+        return from_plain(chosen, plain)
     except ValueError as error:
         # Without a file all required keys are missing, and the list of them hides the one mistake.
-        if fields is None and "required: " in str(error):
+        if stack_configs(arguments)[0] is None and "required: " in str(error):
             hint = "name a CONFIG that has them before the options"
             if start:
                 hint = "name them in --config FILE or as options, which --help lists"
             raise ValueError(f"{error}; {hint}") from error
         raise
+
+
+def read_fields(
+    arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
+) -> tuple[type[Config], dict[str, Any]]:
+    """Return the class of the config of a command line, and its plain fields, whose values are not checked yet."""
+    chosen, fields, options = _read_line(arguments, config_class, start)
+    plain = merged(start or {}, fields or {})
+    # The config in a run folder also records the number of processes.
+    plain.pop("world_size", None)
+    return chosen, with_options(plain, split_options(options), chosen)
 
 
 def named_kind(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str | None:

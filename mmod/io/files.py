@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
@@ -319,8 +319,9 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     lock = FileLock(file, blocking=wait)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not file.exists()
         # filelock takes some folders in which no file can be made for locked ones.
-        if not file.exists():
+        if is_new:
             file.touch()
         try:
             lock.acquire()
@@ -328,5 +329,11 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
             raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
     try:
         yield
+    except BaseException:
+        # What is refused leaves nothing behind. A process that waits would get the lock of a file that is gone.
+        if is_new and not wait and not path.exists():
+            with suppress(OSError):
+                file.unlink()
+        raise
     finally:
         lock.release()

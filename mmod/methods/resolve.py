@@ -46,17 +46,20 @@ def resolve_methods(
     entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]
     if not entries:
         return ()
-    # Imported here, because `--help` runs without torch.
-    from mmod.methods import read_method
 
     def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
         depth = {"depth": depths[name]} if "preset" in fields and depths and name in depths else {}
         return resolve_routing({**depth, **fields})
 
+    for place, entry in enumerate(entries):
+        if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
+            parts = {name: resolved(name, fields) for name, fields in entry["parts"].items()}
+            entries[place] = {**entry, "parts": parts}
+    # Imported here, because `--help` runs without torch, as does the refusal of a preset that nobody knows.
+    from mmod.methods import read_method
+
     created: list[Method] = []
     for entry in entries:
-        if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
-            entry = {**entry, "parts": {name: resolved(name, fields) for name, fields in entry["parts"].items()}}
         method = read_method(entry)
         refused = [earlier.kind for earlier in created if not earlier.precedes(method.kind)]
         if refused:

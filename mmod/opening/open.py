@@ -19,8 +19,8 @@ from mmod.io.yaml import read_yaml
 from mmod.methods.base import methods_of, undo_
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.opened import NAME_A_FILE, Opened, Options, Preprocessing
-from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
-from mmod.opening.weights import find_weights, load_weights, read_weights
+from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, find_weights, model_folder, run_classes
+from mmod.opening.weights import load_weights, read_weights
 from mmod.pretrained import CONFIG, HUB, has_changed, load_pretrained, local_folder
 from mmod.values import brief, check_module
 

@@ -21,7 +21,8 @@ from mmod.io.files import read_json_object, write_atomically
 from mmod.io.tensors import write_tensors
 from mmod.names import near_names
 from mmod.opening.opened import Opened, Options, Preprocessing
-from mmod.opening.weights import converted, find_weights, load_weights, read_weights
+from mmod.opening.runs import find_weights
+from mmod.opening.weights import converted, load_weights, read_weights
 
 # Names with these bring their weights.
 SCHEMES = ("local-dir:", "hf-hub:")

@@ -1,12 +1,15 @@
-"""The folder of a training run, as far as opening its model needs it. Imported without torch."""
+"""Where a model is: the folder of a training run, and the file of weights that a path means. Imported without torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 from mmod.data.labels import CLASSES, read_classes
+from mmod.io.tensors import WEIGHTS
+from mmod.values import one_of
 
 RUN_CONFIG = "config.yaml"
 """The config in a run folder."""
@@ -18,6 +21,12 @@ CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
 # Each of these files describes a model, and stands in one folder with its weights.
 _DESCRIPTIONS = ("config.json", "mmod.json", "open_clip_config.json")
+_CLIP_WEIGHTS = "open_clip_model.safetensors"
+# With a prefix and suffix, a checkpoint that was never finished.
+_NAME = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?")
+# Weights that come with the package.
+_SHIPPED = "mmod:"
+_SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "weights"
 
 
 def find_run(path: str | Path) -> Path | None:
@@ -68,3 +77,42 @@ def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
     if run is None or not (run / CLASSES).is_file():
         return None
     return read_classes(run / CLASSES)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the finished checkpoints in a folder, newest first; other files are ignored."""
+    return newest_first(path for path in checkpoint_folders(folder) if path.name.startswith("step-"))
+
+
+def find_weights(path: str | Path) -> Path:
+    """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
+
+    `mmod:NAME` names weights that come with the package. Those of a sharded checkpoint are a folder of files.
+    """
+    if str(path).startswith(_SHIPPED):
+        name = str(path).removeprefix(_SHIPPED)
+        one_of("weights of mmod", name, [file.stem for file in sorted(_SHIPPED_FOLDER.glob("*.safetensors"))])
+        return _SHIPPED_FOLDER / f"{name}.safetensors"
+    path = Path(path)
+    if path.is_file():
+        return path
+    folders = [path, path / "model", *list_checkpoints(path / CHECKPOINTS)[:1]]
+    # A finished model before checkpoints, and a file before its shards.
+    for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
+        candidate = folder / name
+        if candidate.is_file():
+            return candidate
+        if any(shards_of(candidate).glob("shard-*.safetensors")):
+            return shards_of(candidate)
+    inside = f": the folder holds no {WEIGHTS}" if path.is_dir() else ""
+    raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
+
+
+def shards_of(file: Path) -> Path:
+    """Return the folder of what would be a file if it were not sharded."""
+    return file.with_suffix("")
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, finished or not."""
+    return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]

@@ -16,8 +16,9 @@ from mmod.adapters.saving import KEY
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.tensors import check_complete
 from mmod.opening.opened import Opened, Options, Preprocessing
+from mmod.opening.runs import find_weights
 from mmod.opening.timm import published_classes
-from mmod.opening.weights import find_weights, read_weights
+from mmod.opening.weights import read_weights
 from mmod.pretrained import load_pretrained
 
 _CONFIG = "config.json"

@@ -1,4 +1,4 @@
-"""Weights: which file a path means, how files of any training script are read, and how they fit a model."""
+"""Weights: how files of any training script are read, and how they fit a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mmod.adapters import image_facts
 from mmod.io.files import DamagedFileError, read_json_object, sha256
 from mmod.io.processes import gathered, process_count, process_rank
-from mmod.io.tensors import WEIGHTS, check_fits, read_tensors
+from mmod.io.tensors import check_fits, read_tensors
 from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
-from mmod.opening.runs import CHECKPOINTS, newest_first
-from mmod.values import one_of
+from mmod.opening.runs import find_weights, list_checkpoints
 
 SUMS = "sha256.json"
-_CLIP_WEIGHTS = "open_clip_model.safetensors"
-# With a prefix and suffix, a checkpoint that was never finished.
-_NAME = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?")
-# Weights that come with the package.
-_SHIPPED = "mmod:"
-_SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "weights"
 
 
 def check_sums(folder: Path, *names: str, together: bool = False) -> None:
@@ -56,11 +49,6 @@ def sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str
     if not together:
         return sums
     return dict(chain.from_iterable(part.items() for part in gathered(sums)))
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the finished checkpoints in a folder, newest first; other files are ignored."""
-    return newest_first(path for path in checkpoint_folders(folder) if path.name.startswith("step-"))
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -112,35 +100,6 @@ def _read_checkpoint(file: Path) -> dict[str, Tensor]:
     return state
 
 
-def find_weights(path: str | Path) -> Path:
-    """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
-
-    `mmod:NAME` names weights that come with the package. Those of a sharded checkpoint are a folder of files.
-    """
-    if str(path).startswith(_SHIPPED):
-        name = str(path).removeprefix(_SHIPPED)
-        one_of("weights of mmod", name, [file.stem for file in sorted(_SHIPPED_FOLDER.glob("*.safetensors"))])
-        return _SHIPPED_FOLDER / f"{name}.safetensors"
-    path = Path(path)
-    if path.is_file():
-        return path
-    folders = [path, path / "model", *list_checkpoints(path / CHECKPOINTS)[:1]]
-    # A finished model before checkpoints, and a file before its shards.
-    for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
-        candidate = folder / name
-        if candidate.is_file():
-            return candidate
-        if any(shards_of(candidate).glob("shard-*.safetensors")):
-            return shards_of(candidate)
-    inside = f": the folder holds no {WEIGHTS}" if path.is_dir() else ""
-    raise FileNotFoundError(f"no checkpoint at {str(path)!r}{inside}")
-
-
-def shards_of(file: Path) -> Path:
-    """Return the folder of what would be a file if it were not sharded."""
-    return file.with_suffix("")
-
-
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     """Read the whole tensors of a sharded state dict onto the CPU."""
     check_sums(folder.parent, folder.name)
@@ -165,11 +124,6 @@ def plain_errors(read: Path | None = None) -> Iterator[None]:
         if read is None:
             raise cause from None
         raise DamagedFileError(f"{str(read)!r} is no whole sharded state: {cause}") from error
-
-
-def checkpoint_folders(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, finished or not."""
-    return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
 def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:

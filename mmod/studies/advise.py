@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from mmod.io.files import folder_name
 from mmod.io.refusals import OneLineParser
 from mmod.io.yaml import parse_option
+from mmod.names import near_names
+from mmod.opening.runs import find_weights
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -33,11 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.images is None and options.prompts is None:
         raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
-    if options.prompts is not None and not Path(options.prompts).is_file():
-        # Before the model, which may come from a hub.
-        raise ValueError(f"--prompts {options.prompts!r} is no file")
-    if options.prompts is None and not any(path.is_file() for path in Path(options.images).rglob("*")):
-        raise FileNotFoundError(f"no images in {options.images!r}: it is no folder, or an empty one")
+    _check_files(options)
     check_value("--faster", options.faster, float | None, "(1, inf)")
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch
@@ -83,6 +81,30 @@ def main(arguments: Sequence[str]) -> None:
         title=f"Advice for {options.model}",
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Raise for all files and folders that are missing, before the model, which may come from a hub."""
+    missing = []
+    path = Path(options.model)
+    # "OWNER/NAME" may be a name of a hub.
+    is_path = path.parts[:1] == ("runs",) or len(path.parts) > 2 or (len(path.parts) == 2 and path.parent.is_dir())
+    if is_path and ":" not in options.model and not path.exists():
+        beside = [str(other) for other in path.parent.glob("[!.]*")]
+        missing.append(
+            "; ".join(filter(None, [f"no run or model at {options.model!r}", near_names(str(path), beside)]))
+        )
+    if options.checkpoint is not None:
+        try:
+            find_weights(options.checkpoint)
+        except FileNotFoundError as error:
+            missing.append(str(error))
+    if options.prompts is not None and not Path(options.prompts).is_file():
+        missing.append(f"--prompts {options.prompts!r} is no file")
+    if options.prompts is None and not any(file.is_file() for file in Path(options.images).rglob("*")):
+        missing.append(f"no images in {options.images!r}: it is no folder, or an empty one")
+    if missing:
+        raise FileNotFoundError("; and ".join(missing))
 
 
 # Options besides the samples that another question of the same model differs in.

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.config.parse import parse_config
+from mmod.config.parse import parse_config, read_fields
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
     ImageStudyConfig,
     PairsStudyConfig,
     StudyConfig,
+    check_dense,
 )
 from mmod.studies.isoflop_config import IsoflopConfig
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 ISOFLOP = "isoflop"
 _DRY = "--dry-run"
+_HELP = {"-h", "--help"}
 CONFIGS: dict[str, type[StudyConfig]] = {
     "image": ImageStudyConfig,
     "features": FeaturesStudyConfig,
@@ -41,6 +43,8 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     if command == ISOFLOP:
         yield from _isoflop(arguments)
         return
+    if _HELP.isdisjoint(arguments):
+        _check_dense(arguments)
     config: StudyConfig | None = parse_config(arguments, CONFIGS)
     # Imported late: help is answered without torch.
     from mmod.studies.study import run_study
@@ -49,6 +53,16 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     while config is not None:
         yield _shown(run_study(config), said)
         config = config.following()
+
+
+def _check_dense(arguments: Sequence[str]) -> None:
+    """Refuse a dense model that is not there before the routings are checked, which imports torch."""
+    try:
+        _, fields = read_fields(arguments, CONFIGS)
+    except (ValueError, TypeError, OSError):
+        # What is wrong with the command line is told where it is read.
+        return
+    check_dense(fields)
 
 
 def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:

@@ -17,7 +17,7 @@ from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.io.files import sha256
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
-from mmod.opening.weights import find_weights
+from mmod.opening.runs import find_weights
 from mmod.studies.plan import search_for
 from mmod.studies.runs import BASE, Run
 from mmod.training.engine.config import RunConfig

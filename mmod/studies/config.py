@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
+from mmod.io.configs import existing_config
 from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
+from mmod.opening.runs import RUN_CONFIG, find_weights
 from mmod.plain import from_plain
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT, PlanOptions
@@ -24,6 +27,37 @@ if TYPE_CHECKING:
 RUN_FIELDS = ("image_size", "changes", "tune")
 """Fields of a series or baseline that describe its runs instead of what makes the model cheaper."""
 _TOWERS = ("image", "text")
+
+
+@contextmanager
+def naming_dense() -> Iterator[None]:
+    """Say how the dense model is named where its weights are missing."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
+        ) from error
+
+
+def check_dense(fields: Mapping[str, Any]) -> None:
+    """Raise a FileNotFoundError if the dense model's file, run or weights are missing, as far as plain fields say.
+
+    Torch is not imported, as it is for a config whose routings are checked.
+    """
+    dense = fields.get("dense")
+    if isinstance(dense, str):
+        dense = {BASE_KEY: dense}
+    if not isinstance(dense, Mapping):
+        return
+    base = dense.get(BASE_KEY)
+    if isinstance(base, str) and not Path(base, RUN_CONFIG).is_file():
+        existing_config(base, "run or config file")
+    model = dense.get("model")
+    checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
+    if isinstance(checkpoint, str):
+        with naming_dense():
+            find_weights(checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +145,9 @@ class StudyConfig(Checked):
         for series, fields in self.routers.items():
             check_value(f"routers.{series}.search", fields.get("search", {}), Mapping[str, Any])
             check_value(f"routers.{series}.budgets", fields.get("budgets", {}), dict[float, dict[str, Any]])
+            if "preset" in fields:
+                # Before any routing is checked, which imports torch.
+                PRESETS.check(fields["preset"])
         self._check_budgets()
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
         refuse_set_by_study("changes", self.changes)

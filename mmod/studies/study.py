@@ -15,7 +15,7 @@ from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of, trials_of
-from mmod.studies.config import StudyConfig
+from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
@@ -91,12 +91,8 @@ def _check_dense(config: StudyConfig) -> None:
     if config.train_dense:
         return
     dense, _ = read_runs(config)
-    try:
+    with naming_dense():
         dense.check_weights()
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
-        ) from error
 
 
 def check_following(config: StudyConfig) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option
+from mmod.opening.runs import RUN_CONFIG
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value
 
@@ -27,6 +29,9 @@ def main(arguments: Sequence[str], kind: str) -> None:
     """
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
     config = config_class(kind).parse([word for word in arguments if word not in dry])
+    # Before torch is imported. A run that has begun has weights of its own.
+    if not (Path(config.output) / RUN_CONFIG).exists():
+        config.check_weights()
     if not dry:
         run = kind_of(config)
         result = run.fit()

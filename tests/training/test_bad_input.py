@@ -12,7 +12,7 @@ import yaml
 from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.records import record_config
 from mmod.opening.language import config_of
-from mmod.opening.weights import find_weights
+from mmod.opening.runs import find_weights
 from mmod.plain import from_plain
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig

@@ -15,6 +15,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
+from mmod.opening.runs import find_weights
 from mmod.plain import from_plain
 from mmod.training.engine.groups import DistributedConfig, EmaConfig, OptimConfig, ScheduleConfig, TeacherConfig
 from mmod.values import Checked, check_fields, check_value, refuse_unknown
@@ -269,9 +270,6 @@ class LoopConfig(RunConfig):
 
     def check_weights(self) -> None:
         """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.check_weights`."""
-        # Imports torch, without which configs are read.
-        from mmod.opening.weights import find_weights
-
         if self.model.checkpoint is not None:
             find_weights(self.model.checkpoint)
 

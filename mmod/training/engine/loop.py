@@ -29,8 +29,7 @@ from mmod.io.stop import heeding
 from mmod.io.store import Store
 from mmod.io.tables import write_csv
 from mmod.methods.base import as_evaluated, undo_training_only_
-from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS
-from mmod.opening.weights import list_checkpoints
+from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS, list_checkpoints
 from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_checkpoints, save_checkpoint, write_sums
 from mmod.training.engine.distributed import (
     Process,

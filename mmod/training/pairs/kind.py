@@ -23,8 +23,9 @@ from mmod.io.tensors import write_tensors
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.opening.open_clip import is_of_numpy, load_clip, load_image_tower
+from mmod.opening.runs import find_weights
 from mmod.opening.transformers import read_state
-from mmod.opening.weights import find_weights, read_weights
+from mmod.opening.weights import read_weights
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process

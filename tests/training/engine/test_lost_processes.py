@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmod.io.refusals import one_line_errors
-from mmod.opening.weights import list_checkpoints
+from mmod.opening.runs import list_checkpoints
 from mmod.training.engine.distributed import process_group
 from tests.kit.engine_worker import main, read_metrics, weights
 from tests.kit.processes import run_processes

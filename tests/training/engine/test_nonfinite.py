@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmod.opening.weights import list_checkpoints
+from mmod.opening.runs import list_checkpoints
 from mmod.training import fit
 from mmod.training.engine import start
 from mmod.training.engine.checkpoint import load_checkpoint

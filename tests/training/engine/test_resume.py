@@ -26,7 +26,7 @@ from timm.utils import ModelEmaV3
 
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.records import FolderTakenError
-from mmod.opening.weights import find_weights, list_checkpoints
+from mmod.opening.runs import find_weights, list_checkpoints
 from mmod.training import EmaConfig, TrainConfig, evaluate
 from mmod.training.engine.kind import Step
 from mmod.training.engine.run_folder import run_once
@@ -163,6 +163,8 @@ def test_a_lock_is_not_inherited_by_a_forked_process(tmp_path: Path) -> None:
 def test_a_start_that_fails_leaves_the_folder_to_another(tmp_path: Path, changes: dict[str, Any], error: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=error):
         run(tiny_config(output=tmp_path / "run", epochs=1, tensorboard=True, **changes))
+    # Not even a lock.
+    assert not list(tmp_path.iterdir())
     assert run(tiny_config(output=tmp_path / "run", epochs=1)).steps == 6
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from mmod.io.files import DamagedFileError
-from mmod.opening.weights import list_checkpoints, read_weights
+from mmod.opening.runs import list_checkpoints
+from mmod.opening.weights import read_weights
 from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import main, run, tiny_config, weights
 from tests.kit.processes import run_processes

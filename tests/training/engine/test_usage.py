@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmod.opening.weights import list_checkpoints
+from mmod.opening.runs import list_checkpoints
 from mmod.training.engine.checkpoint import load_checkpoint
 from tests.kit.engine_worker import USAGE, run, tiny_config
 

@@ -11,7 +11,7 @@ import pytest
 
 from mmod.data.synthetic.digits import DIFFICULTIES
 from mmod.io.tensors import read_tensors
-from mmod.opening.weights import find_weights
+from mmod.opening.runs import find_weights
 from mmod.plain import from_plain
 from mmod.training import TrainConfig
 from mmod.training.engine.kind import load
