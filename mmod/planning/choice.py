@@ -82,6 +82,7 @@ class Recommendation:
         speed: A speed-up that is wanted: what loses least at it is named. None names the fastest model within the
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
+        is_guessing: The dense model is hardly better than chance, so that nothing can be lost: nothing is advised.
     """
 
     models: Sequence[Alternative]
@@ -91,6 +92,7 @@ class Recommendation:
     where: str
     speed: float | None = None
     harm: str = ""
+    is_guessing: bool = False
 
     @property
     def best(self) -> Alternative | None:
@@ -132,6 +134,8 @@ class Recommendation:
     @property
     def used(self) -> Alternative | None:
         """The model that the sentence says to use; None where it says of none."""
+        if self.is_guessing:
+            return None
         if self.speed is None:
             return self.best
         chosen = self.at_speed(self.speed)
@@ -140,7 +144,7 @@ class Recommendation:
     @property
     def named(self) -> Alternative | None:
         """The model that the sentence is about; None where it is about none."""
-        if not self.is_tested:
+        if self.is_guessing or not self.is_tested:
             return None
         if self.speed is None:
             return self._likely
@@ -150,6 +154,8 @@ class Recommendation:
     @property
     def sentence(self) -> str:
         """What to do."""
+        if self.is_guessing:
+            return f"Nothing is advised for {self.where}: the dense model is hardly better than chance."
         if not self.is_tested:
             return f"No interval tells what is within {self.limit} for {self.where}: these lose least by their means."
         named = self.named
@@ -218,6 +224,8 @@ class Recommendation:
 
     def outcome(self, model: Alternative) -> str:
         """Say whether a model is within the tolerance, and how many more samples would tell where that is open."""
+        if self.is_guessing:
+            return "unclear"
         if keeps(model.loss, self.tolerance):
             return "yes"
         if exceeds(model.loss, self.tolerance):

@@ -202,6 +202,8 @@ class ImageStudy(StudyKind):
         if not table.times and (is_repeated or has_intervals):
             return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
+        guessing = self._chance(table, score)
+        found = [dataclasses.replace(one, is_guessing=bool(guessing)) for one in found]
         texts = []
         if found:
             decided = verdict_of(found)
@@ -226,8 +228,7 @@ class ImageStudy(StudyKind):
             limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
             limits.append(_of_chance(table.runs[DENSE][0], score, to_dense if is_by_sample else []))
-        if score == "top1":
-            limits += self._chance(mean_of(table, score, DENSE), evaluated(table, DENSE))
+        limits += guessing
         if not config.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
@@ -235,11 +236,19 @@ class ImageStudy(StudyKind):
         texts.append(" ".join(limits))
         return told._replace(text="\n\n".join(texts))
 
-    def _chance(self, score: float, images: int) -> list[str]:
-        """Say that the dense model is hardly better than chance, if it is: nothing can be lost then."""
+    def began_by_chance(self, table: Table) -> bool:
+        """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""
+        is_tuned = BEFORE in table.runs[DENSE][0].figures
+        return bool(self._chance(table, BEFORE if is_tuned else self.config.score))
+
+    def _chance(self, table: Table, figure: str) -> list[str]:
+        """Say that the dense model is hardly better than chance, if it is by a figure: nothing can be lost then."""
         classes = self.dense.model.args.get("num_classes", 0)
-        if classes < 2 or not images:
+        images = evaluated(table, DENSE)
+        # Patches of an image are no independent draws.
+        if self.config.score != "top1" or classes < 2 or not images:
             return []
+        score = mean_of(table, figure, DENSE)
         chance = 1 / classes
         # Two standard deviations of guesses that are right by chance.
         if score / 100 > chance + 2 * math.sqrt(chance * (1 - chance) / images):

@@ -123,6 +123,10 @@ class StudyKind:
         """Return the candidates that each is compared with where they are as cheap, by a suffix of columns."""
         return {}
 
+    def began_by_chance(self, table: Table) -> bool:
+        """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""
+        return False
+
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Say what follows from the table."""
         raise NotImplementedError

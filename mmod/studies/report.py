@@ -152,7 +152,8 @@ def write_study(
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
     caution = timing_caution(table.times, table.waiting, DENSE)
-    parts = [*harm(table, config.score, names), caution, told.text, *_cheaper(table, runs)]
+    harmed = [] if study.began_by_chance(table) else harm(table, config.score, names)
+    parts = [*harmed, caution, told.text, *_cheaper(table, runs)]
     parts += _of_one_seed(config, table, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
     text = "\n\n".join(filter(None, [*parts, *notes]))

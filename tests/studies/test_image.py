@@ -35,6 +35,7 @@ from mmod.studies.candidates import baselines_of, comparison_of
 from mmod.studies.compare import Rates, trials_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
+from mmod.studies.kind import Told
 from mmod.studies.report import StudyResult, epochs_of, harm, verdict
 from mmod.studies.runs import Run, read_runs
 from mmod.studies.study import check_following, run_study, training_ahead
@@ -442,8 +443,28 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
 def test_a_dense_model_that_guesses_is_said_to() -> None:
     config = read_config(["digits-smallest"], ImageStudyConfig)
     study = image_study(config)
-    assert study._chance(12.5, 64)[0].startswith("The dense model is hardly better than chance, 10 %")
-    assert study._chance(12.5, 10_000) == study._chance(90.0, 64) == []
+
+    def told_of(top1: float, images: int, before: float | None = None) -> Told:
+        figures = {"top1": top1} if before is None else {"top1": top1, "before": before}
+        table = Table()
+        for name, right in (("dense", top1), ("fast", 2.0)):
+            outcome_N = (np.arange(images) < images * right / 100).astype(float)
+            table.add(name, 0, Measured({**figures, "top1": right}, samples=images, outcomes={"top1": outcome_N}))
+        table.times = {("image", config.latency_batch): {"dense": [3.0], "fast": [2.0]}}
+        runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
+        rows = [{"name": name, "gflops": 1.0, "speedup": 1.0, "top1": 9.0} for name in runs]
+        assert study.began_by_chance(table) == (figures.get("before", top1) < 20)
+        return study.tell(table, runs, rows, {"images": []})
+
+    guessing = told_of(12.5, 64)
+    assert guessing.text.startswith("Nothing is advised for batches of ")
+    assert "The dense model is hardly better than chance, 10 %: differences to it say nothing." in guessing.text
+    assert "Use " not in guessing.text
+    assert "<- use" not in guessing.text
+    # A model that has learned guesses after a training that did harm, which is told.
+    assert "hardly better" in told_of(12.5, 64, before=90.0).text
+    assert "hardly better" not in told_of(90.0, 64, before=12.5).text
+    assert "hardly better" not in told_of(25.0, 10_000).text
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
