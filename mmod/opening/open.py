@@ -5,8 +5,7 @@ Libraries are imported when one of their models is opened.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,21 +15,21 @@ from torch import nn
 from mmod.adapters import find_library
 from mmod.io.files import is_of_transformers, read_json_object
 from mmod.io.yaml import read_yaml
+from mmod.lazy import import_path
 from mmod.methods.base import methods_of, undo_
 from mmod.methods.resolve import resolve_methods
-from mmod.opening.opened import NAME_A_FILE, Opened, Options, Preprocessing
-from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, find_weights, model_folder, run_classes
+from mmod.opening.opened import NAME_A_FILE, Opened, Options
+from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder
 from mmod.opening.weights import load_weights, read_weights
 from mmod.pretrained import CONFIG, HUB, has_changed, load_pretrained, local_folder
-from mmod.values import brief, check_module
+from mmod.values import brief, check_module, one_of
 
 OPEN_CLIP = "open_clip:"
 TRANSFORMERS = "transformers:"
 CLIP_CONFIG = "open_clip_config.json"
-# A model of bytes, whose end token ends a file.
-BYTE_MODEL = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
-# The only part that a model of a kind is routed in; of other kinds `routing` names parts.
-_PARTS = {"image": "image", "text": "language"}
+# The package with a folder of each kind of training, in which `opened.py` says how the runs of a kind are opened. It
+# stands above and is imported when a run is opened.
+_TRAINING = "mmod.training"
 
 
 def open_model(
@@ -142,12 +141,9 @@ def _folder(folder: Path, options: Options) -> Opened:
         options.refuse_changes(folder)
         opened = _module(load_pretrained(folder))
         # open_clip's preprocessing is saved with the model.
-        prepare = (
-            _preprocessing_from(opened, "of the saved model")
-            if find_library(opened.model) == "open_clip"
-            else opened.prepare
-        )
-        return opened._replace(sentence=f"the model that mmod saved in {folder}", prepare=prepare)
+        if find_library(opened.model) == "open_clip":
+            opened = opened.prepared("of the saved model")
+        return opened._replace(sentence=f"the model that mmod saved in {folder}")
     if (folder / CLIP_CONFIG).is_file():
         from mmod.opening.open_clip import open_clip_model
 
@@ -201,78 +197,30 @@ def _run(run: Path, path: Path, options: Options) -> Opened:
     elif path == run:
         name = f"the last checkpoint of the run {run}, which is not finished"
     opened = opened._replace(sentence=name)
-    if kind == "pairs":
-        return opened._replace(prepare=_preprocessing_from(opened, "of the run"))
-    if kind != "image":
-        return opened
-    classes = run_classes(run)
-
-    def prepare() -> Preprocessing:
-        # Late, because the data's config imports readers that opening does not need.
-        from mmod.data.config import DataConfig
-        from mmod.data.loader import evaluation_fields
-        from mmod.plain import from_plain
-
-        return Preprocessing(evaluation_fields(from_plain(DataConfig, fields["data"])), "of the run")
-
-    return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
+    named: Opened = import_path(f"{_folder_of(kind)}.opened:of_run")(opened, fields, run)
+    return named
 
 
-def _preprocessing_from(opened: Opened, source: str) -> Callable[[], Preprocessing]:
-    """Return the preprocessing of a model with another source."""
-    return lambda: dataclasses.replace(opened.preprocessing, source=source)
+def _folder_of(kind: str) -> str:
+    """Return the package of a kind of training; a ValueError for a name of none."""
+    one_of("kind", kind, tuple(import_path(f"{_TRAINING}.kinds:KINDS")))
+    return f"{_TRAINING}.{kind}"
 
 
 def _checkpoint(kind: str, fields: Mapping[str, Any], path: Path) -> Opened:
     """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
-    opened = open_start(kind, fields["model"], weights=False)
-    # Kinds with one part have its fields in `routing` itself.
+    folder = _folder_of(kind)
+    opened: Opened = import_path(f"{folder}.opened:open_start")(fields["model"], weights=False)
     routing = fields.get("routing") or {}
-    by_part = {_PARTS[kind]: routing} if kind in _PARTS else routing
+    # Kinds with one part have its fields in `routing` itself.
+    part = import_path(f"{folder}.config:TrainConfig").part
+    by_part = {part: routing} if part else routing
     for method in resolve_methods(fields.get("methods") or [], {name: of for name, of in by_part.items() if of}):
         method.apply_(opened.model)
     state = read_weights(path)
     # Training calls models of pairs in folders of transformers through a wrapper.
     load_weights(opened.model, {name.removeprefix("inner."): value for name, value in state.items()}, path)
     return opened
-
-
-def open_start(kind: str, model: Mapping[str, Any], weights: bool = True) -> Opened:
-    """Open the model that `model` of a training config names, before its checkpoint is loaded.
-
-    Args:
-        kind: "image", "pairs" or "text".
-        model: The fields of the kind's `ModelConfig`.
-        weights: Take published weights if the config does; otherwise they are drawn at random.
-    """
-    if kind == "image":
-        advice = "set model.checkpoint to a file of weights and model.pretrained to false"
-        pretrained = weights and bool(model.get("pretrained"))
-        return open_model(model["name"], pretrained=pretrained, args=model.get("args"), advice=advice)
-    if kind == "pairs":
-        return _start_of_pairs(model, weights)
-    if kind != "text":
-        raise ValueError(f"a run of kind {kind!r} is opened by the model that it saved, and it has not saved any")
-    if model.get("config") is not None:
-        return open_model({**BYTE_MODEL, **model["config"]}, pretrained=False)
-    return open_model(find_weights(str(model["checkpoint"])).parent, pretrained=False, dense=True)
-
-
-def _start_of_pairs(model: Mapping[str, Any], weights: bool) -> Opened:
-    from mmod.opening.open_clip import SCHEMES, register_config, weights_follow
-
-    name = model["name"]
-    if is_of_transformers(name):
-        return open_model(name, pretrained=weights)
-    if model.get("config") is not None:
-        register_config(model["config"], name)
-    tag = model.get("pretrained")
-    published = weights and (tag is not None or name.startswith(SCHEMES))
-    # Where no published weights are taken, open_clip reports random ones unless others follow.
-    follow = not weights or any(model.get(key) is not None for key in ("checkpoint", "image_checkpoint"))
-    spec = f"{OPEN_CLIP}{name}:{tag}" if tag else f"{OPEN_CLIP}{name}"
-    with weights_follow(follow):
-        return open_model(spec, pretrained=published, args={"output_dict": True})
 
 
 def _with_methods(opened: Opened, dense: bool) -> Opened:

@@ -111,6 +111,10 @@ class Opened(NamedTuple):
             raise ValueError(f"the {type(self.model).__name__} does not say how its inputs are prepared")
         return self.prepare()
 
+    def prepared(self, source: str) -> Opened:
+        """Return it with another source of its preprocessing, as in "of the run"."""
+        return self._replace(prepare=lambda: dataclasses.replace(self.preprocessing, source=source))
+
     @property
     def parts(self) -> tuple[str, ...]:
         """Names of the parts that can be changed: "image", "text", "language"."""

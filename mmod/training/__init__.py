@@ -1,8 +1,9 @@
 """Training: image classifiers, image-text pairs, conversations and text.
 
-Each kind of training is a folder with these files and more of its own, such as a `model.py` that opens the dense model:
+Each kind of training is a folder with these files and more of its own:
 
 - `config.py`: the options, as `ModelConfig` and `TrainConfig`. It is imported without torch, so that `--help` is fast.
+- `opened.py`: opens the model of a run for `mmod.open_model`.
 - `task.py`: the objective, a subclass of `engine.task.Task`; conversations have transformers' Trainer, `trainer.py`.
 - `evaluate.py`: evaluates one batch, and sums up an evaluation as `EvalResult`.
 - `kind.py`: the object whose functions the loop and all commands call (`engine.kind.Kind`).

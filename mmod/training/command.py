@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import RUN_CONFIG
-from mmod.training.kinds import config_class, kind_of
+from mmod.training.kinds import KINDS, config_class, kind_of
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from mmod.training.engine.run_folder import FitResult
 
 _DRY = "--dry-run"
-# What advice reads besides the model.
-ADVISED = {"image": "--images FOLDER", "chat": "--prompts FILE"}
 
 
 def main(arguments: Sequence[str], kind: str) -> None:
@@ -65,8 +63,9 @@ def next_commands(kind: Kind, result: FitResult[Any]) -> str:
             commands[f"mmod audit {folder}"] = "what its routers learned"
         elif config.routing is None and not config.methods:
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
-            if config.kind in ADVISED:
-                commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
+            advised = KINDS[config.kind].advised
+            if advised:
+                commands[f"mmod advise {folder} {advised}"] = "what makes it faster, without training"
     width = max(map(len, commands), default=0)
     lines = [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
     return "\n".join([f"next: the {saved} is in {folder}/model", *lines])

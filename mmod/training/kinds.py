@@ -35,17 +35,19 @@ class Row(NamedTuple):
         kind: Name of the `Kind` in the file `kind.py` of its folder, which imports the libraries that it needs.
         purpose: What `mmod train KIND` does.
         example: A config that comes with mmod.
+        advised: What `mmod advise` reads besides a model of this kind; empty where it gives no advice.
     """
 
     kind: str
     purpose: str
     example: str
+    advised: str = ""
 
 
 KINDS = {
-    "image": Row("ImageKind", "train an image classifier", "digits/dense"),
+    "image": Row("ImageKind", "train an image classifier", "digits/dense", "--images FOLDER"),
     "pairs": Row("PairsKind", "train a CLIP model on image-text pairs", "clip/scenes"),
-    "chat": Row("ChatKind", "fine-tune a vision-language model on conversations", "vlm/tiny-llava"),
+    "chat": Row("ChatKind", "fine-tune a vision-language model on conversations", "vlm/tiny-llava", "--prompts FILE"),
     "text": Row("TextKind", "train a causal language model on text, byte by byte", "text/mod"),
 }
 """The kinds by name, which is also that of their folder."""

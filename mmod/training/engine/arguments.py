@@ -34,8 +34,8 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
             refuse_own(folder)
         kind = named_kind(*stack_configs(options)) or "image"
         one_of("kind", kind, tuple(configs))
-        model = {"name": folder, "pretrained": True} if kind == "image" else {"checkpoint": folder}
-        return configs[kind].parse(options, {"output": folder, "model": model})
+        config = configs[kind]
+        return config.parse(options, {"output": folder, "model": config.model_in(folder)})
     run = find_run(arguments[0]) if arguments else None
     if run is None:
         return _parse_config(arguments, configs)

@@ -99,6 +99,11 @@ class RunConfig:
     part: ClassVar[str] = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
+    @classmethod
+    def model_in(cls, folder: str) -> dict[str, Any]:
+        """Return the fields of `model` that stand for a saved model in a folder."""
+        return {"checkpoint": folder}
+
     @property
     def epochs(self) -> int | None:
         """Passes over the training data; None where a trainer's arguments say how long it trains."""

@@ -191,6 +191,11 @@ class TrainConfig(engine.LoopConfig):
             raise ValueError("elastic cannot be combined with grad_checkpointing")
         self.refuse_training_only("elastic evaluates the model at several capacities")
 
+    @classmethod
+    def model_in(cls, folder: str) -> dict[str, Any]:
+        """Return the fields of `model` that stand for a saved model in a folder, which is a name too."""
+        return {"name": folder, "pretrained": True}
+
     def keys_of_size(self, side: int) -> dict[str, Any]:
         """Return the keys of the data's images, and of the model that reads them."""
         return {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}

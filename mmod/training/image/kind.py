@@ -26,7 +26,7 @@ from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
-from mmod.opening.open import open_model, open_start
+from mmod.opening.open import open_model
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
@@ -43,6 +43,7 @@ from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
+from mmod.training.image.opened import open_start
 from mmod.training.image.preflight import check_input, check_outputs, check_same_classes
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
@@ -65,7 +66,7 @@ class ImageKind:
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; with published weights it is checked that it can read the images."""
         config = self.config.model
-        model = open_start("image", vars(config), weights).model.train()
+        model = open_start(vars(config), weights).model.train()
         if weights:
             check_input(model, self.config.data, config.pretrained)
         return model

@@ -15,10 +15,10 @@ from torch import nn
 from mmod.data.loader import Tokenizer, Transform
 from mmod.io.files import is_of_transformers
 from mmod.opening.language import open_tokenizer
-from mmod.opening.open import open_start
 from mmod.training.engine.distributed import Process
 from mmod.training.pairs.config import ModelConfig
 from mmod.training.pairs.folder import Captions, wrap
+from mmod.training.pairs.opened import open_start
 from mmod.values import refuse_unknown
 
 
@@ -32,7 +32,7 @@ def create_dense(config: ModelConfig, weights: bool = True) -> Any:
         given = [name for name in ("config", "pretrained", "image_checkpoint") if getattr(config, name) is not None]
         if given:
             raise ValueError(f"{config.name!r} is a folder with a config and weights: leave out model.{given[0]}")
-    opened = open_start("pairs", vars(config), weights)
+    opened = open_start(vars(config), weights)
     if is_of_transformers(config.name):
         return wrap(opened, config.name)
     return opened.model.train()

@@ -17,7 +17,6 @@ from mmod.analysis.timing import Reading
 from mmod.data.loader import BatchStream, text_stream
 from mmod.methods import Method
 from mmod.methods.base import deciding_together
-from mmod.opening.open import open_start
 from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -29,6 +28,7 @@ from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
+from mmod.training.text.opened import open_start
 from mmod.training.text.task import TextTask, logits_of
 
 
@@ -109,7 +109,7 @@ class TextKind:
 def create_dense(config: ModelConfig) -> Any:
     """Create the dense model without the weights of its checkpoint, in training mode; its end token ends a file."""
     # The run's config says how the checkpoint was routed.
-    model: Any = open_start("text", vars(config)).model
+    model: Any = open_start(vars(config)).model
     if model.config.vocab_size != BYTES:
         raise ValueError(f"vocab_size must be {BYTES}, as many as there are bytes, got {model.config.vocab_size}")
     return model.train()

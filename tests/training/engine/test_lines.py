@@ -18,7 +18,7 @@ from PIL import Image
 from mmod.cli import main
 from mmod.config.parse import parse_config
 from mmod.training import TrainConfig, fit
-from mmod.training.command import ADVISED, next_commands
+from mmod.training.command import next_commands
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import KINDS, config_class, kind_of
 from tests.kit.engine_worker import MODEL
@@ -175,4 +175,4 @@ def test_a_dense_run_of_each_kind_names_its_plan(kind: str) -> None:
     dense = replace(config, routing=None, methods=[])  # type: ignore[call-arg]
     result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
     names = [line.split()[1] for line in next_commands(kind_of(dense), result).splitlines()[1:]]
-    assert names == ["evaluate", "plan", *(["advise"] if kind in ADVISED else [])]
+    assert names == ["evaluate", "plan", *(["advise"] if KINDS[kind].advised else [])]
