@@ -28,7 +28,7 @@ _RANDOM = "random 0.5"
 
 
 # Series of models made from a dense one of images, each with one number that is fitted to its budget. The config
-# my-model has the same.
+# my-model has the same, which a test compares.
 _SERIES: dict[str, dict[str, Any]] = {
     "gradual": {"routing": {"preset": "gradual", "capacity": FIT}},
     "merge-late": {"routing": {"router": "attention", "skipped": "merge", "blocks": "late", "capacity": FIT}},
