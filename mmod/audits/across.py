@@ -72,7 +72,7 @@ def across_of(batches: Sequence[BatchRows], routed: Sequence[str]) -> Across:
     # Nothing can return where no decision before the last one of a part dropped a token.
     if back is not None and math.isnan(back.value):
         back = None
-    kind, verdict = _verdict_of(back, parts)
+    kind, verdict = _agreement_of(back, parts)
     return Across(
         decisions=names,
         blocks=_followers(names, routed),
@@ -143,7 +143,7 @@ def _part(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _verdict_of(returning: Estimate | None, parts: Sequence[Sequence[str]]) -> tuple[AgreementKind, str]:
+def _agreement_of(returning: Estimate | None, parts: Sequence[Sequence[str]]) -> tuple[AgreementKind, str]:
     if all(len(part) == 1 for part in parts):
         decider = "One router decides for all routed blocks" if len(parts) == 1 else "Each part decides once"
         return "one decision", f"{decider}: tokens are kept by all of them or by none."

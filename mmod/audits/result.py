@@ -188,7 +188,7 @@ def result_of(
     if position is not None and is_clear:
         explained = _share_reached(contrast, names.index(position), random)
     influence = influence_of(batches)
-    kind, verdict = verdict_of(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
+    kind, verdict = finding_of(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
 
     members = members_of([batch.labels for batch in batches])
     return Audit(
@@ -261,7 +261,7 @@ def _conditions(names: Sequence[str], choices: Mapping[str, Choice], contrast: C
     return conditions
 
 
-def verdict_of(
+def finding_of(
     gap: Estimate,
     explained: Estimate | None,
     best: str | None,

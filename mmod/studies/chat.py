@@ -28,7 +28,7 @@ from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.report import named_columns, verdict
+from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
 from mmod.training.chat.kind import ChatKind, fill_cache
@@ -145,7 +145,7 @@ class ChatStudy(StudyKind):
             measure="right answers",
             columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
             axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"},
-            text=verdict(table, self.config.score, list(runs)),
+            text=significance(table, self.config.score, list(runs)),
             last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
             pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
         )

@@ -185,7 +185,7 @@ class FeaturesStudy(ImageStudy):
         skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
         return f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."
 
-    def verdict(self, table: Table, names: Sequence[str]) -> str:
+    def significance(self, table: Table, names: Sequence[str]) -> str:
         """Say which models do not differ significantly from the dense one."""
         sentences = []
         for figure in self._figures:

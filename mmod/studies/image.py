@@ -48,7 +48,7 @@ from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.report import COLUMNS, verdict, with_batch_sizes
+from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
@@ -175,9 +175,9 @@ class ImageStudy(StudyKind):
         """Return the quantity that confidence intervals refer to; empty if another part of the text says so."""
         return ""
 
-    def verdict(self, table: Table, names: Sequence[str]) -> str:
+    def significance(self, table: Table, names: Sequence[str]) -> str:
         """Return what is said before models are timed: which of them do not differ."""
-        return verdict(table, self.config.score, names)
+        return significance(table, self.config.score, names)
 
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Describe the images, recommend a model for each speed, and state what was not tested."""
@@ -200,7 +200,7 @@ class ImageStudy(StudyKind):
         is_repeated = config.train_dense or config.tune
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
-            return told._replace(text="\n\n".join(filter(None, [note, self.verdict(table, names)])))
+            return told._replace(text="\n\n".join(filter(None, [note, self.significance(table, names)])))
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
         guessing = self._chance(table, score)
         found = [dataclasses.replace(one, is_guessing=bool(guessing)) for one in found]

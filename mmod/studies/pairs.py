@@ -11,7 +11,7 @@ from torch import nn
 from mmod.analysis.table import Measured, Table
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.report import named_columns, verdict
+from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.kinds import kind_of
 
@@ -64,5 +64,5 @@ class PairsStudy(StudyKind):
             columns=named_columns(_COLUMNS),
             measure="recall at 1, mean of both directions,",
             axes=axes,
-            text=verdict(table, self.config.score, list(runs)),
+            text=significance(table, self.config.score, list(runs)),
         )

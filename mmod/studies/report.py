@@ -280,7 +280,7 @@ def named_columns(names: Sequence[str]) -> dict[str, Column]:
     return {name: COLUMNS[name] for name in names}
 
 
-def verdict(table: Table, score: str, names: Sequence[str]) -> str:
+def significance(table: Table, score: str, names: Sequence[str]) -> str:
     """Say in one sentence between which models there is no significant difference, paired by sample or by seed.
 
     Example:
@@ -289,7 +289,7 @@ def verdict(table: Table, score: str, names: Sequence[str]) -> str:
         >>> for name, values in {"dense": [95.0, 95.2], "a": [94.9, 95.2], "b": [70.0, 70.1]}.items():
         ...     for seed, value in enumerate(values):
         ...         table.add(name, seed, Measured({"top1": value}))
-        >>> print(verdict(table, "top1", list(table.runs)))
+        >>> print(significance(table, "top1", list(table.runs)))
         Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
     """
     # A study that goes on may have some models with fewer seeds.

@@ -30,7 +30,7 @@ from mmod.analysis.table import (
 )
 from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store
-from mmod.studies.report import verdict
+from mmod.studies.report import significance
 
 
 def by_seed(figures: Mapping[str, Mapping[int, float]]) -> Table:
@@ -89,7 +89,7 @@ def test_one_seed_claims_nothing() -> None:
     assert value is not None
     assert (value.has_interval, value.is_clear, str(value)) == (False, False, "+25.0")
     assert (
-        verdict(table, "top1", ["a", "b"])
+        significance(table, "top1", ["a", "b"])
         == "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
     )
 
@@ -102,8 +102,8 @@ def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
             "random": {0: 70.0, 1: 71.0, 2: 69.5},
         }
     )
-    assert verdict(table, "top1", [*table.runs]).endswith("no significant difference between dense and close.")
-    assert verdict(table, "top1", ["dense", "random"]).endswith("all differences are significant.")
+    assert significance(table, "top1", [*table.runs]).endswith("no significant difference between dense and close.")
+    assert significance(table, "top1", ["dense", "random"]).endswith("all differences are significant.")
 
 
 @given(st.lists(st.sampled_from([70.0, 75.0, 80.0, 85.0]), min_size=2, max_size=8))
@@ -190,7 +190,7 @@ def test_figures_in_percent_are_paired_by_sample_unless_seeds_repeat_them(right:
     ends = (100 * sum(changes) / len(right), 100 * low, 100 * high)
     assert (actual.value, actual.low, actual.high) == pytest.approx(ends, abs=1e-4)
     assert str(actual)[0] in "+-"
-    assert verdict(table, "top1", ["dense", "a"]).startswith(f"Paired over {len(right)} samples (95 % intervals)")
+    assert significance(table, "top1", ["dense", "a"]).startswith(f"Paired over {len(right)} samples (95 % intervals)")
     for name in ("a", "dense"):
         table.add(name, 1, Measured({"top1": 50.0}))
     repeated = gap(table, "top1", "a", "dense")

@@ -17,7 +17,7 @@ import mmod
 from mmod.analysis.statistics import Estimate
 from mmod.audits import Comparisons, DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
 from mmod.audits.choices import default_choices
-from mmod.audits.result import Audit, verdict_of
+from mmod.audits.result import Audit, finding_of
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.clip_zoo import make_images as make_clip_images
 from tests.kit.planted import PLANTED, batches_of, content, plant
@@ -44,7 +44,7 @@ def test_few_images_do_not_tell() -> None:
 @pytest.mark.parametrize(("low", "high", "says"), [(-9, 8, "too few"), (-9, 0.1, "no better"), (2, 9, "is worth")])
 def test_a_verdict_says_what_the_interval_of_its_worth_does(low: float, high: float, says: str) -> None:
     gap = Estimate((low + high) / 2, low, high)
-    _, verdict = verdict_of(gap, None, None, None, is_clear=low > 0, is_none=says == "no better")
+    _, verdict = finding_of(gap, None, None, None, is_clear=low > 0, is_none=says == "no better")
     assert says in verdict
     assert f"[{low:+.1f}, {high:+.1f}] points of accuracy over random tokens" in verdict
 

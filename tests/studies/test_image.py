@@ -36,7 +36,7 @@ from mmod.studies.compare import Rates, trials_of
 from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.kind import Told
-from mmod.studies.report import StudyResult, epochs_of, harm, verdict
+from mmod.studies.report import StudyResult, epochs_of, harm, significance
 from mmod.studies.runs import Run, read_runs
 from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
@@ -507,7 +507,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         few_told = scored.tell(few, runs, [], facts)
         assert re.search(limit, few_told.text)
     untold = image_study(config).tell(table, runs, [], facts)
-    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), ())
+    assert (untold.text, untold.recommended, untold.code) == (significance(table, "top1", list(ms)), (), ())
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
