@@ -165,4 +165,6 @@ def without_nan(values: object) -> Any:
         return {key: without_nan(value) for key, value in values.items()}
     if isinstance(values, (list, tuple)):
         return [without_nan(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values
+    if isinstance(values, float) and not math.isfinite(values):
+        return None
+    return values

@@ -185,7 +185,9 @@ def _share_hint(value: object, limit: Limit | None) -> str:
         return ""
     share = float(percent[1]) / 100
     # Whether a share is meant is not known: a decay rate has the same limits.
-    return f"write {share:g} if {percent[1]} % is meant" if _within(share, limit) else ""
+    if _within(share, limit):
+        return f"write {share:g} if {percent[1]} % is meant"
+    return ""
 
 
 def _choices(hint: Any, limit: Limit | None) -> list[str]:

@@ -168,7 +168,9 @@ class BlockStack:
 
     def owner_in(self, model: nn.Module) -> nn.Module:
         """Return the module that begins and ends the calls of the blocks."""
-        return model.get_submodule(self.owner) if self.text_tower is None else self.text_tower
+        if self.text_tower is None:
+            return model.get_submodule(self.owner)
+        return self.text_tower
 
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
         """Let a module begin and end the calls of the blocks, after these were converted."""
@@ -308,7 +310,9 @@ class NamedArguments(CallForm, BlockCall):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to in this block."""
-        return ("kept", "all") if self.fused and self.projections is not None else ("kept",)
+        if self.fused and self.projections is not None:
+            return ("kept", "all")
+        return ("kept",)
 
     @property
     def weighs_keys(self) -> bool:
@@ -428,7 +432,9 @@ class NamedArguments(CallForm, BlockCall):
                 return leaf
             # Masks and rotary embeddings of each image have four axes, or three where they hide keys alone.
             of_keys = name == self.mask and leaf.ndim == 3 and leaf.shape[1] == 1
-            return leaf.index_select(0, image_S) if of_keys or name in self.images or leaf.ndim == 4 else leaf
+            if of_keys or name in self.images or leaf.ndim == 4:
+                return leaf.index_select(0, image_S)
+            return leaf
 
         return tree_map(select, value)
 

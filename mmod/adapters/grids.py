@@ -136,4 +136,6 @@ def grid_of_squares(count: int, height: int, width: int) -> Grid | None:
     """Return rows and columns of squares that tile an image; None if this number does not."""
     rows = math.isqrt(count * height // width)
     columns = count // max(rows, 1)
-    return (rows, columns) if rows * columns == count and rows * width == columns * height else None
+    if rows * columns == count and rows * width == columns * height:
+        return rows, columns
+    return None

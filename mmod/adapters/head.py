@@ -115,7 +115,9 @@ def logits_of(output: object) -> Any:
     """Return the logits in a model's output."""
     if isinstance(output, Mapping):
         return output.get("logits")
-    return output[0] if isinstance(output, tuple) and output else output
+    if isinstance(output, tuple) and output:
+        return output[0]
+    return output
 
 
 def find_head(model: nn.Module, stack: BlockStack) -> Head:

@@ -27,7 +27,9 @@ def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
         # A mask of keys for each image.
         bias = bias.unsqueeze(1)
     bias = bias[(None,) * (4 - bias.ndim)].expand(index_BK.shape[0], -1, -1, -1)
-    return bias if bias.shape[2] == 1 and tokens > 1 else query_rows(bias, index_BK)
+    if bias.shape[2] == 1 and tokens > 1:
+        return bias
+    return query_rows(bias, index_BK)
 
 
 def query_rows(mask: Tensor, index_BK: Tensor) -> Tensor:
@@ -44,7 +46,9 @@ def key_columns(mask: Tensor, index_BL: Tensor) -> Tensor:
 def show_all_keys(mask: Tensor, valid_BK: Tensor) -> Tensor:
     """Let queries of empty slots, whose output is unused, see every key: a softmax over no keys is NaN."""
     unread = ~valid_BK[:, None, :, None]
-    return mask | unread if mask.dtype == torch.bool else mask.masked_fill(unread, 0.0)
+    if mask.dtype == torch.bool:
+        return mask | unread
+    return mask.masked_fill(unread, 0.0)
 
 
 def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:

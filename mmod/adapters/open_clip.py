@@ -217,7 +217,9 @@ class ClipBlock(NamedArguments):
     def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
         narrowed = super()._narrow_queries(self._unflat(arguments), tokens, routing)
         mask = narrowed.get("attn_mask")
-        return narrowed if mask is None else {**narrowed, "attn_mask": self._flat(mask, routing.kept.index_BK.shape[1])}
+        if mask is None:
+            return narrowed
+        return {**narrowed, "attn_mask": self._flat(mask, routing.kept.index_BK.shape[1])}
 
     def _unflat(self, arguments: Arguments) -> dict[str, Any]:
         """Split the axes of a mask per caption and head (B H, N, N)."""
@@ -232,7 +234,9 @@ class ClipBlock(NamedArguments):
 
     def _flat(self, mask: Tensor, queries: int) -> Tensor:
         """Expand a mask over heads and queries and join captions and heads, if the host needs that."""
-        return mask.expand(-1, self.heads, queries, -1).flatten(0, 1) if self.flat_masks else mask
+        if self.flat_masks:
+            return mask.expand(-1, self.heads, queries, -1).flatten(0, 1)
+        return mask
 
 
 class CaptionHook(ModelHook):

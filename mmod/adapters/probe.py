@@ -468,4 +468,6 @@ def _setting(model: nn.Module, names: tuple[str, ...], default: int) -> int:
     if found:
         return found[0]
     convolution = next((module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))), None)
-    return convolution.in_channels if "num_channels" in names and convolution is not None else default
+    if "num_channels" in names and convolution is not None:
+        return convolution.in_channels
+    return default

@@ -177,7 +177,9 @@ def _first_that_passes(
 
 def _as_host(proof: Proof, x_BND: Tensor, arguments: Arguments) -> tuple[Tensor, Arguments]:
     """Return tokens and arguments as the host's model passes them; several images of one sequence as one image."""
-    return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
+    if proof.boundaries:
+        return as_one_sequence(proof, x_BND, arguments)
+    return x_BND, arguments
 
 
 def _check_output(output: object, x: Tensor, arguments: Arguments) -> None:

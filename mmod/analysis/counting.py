@@ -228,7 +228,9 @@ def count_pass(
 
 def _tracing(model: nn.Module) -> AbstractContextManager[Mapping[str, Routing]]:
     """Return a context in which the decisions of a model are recorded, none of a model that does not decide."""
-    return Trace(model).recording() if deciding_modules(model) else nullcontext({})
+    if deciding_modules(model):
+        return Trace(model).recording()
+    return nullcontext({})
 
 
 def training_bytes(model: nn.Module, inputs: Mapping[str, Any]) -> int:

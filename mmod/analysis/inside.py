@@ -89,7 +89,9 @@ def _own_slots(routing: Routing) -> Tensor:
 
 def _slots(routing: Routing) -> Tensor:
     """Return the slot that every token is in or joined (B, N), -1 for none."""
-    return _own_slots(routing) if routing.joined.slot_BN is None else routing.joined.slot_BN
+    if routing.joined.slot_BN is None:
+        return _own_slots(routing)
+    return routing.joined.slot_BN
 
 
 def _map_to_all(values: Tensor, routing: Routing) -> Tensor:

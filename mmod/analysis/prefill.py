@@ -53,7 +53,9 @@ class Prompt:
     @property
     def images(self) -> tuple[int, ...]:
         """Tokens of each image."""
-        return (self.image_tokens,) if isinstance(self.image_tokens, int) else self.image_tokens
+        if isinstance(self.image_tokens, int):
+            return (self.image_tokens,)
+        return self.image_tokens
 
     @property
     def tokens(self) -> int:

@@ -246,7 +246,9 @@ def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, fl
 
 
 def _value(rows: Measured, figure: str) -> float:
-    return rows.figures[figure] if figure in rows.figures else float(rows.outcomes[figure].mean(dtype=np.float64))
+    if figure in rows.figures:
+        return rows.figures[figure]
+    return float(rows.outcomes[figure].mean(dtype=np.float64))
 
 
 def _rows(table: Table, name: str) -> Measured:

@@ -69,7 +69,9 @@ class Container(Mixin):
         chosen = self._children()[index]
         if not isinstance(chosen, list):
             return chosen
-        return nn.Sequential(*chosen) if isinstance(self, nn.Sequential) else nn.ModuleList(chosen)
+        if isinstance(self, nn.Sequential):
+            return nn.Sequential(*chosen)
+        return nn.ModuleList(chosen)
 
 
 class Shell(NamedTuple):

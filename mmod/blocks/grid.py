@@ -35,7 +35,9 @@ class GridSource(NamedTuple):
 
 def grid_of_map(output: Any) -> Grid | None:
     """Return the grid of a feature map (B, C, rows, columns), which the projection to patches of most hosts returns."""
-    return (output.shape[2], output.shape[3]) if isinstance(output, Tensor) and output.ndim == 4 else None
+    if isinstance(output, Tensor) and output.ndim == 4:
+        return output.shape[2], output.shape[3]
+    return None
 
 
 def check_pixels(source: GridSource, score: Score, first: str) -> None:

@@ -35,7 +35,9 @@ class Reduced(NamedTuple):
         """Return the slot of each row before the step (B, N), -1 for a dropped one."""
         index_BK = self.index_BK[:, :-1] if self.fuses else self.index_BK
         slot_BN = held_slots(index_BK, tokens, None)
-        return slot_BN if self.joined_BR is None else slot_BN.scatter(1, *self.joined_BR)
+        if self.joined_BR is None:
+            return slot_BN
+        return slot_BN.scatter(1, *self.joined_BR)
 
 
 class Remaining:

@@ -92,7 +92,9 @@ class RoutedBlock(Deciding, ConvertedBlock):
     def missed(self, flops: Mapping[str, int], name: str) -> int:
         """Return the FLOPs of the block without its router, or of the routed branch."""
         branch = self.mod_state.call.operators.get(str(self.router.config.operator))
-        return flops[name] - flops[f"{name}.router"] if branch is None else flops[f"{name}.{branch}"]
+        if branch is None:
+            return flops[name] - flops[f"{name}.router"]
+        return flops[f"{name}.{branch}"]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D): decide, gather the kept rows, run the host's block on them, write them back.
@@ -116,7 +118,9 @@ class RoutedBlock(Deciding, ConvertedBlock):
             x = self.attend(x, arguments, span_pass)
         rows, z = self.gather(x, arguments, span_pass)
         y = execution.run(self, super().forward, z, arguments, rows)
-        return rows.write_back(y) if span_pass is None else self.leave(y, rows, span_pass)
+        if span_pass is None:
+            return rows.write_back(y)
+        return self.leave(y, rows, span_pass)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
         """Return what the block shares with others in this pass; None for nothing."""

@@ -112,7 +112,9 @@ def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) ->
 
 def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
     """Return tokens times the weights of skipped ones, as in p-MoD; None leaves them unchanged."""
-    return x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    if weight_BN is None:
+        return x_BND
+    return x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
 class Rows:
@@ -266,7 +268,9 @@ class PackedRows(Rows):
     def gate_1T(self) -> Tensor | None:
         """Gates of the packed rows (1, T); None for 1."""
         gate_BK = self.routing.gate_BK
-        return None if gate_BK is None else gate_BK.flatten()[self.packing.slot_T].unsqueeze(0)
+        if gate_BK is None:
+            return None
+        return gate_BK.flatten()[self.packing.slot_T].unsqueeze(0)
 
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the block, from its packed rows."""

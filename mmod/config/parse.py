@@ -159,7 +159,9 @@ def shown_default(config_class: Any, item: dataclasses.Field[Any]) -> str:
         return json.dumps(item.default_factory(), default=vars)
     # Not the field's: an `__init__` that converts what it gets has defaults of its own.
     default = inspect.signature(config_class).parameters[item.name].default
-    return "" if default is inspect.Parameter.empty else json.dumps(default, default=vars)
+    if default is inspect.Parameter.empty:
+        return ""
+    return json.dumps(default, default=vars)
 
 
 def _entry(option: str, text: str) -> str:

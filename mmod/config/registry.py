@@ -79,7 +79,9 @@ def _importable(module: str) -> str:
     script = sys.modules[module]
     spec = getattr(script, "__spec__", None)
     # `python -m` knows the name; a notebook has no file.
-    return spec.name if spec is not None else Path(getattr(script, "__file__", module)).stem
+    if spec is not None:
+        return spec.name
+    return Path(getattr(script, "__file__", module)).stem
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ def locate(name: str, source: str, root: str | Path | None, progress: bool = Tru
         name: The set whose samples the caller reads.
         source: `NAME:DIFFICULTY/SPLIT`, or anything else.
     """
-    return SETS[name].locate(source, root, progress) if source.startswith(f"{name}:") else source
+    if source.startswith(f"{name}:"):
+        return SETS[name].locate(source, root, progress)
+    return source
 
 
 def zero_shot_prompts() -> tuple[list[str], list[str]]:

@@ -260,7 +260,9 @@ def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Tr
 
 def _crop_pct(config: DataConfig) -> float:
     # Label maps are not cropped, so their images must not be cropped either.
-    return 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct
+    if _is_embedded(config) or config.label_patch is not None:
+        return 1.0
+    return config.crop_pct
 
 
 @check_files.register

@@ -73,7 +73,9 @@ def _with_option(
         value = text
     # An empty mapping with free keys would change nothing, and nothing else can remove these.
     is_emptied = group is None and value == {}
-    return {**fields, name: value} if is_emptied else merged(fields, {name: value})
+    if is_emptied:
+        return {**fields, name: value}
+    return merged(fields, {name: value})
 
 
 def add_fields(parser: argparse.ArgumentParser, config_class: type) -> None:

@@ -201,7 +201,9 @@ class Store:
     def _value_in(self, line: bytes, as_type: type | None = None) -> Any:
         try:
             value = _unpacked(json.loads(line[9:])["value"])
-            return value if as_type is None else from_plain(as_type, value, "value", limit=None)
+            if as_type is None:
+                return value
+            return from_plain(as_type, value, "value", limit=None)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zlib.error) as error:
             self._refuse(f"{type(error).__name__}: {error}")
 

@@ -194,7 +194,9 @@ class LearnedRouter(Router):
             routing = super().forward(x_BND, importance_BN, tokens, earlier)
         finally:
             self.override(before)
-        return routing if learned is None else self._weighed(routing, lower, (learned - float(lower)) * STEPS)
+        if learned is None:
+            return routing
+        return self._weighed(routing, lower, (learned - float(lower)) * STEPS)
 
     def _weighed(self, routing: Routing, lower: Fraction, share: Tensor) -> Routing:
         """Return a decision in which tokens that a lower capacity drops weigh a share, which carries a gradient."""

@@ -195,7 +195,9 @@ class ExitCall(StackCall):
 
         def of_images(value: Any) -> Any:
             has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-            return value.index_select(0, index_B) if has_rows and index_B.shape[0] < self.total else value
+            if has_rows and index_B.shape[0] < self.total:
+                return value.index_select(0, index_B)
+            return value
 
         args = tuple(map(of_images, self.args))
         return head(y_BND, args, {name: of_images(value) for name, value in self.kwargs.items()})
@@ -204,7 +206,9 @@ class ExitCall(StackCall):
         """Return the remaining images' part of a mask of all (B, H, N, N); other arguments are unchanged."""
         if not isinstance(argument, Tensor) or argument.ndim != 4 or argument.shape[0] in (1, x_BND.shape[0]):
             return argument
-        return argument if self.index_B is None else argument.index_select(0, self.index_B)
+        if self.index_B is None:
+            return argument
+        return argument.index_select(0, self.index_B)
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""

@@ -95,7 +95,9 @@ class Experts(Mixture):
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether an expert's choice of a token depends on other tokens."""
-        return self.capacity is not None if self.choice == "tokens" else training or not self.two_ways
+        if self.choice == "tokens":
+            return self.capacity is not None
+        return training or not self.two_ways
 
     @property
     def causal(self) -> bool:

@@ -51,7 +51,9 @@ class Mixture(Method):
     @property
     def has_loss(self) -> bool:
         """Whether there is a load-balance loss or a membership loss."""
-        return self.balance > 0 if self.choice == "tokens" else self.two_ways and self.membership > 0
+        if self.choice == "tokens":
+            return self.balance > 0
+        return self.two_ways and self.membership > 0
 
     @property
     def two_ways(self) -> bool:

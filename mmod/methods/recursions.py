@@ -314,7 +314,9 @@ class Cycle(Added, Deciding):
         if self.mod_state.config.keys == "first":
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
-            return call.attend_to_all(block, block, arguments, tokens, y, routing, keys) if y.shape[1] else y
+            if y.shape[1]:
+                return call.attend_to_all(block, block, arguments, tokens, y, routing, keys)
+            return y
         if self.mod_state.language:
             selected = call.repeated(recursion * len(self.shared), arguments, x_BND, routing)
         else:

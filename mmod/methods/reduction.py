@@ -244,7 +244,9 @@ def head_reads(model: nn.Module) -> str:
     functions = [name for name in ("forward_head", "pool", "_pool") if hasattr(type(model), name)]
     if not all(runs_code_of("timm", model, name) for name in functions) or pooling(model) == "":
         return "all"
-    return "prefix" if pooling(model) == "token" and getattr(model, "attn_pool", None) is None else "patches"
+    if pooling(model) == "token" and getattr(model, "attn_pool", None) is None:
+        return "prefix"
+    return "patches"
 
 
 def pooling(model: nn.Module) -> str:

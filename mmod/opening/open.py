@@ -158,7 +158,9 @@ def _folder(folder: Path, options: Options) -> Opened:
     from mmod.opening.transformers import open_images
 
     is_language = reads_text(read_json_object(folder / "config.json")["model_type"])
-    return open_language(str(folder), options) if is_language else open_images(folder, options)
+    if is_language:
+        return open_language(str(folder), options)
+    return open_images(folder, options)
 
 
 def _module(model: nn.Module) -> Opened:

@@ -34,7 +34,9 @@ class Preprocessing:
     @property
     def mode(self) -> str:
         """The mode of Pillow that images are read in."""
-        return "L" if not self.is_clip and self.fields["input_size"][0] == 1 else "RGB"
+        if not self.is_clip and self.fields["input_size"][0] == 1:
+            return "L"
+        return "RGB"
 
     def transform(self) -> Callable[[Any], Tensor]:
         """Return the transform of an image to a tensor (C, H, W)."""

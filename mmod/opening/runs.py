@@ -58,7 +58,9 @@ def model_folder(path: str | Path) -> Path | None:
     if find_run(path) == path:
         # Trainers of transformers number their checkpoints, and an unfinished run opens by the last.
         folders = [path / FINAL_MODEL, *newest_first((path / CHECKPOINTS).glob("checkpoint-*"))]
-    return next((folder for folder in folders if is_described(folder)), None) if path.exists() else None
+    if path.exists():
+        return next((folder for folder in folders if is_described(folder)), None)
+    return None
 
 
 def is_described(folder: str | Path) -> bool:

@@ -147,4 +147,6 @@ def published_classes(model: nn.Module) -> dict[str, int] | None:
     # Names that equal ImageNet's descriptions give way to its synsets, which data sets use.
     if facts.names is not None and (known is None or [*facts.names] != known.label_descriptions()):
         return dict(facts.names)
-    return None if known is None else {name: number for number, name in enumerate(known.label_names())}
+    if known is None:
+        return None
+    return {name: number for number, name in enumerate(known.label_names())}

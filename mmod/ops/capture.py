@@ -165,7 +165,9 @@ class capture_inputs(AttentionIntercept):
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Read products of queries and keys too."""
-        return partial(self._multiply, func) if func in _PRODUCTS else super().replace(func)
+        if func in _PRODUCTS:
+            return partial(self._multiply, func)
+        return super().replace(func)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and keep what attention reads."""
@@ -222,7 +224,9 @@ class add_key_bias(AttentionIntercept):
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Replace softmax too."""
-        return partial(self._softmax, func) if func in SOFTMAX else super().replace(func)
+        if func in SOFTMAX:
+            return partial(self._softmax, func)
+        return super().replace(func)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend with the bias."""

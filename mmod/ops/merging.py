@@ -70,7 +70,9 @@ def _spread(update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
     """Return the update of each row's slot, zeros for rows without one (B, N, D)."""
     index = _flat(slot_BN, update_BKD.shape[1], all_join)
     added_BND = update_BKD.flatten(0, 1).index_select(0, index).view(*slot_BN.shape, update_BKD.shape[2])
-    return added_BND if all_join else torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
+    if all_join:
+        return added_BND
+    return torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
 
 
 def _size_by_kernel(

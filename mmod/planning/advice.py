@@ -133,7 +133,9 @@ class Advice:
 
     @property
     def _measure_name(self) -> str:
-        return self.measure if self.samples == "images" else f"next-token {self.measure}"
+        if self.samples == "images":
+            return self.measure
+        return f"next-token {self.measure}"
 
     @property
     def samples(self) -> str:
@@ -192,7 +194,9 @@ class Advice:
     def code(self) -> str:
         """The lines of Python that make the model which the sentence is about; empty without any."""
         row = self._named
-        return f"import mmod\n\n{row.code}" if row is not None and row.code else ""
+        if row is not None and row.code:
+            return f"import mmod\n\n{row.code}"
+        return ""
 
     @property
     def _named(self) -> AdviceRow | None:

@@ -151,7 +151,9 @@ def shown_code(models: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def _heading(models: Mapping[str, str], medium: str) -> str:
-    return f"In {medium}, one of:" if len(models) > 1 else f"{next(iter(models))} in {medium}:"
+    if len(models) > 1:
+        return f"In {medium}, one of:"
+    return f"{next(iter(models))} in {medium}:"
 
 
 def _with_names(models: Mapping[str, str]) -> str:

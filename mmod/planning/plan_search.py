@@ -186,7 +186,9 @@ def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[flo
     def steps_of(cost: float) -> int:
         if cost <= 0:
             return 0
-        return _STEPS + 1 if cost > room else max(1, math.ceil(cost / room * _STEPS - 1e-9))
+        if cost > room:
+            return _STEPS + 1
+        return max(1, math.ceil(cost / room * _STEPS - 1e-9))
 
     sizes = [[steps_of(cost - min(row)) for cost in row] for row in costs]
     best = np.zeros(_STEPS + 1)

@@ -84,7 +84,9 @@ def same_tokens(given_A: Tensor, answer_A: Tensor) -> bool:
 def _until_end(answer_A: Tensor, ends: list[int]) -> Tensor:
     """Return an answer up to its first end token, which belongs to it."""
     is_end_A = torch.isin(answer_A, torch.tensor(ends, dtype=answer_A.dtype))
-    return answer_A[: int(is_end_A.int().argmax()) + 1] if is_end_A.any() else answer_A
+    if is_end_A.any():
+        return answer_A[: int(is_end_A.int().argmax()) + 1]
+    return answer_A
 
 
 def pad_token(model: Any, image_token: int) -> int:

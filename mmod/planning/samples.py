@@ -357,7 +357,9 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
 
 
 def _shape(images: object) -> str:
-    return str(tuple(images.shape)) if isinstance(images, Tensor) else type(images).__name__
+    if isinstance(images, Tensor):
+        return str(tuple(images.shape))
+    return type(images).__name__
 
 
 def first_prompts(batches: Iterable[Any], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:

@@ -156,7 +156,9 @@ def search_plan(
         rows = evaluated(table, next(iter(table.runs)))
         search = PlanSearch(stack.names, chosen, scores, costs, budget, cost, rows, score, plan)
         search = _refine(search, measure, batches, rounds)
-        return in_time(search, stopwatch(model, part, example)) if cost == "milliseconds" else search
+        if cost == "milliseconds":
+            return in_time(search, stopwatch(model, part, example))
+        return search
 
 
 @dataclasses.dataclass

@@ -215,7 +215,9 @@ def _pictures(study: str, texts: Mapping[Path, str]) -> str:
 
 def _folded(title: str, content: str) -> str:
     """Return content that a click unfolds; nothing without any."""
-    return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""
+    if content:
+        return f"<details><summary>{escape(title)}</summary>{content}</details>"
+    return ""
 
 
 def _details(title: str, text: str) -> str:

@@ -191,7 +191,9 @@ def _read_run(path: Path) -> list[dict[str, Any]]:
 
 
 def _run_name(run: Path, root: Path) -> str:
-    return run.name if run == root else f"{root.name}/{run.relative_to(root).as_posix()}"
+    if run == root:
+        return run.name
+    return f"{root.name}/{run.relative_to(root).as_posix()}"
 
 
 def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:

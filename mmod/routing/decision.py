@@ -50,7 +50,9 @@ class TokenMasks(NamedTuple):
 
     def counted(self, score_BN: Tensor) -> Tensor:
         """Return the tokens of which a share is kept (B, N): all that exist."""
-        return torch.ones_like(score_BN, dtype=torch.bool) if self.valid_BN is None else self.valid_BN
+        if self.valid_BN is None:
+            return torch.ones_like(score_BN, dtype=torch.bool)
+        return self.valid_BN
 
     def gated(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return the tokens whose update the gate weighs if they are kept (B, N)."""

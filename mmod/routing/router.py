@@ -153,7 +153,9 @@ class Router(nn.Module):
         if self.shares_own_score:
             importance_BN = None
         routing = Routing(kept, score_BN, gate_BK, skipped_BN, tokens=masks, importance_BN=importance_BN, rule=rule)
-        return routing if joiner is None else joiner.join(routing, x_BND, rule, earlier, unit_BNE)
+        if joiner is None:
+            return routing
+        return joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
     def _masks_of(self, tokens: TokenMasks | TokenGroups | None) -> TokenMasks:
         if tokens is not None:

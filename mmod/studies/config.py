@@ -243,7 +243,9 @@ class StudyConfig(Checked):
         return "budgets" not in fields and ("capacity" in fields or "budget" in fields.get("search", {}))
 
     def _name_at(self, series: str, budget: float | None) -> str:
-        return series if budget is None or self._is_one(series) else f"{series}-{budget:g}"
+        if budget is None or self._is_one(series):
+            return series
+        return f"{series}-{budget:g}"
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""

@@ -56,7 +56,9 @@ def check_searches(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
 def _named(options: PlanOptions) -> list[Option] | None:
     from mmod.planning.plan_search import Option
 
-    return None if options.options is None else [Option(*option) for option in options.options]
+    if options.options is None:
+        return None
+    return [Option(*option) for option in options.options]
 
 
 def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[mmod.planning.PlanSearch]:

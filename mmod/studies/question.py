@@ -62,7 +62,9 @@ class Question:
         missing = [name for name in answered["models"] if name not in self.models]
         if missing:
             return f"models {', '.join(missing)}: measured there, left out now"
-        return f"seeds: {answered['seeds']} there, {self.seeds} now" if self.seeds < answered["seeds"] else ""
+        if self.seeds < answered["seeds"]:
+            return f"seeds: {answered['seeds']} there, {self.seeds} now"
+        return ""
 
     def keep(self, folder: Path, names: Collection[str]) -> None:
         """Record in a folder what the table of some models answers."""

@@ -404,4 +404,6 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     shown = [f"'{name}'" if "," in name else name for name in names[:most]]
     if len(names) > most:
         return f"{', '.join(shown)} and {len(names) - most} more"
-    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)
+    if len(shown) > 1:
+        return f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return "".join(shown)

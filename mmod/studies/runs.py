@@ -118,7 +118,9 @@ class Run(Job[Any]):
     @property
     def final_config(self) -> Any:
         """The config of the run's final model, which is that of its start where nothing is trained."""
-        return self.config.finished(self.config.output) if self.is_trained else self.config
+        if self.is_trained:
+            return self.config.finished(self.config.output)
+        return self.config
 
 
 @dataclass(frozen=True, kw_only=True)

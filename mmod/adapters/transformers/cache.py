@@ -80,7 +80,9 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
     def joined(self, position_BK: Tensor) -> Tensor:
         """Return the positions of cached slots, then new ones, see `RoutedCacheLayer`."""
         self._materialise(position_BK)
-        return position_BK if self.position_BL is None else torch.cat([self.position_BL, position_BK], dim=1)
+        if self.position_BL is None:
+            return position_BK
+        return torch.cat([self.position_BL, position_BK], dim=1)
 
     def _materialise(self, like: Tensor) -> None:
         """Make implicit positions explicit, for the samples and on the device of `like`."""
@@ -216,4 +218,6 @@ def _routed_layer(dense: Any) -> RoutedLayer | StaticRoutedLayer:
     if dense.get_seq_length():
         raise ValueError("this static cache was filled by a dense model: start with an empty one")
     is_window = type(dense) is StaticSlidingWindowLayer
-    return StaticRoutedWindow(dense.max_cache_len) if is_window else StaticRoutedLayer(dense.max_cache_len)
+    if is_window:
+        return StaticRoutedWindow(dense.max_cache_len)
+    return StaticRoutedLayer(dense.max_cache_len)

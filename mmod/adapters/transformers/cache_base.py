@@ -83,7 +83,9 @@ class RoutedCacheLayer:
 
 def with_empty_slots(position_BK: Tensor, valid_BK: Tensor | None) -> Tensor:
     """Return positions of slots, -1 where a slot is empty."""
-    return position_BK if valid_BK is None else position_BK.masked_fill(~valid_BK, EMPTY)
+    if valid_BK is None:
+        return position_BK
+    return position_BK.masked_fill(~valid_BK, EMPTY)
 
 
 def has_chosen(cache: Any) -> bool:

@@ -173,7 +173,9 @@ class ImageTokens:
             return self._clips_of_grid(arguments, name, tokens)
         if name == "image" and pixels is not None and pixels.ndim == 4 and arguments.get("image_sizes") is None:
             # LLaVA: images of one size.
-            return None if tokens % len(pixels) else [Clip(1, tokens // len(pixels))] * len(pixels)
+            if tokens % len(pixels):
+                return None
+            return [Clip(1, tokens // len(pixels))] * len(pixels)
         if name == "video" and pixels is not None and pixels.ndim == 5:
             # Frames of one size.
             videos, frames = pixels.shape[:2]

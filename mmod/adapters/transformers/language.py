@@ -85,7 +85,9 @@ def _hooks(
     needed.append((entry, groups))
     if entry is not text:
         needed.append((text, MaskHook(text)))
-    return needed if groups.image_reader is None else [*needed, *groups.image_reader.hooks]
+    if groups.image_reader is None:
+        return needed
+    return [*needed, *groups.image_reader.hooks]
 
 
 def _call_of(

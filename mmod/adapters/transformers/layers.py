@@ -79,7 +79,9 @@ class DecoderLayerCall(DecoderCall):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
-        return ("kept",) if self._is_flash or self.projections is None else ("kept", "all")
+        if self._is_flash or self.projections is None:
+            return ("kept",)
+        return ("kept", "all")
 
     def bind(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
@@ -269,7 +271,9 @@ class DecoderLayerCall(DecoderCall):
     def valid(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
         """Return which tokens are not padding (B, N); None without an attention mask."""
         mask = arguments.get("attention_mask")
-        return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
+        if mask is None:
+            return None
+        return valid_tokens(mask, x_BND, self.cached(arguments))
 
     def repeated(self, offset: int, arguments: Arguments, x_BND: Tensor, routing: Routing) -> Arguments:
         """Return the arguments for kept tokens of a repeated layer, whose cache index is `offset` higher."""

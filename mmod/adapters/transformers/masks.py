@@ -75,7 +75,9 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
         pairs = (position_L <= (before + index_BK).unsqueeze(2)).unsqueeze(1)
     else:
         pairs = query_rows(mask, index_BK)
-    return pairs if routing.kept.valid_BK is None else show_all_keys(pairs, routing.kept.valid_BK)
+    if routing.kept.valid_BK is None:
+        return pairs
+    return show_all_keys(pairs, routing.kept.valid_BK)
 
 
 def first_column(columns: int, length: Tensor | int) -> Tensor | int:
@@ -83,7 +85,9 @@ def first_column(columns: int, length: Tensor | int) -> Tensor | int:
 
     It is above 0 with a sliding window. In a static cache, trailing columns belong to future tokens.
     """
-    return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
+    if isinstance(length, Tensor):
+        return (length - columns).clamp(min=0)
+    return max(length - columns, 0)
 
 
 def _hide(pairs: Tensor, hidden: Tensor) -> Tensor:

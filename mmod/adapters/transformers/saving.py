@@ -77,7 +77,9 @@ class DescribedModel(Mixin):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a dense model if the class of a routed one is called with a config."""
-        return host_of(cls)(*args, **kwargs) if args or kwargs else super().__new__(cls)
+        if args or kwargs:
+            return host_of(cls)(*args, **kwargs)
+        return super().__new__(cls)
 
     @property
     def _no_split_modules(self) -> set[str]:

@@ -104,7 +104,9 @@ def read_blocks(always: frozenset[int]) -> Collection[int] | None:
         return always
     selected = collected.get("_hidden_states_layers")
     # The first hidden state is the embedding in most models, so that number i is the output of layer i - 1.
-    return None if selected is None else always | set(selected) | {index - 1 for index in selected}
+    if selected is None:
+        return None
+    return always | set(selected) | {index - 1 for index in selected}
 
 
 def find_wrapped(path: str, inner: nn.Module) -> BlockStack:

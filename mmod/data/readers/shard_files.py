@@ -70,7 +70,9 @@ class ShardFiles:
     def open(self, number: int) -> BinaryIO:
         """Open a shard for reading at any position."""
         path = self._paths[number]
-        return self._files.open(self.urls[number]) if path is None else open(path, "rb")
+        if path is None:
+            return self._files.open(self.urls[number])
+        return open(path, "rb")
 
     def read(self, number: int, spans: list[tuple[int, int]]) -> list[bytes]:
         """Read several spans, offset and size each; a ValueError if the shard is shorter than when it was indexed."""

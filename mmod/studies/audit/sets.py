@@ -191,7 +191,9 @@ def _role(byte: bytes) -> str:
         return "end of line" if byte in b"\r\n" else "space"
     if byte.isalnum() or byte == b"_":
         return "digit" if byte.isdigit() else "letter"
-    return "punctuation" if byte.isascii() and byte >= b" " else "other"
+    if byte.isascii() and byte >= b" ":
+        return "punctuation"
+    return "other"
 
 
 _ROLES = np.array([_role(bytes([value])) for value in range(256)])

@@ -187,4 +187,6 @@ def _owner(name: str) -> str:
     """Return the part that a parameter belongs to."""
     matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in f"{name}." for prefix in prefixes)]
     # A projector can lie inside the tower.
-    return "projector" if "projector" in matches else next(iter(matches), "language")
+    if "projector" in matches:
+        return "projector"
+    return next(iter(matches), "language")

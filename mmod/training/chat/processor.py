@@ -31,7 +31,9 @@ def create_processor(config: TrainConfig) -> Any:
         from mmod.opening.language import open_processor
 
         processor = open_processor(model.processor or model.folder or str(model.checkpoint), **model.processor_args)
-        return processor if model.image_size is None else _at_size(processor, model.image_size)
+        if model.image_size is None:
+            return processor
+        return _at_size(processor, model.image_size)
     vision = (model.config or {}).get("vision_config", {})
     if not {"image_size", "patch_size"} <= set(vision):
         raise ValueError(

@@ -330,7 +330,9 @@ class LoopConfig(RunConfig):
 
     def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
         """Return the fields of `routing` by part of the model."""
-        return {self.part: self.routing} if self.part else self.routing or {}
+        if self.part:
+            return {self.part: self.routing}
+        return self.routing or {}
 
     def depths(self) -> Mapping[str, int]:
         """Return the known numbers of blocks by part of the model."""

@@ -38,7 +38,9 @@ class OptimConfig(Checked, group="optim"):
 
     def rate(self, step_samples: int) -> float:
         """Return the learning rate for so many samples per optimiser step."""
-        return self.lr if self.lr_per is None else self.lr * step_samples / self.lr_per
+        if self.lr_per is None:
+            return self.lr
+        return self.lr * step_samples / self.lr_per
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,9 @@ def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str |
         return "scores"
     if isinstance(config.select, Threshold) and load is not None and not _NOTHING < load < _ALL:
         return "all" if load >= _ALL else "nothing"
-    return "positions" if reads and same is not None and same >= _SAME else None
+    if reads and same is not None and same >= _SAME:
+        return "positions"
+    return None
 
 
 def _advice(reason: str, config: RoutingConfig) -> str:

@@ -53,7 +53,9 @@ class Replicas:
 
     def local(self, wrapped: nn.Module) -> AbstractContextManager[object]:
         """Context of a pass whose gradients are not exchanged, because others of the step follow."""
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+        if isinstance(wrapped, DistributedDataParallel):
+            return wrapped.no_sync()
+        return nullcontext()
 
     def before_update(self) -> None:
         """Finish the gradients of a step."""

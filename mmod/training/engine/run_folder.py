@@ -130,7 +130,9 @@ def run_once(
 def _step_samples(record: Mapping[str, Any]) -> int | None:
     """Return the samples of an optimiser step over all processes; None if the record does not say."""
     size = (record.get("data") or {}).get("batch_size")
-    return None if size is None else size * record.get("accumulate", 1) * record.get("world_size", 1)
+    if size is None:
+        return None
+    return size * record.get("accumulate", 1) * record.get("world_size", 1)
 
 
 def portable(record: Mapping[str, Any]) -> dict[str, object]:

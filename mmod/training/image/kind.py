@@ -265,7 +265,9 @@ def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
     if named is not None:
         return ModelClasses(read_classes(named), named)
     published = published_classes(model) if config.has_classes else None
-    return None if published is None else ModelClasses(published, "timm", required=False)
+    if published is None:
+        return None
+    return ModelClasses(published, "timm", required=False)
 
 
 def _save_hf(model: Any, folder: Path, prepared: Mapping[str, Any], numbers: Mapping[str, int] | None) -> None:

@@ -29,7 +29,9 @@ def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
         return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
     if mixed:
         return SoftTargetCrossEntropy()
-    return LabelSmoothingCrossEntropy(loss.smoothing) if loss.smoothing else nn.CrossEntropyLoss()
+    if loss.smoothing:
+        return LabelSmoothingCrossEntropy(loss.smoothing)
+    return nn.CrossEntropyLoss()
 
 
 class ClassificationTask(Task):

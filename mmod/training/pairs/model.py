@@ -50,7 +50,9 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
 # Runs of a study share a tokeniser and the words that it has split.
 @cache
 def _tokenizer(name: str) -> Tokenizer:
-    return Captions(*open_tokenizer(name)) if is_of_transformers(name) else open_clip.get_tokenizer(name)
+    if is_of_transformers(name):
+        return Captions(*open_tokenizer(name))
+    return open_clip.get_tokenizer(name)
 
 
 def create_loss(kind: str, process: Process) -> nn.Module:

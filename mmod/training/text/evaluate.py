@@ -49,7 +49,9 @@ class EvalResult(RoutedResult):
     @property
     def mean_agreement(self) -> float | None:
         """Mean agreement over the routed blocks; None if there is only one way."""
-        return sum(self.agreement.values()) / len(self.agreement) if self.agreement else None
+        if self.agreement:
+            return sum(self.agreement.values()) / len(self.agreement)
+        return None
 
     def columns(self) -> dict[str, float]:
         """Return the figures by name, with the mean agreement."""
