@@ -34,8 +34,8 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
             refuse_own(folder)
         kind = named_kind(*stack_configs(options)) or "image"
         one_of("kind", kind, tuple(configs))
-        config = configs[kind]
-        return config.parse(options, {"output": folder, "model": config.model_in(folder)})
+        model = configs[kind].model_in(folder)
+        return configs[kind].parse(options, {"output": folder, "model": model})
     run = find_run(arguments[0]) if arguments else None
     if run is None:
         return _parse_config(arguments, configs)
