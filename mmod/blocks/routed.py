@@ -1,7 +1,7 @@
 """Routed blocks: mixins in front of a host's class, which call the host's forward on the kept tokens.
 
-A `RoutedBlock` decides alone. A `SpannedBlock` shares scores, decisions and rows with the blocks around it, by a
-`SpanPass` (`mmod/blocks/calls.py`).
+A `RoutedBlock` decides alone: its `forward` is the path of a token. A `SpannedBlock` shares scores, decisions and rows
+with the blocks around it, by a `SpanPass` (`mmod/blocks/calls.py`).
 
 Axes: B images, N tokens, K slots per image, D channels.
 """
@@ -105,47 +105,22 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if type(x) is not Tensor and not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
-        execution = state.execution
-        if state.call.decodes:
-            whole = cast(DecoderCall, state.call).begin_whole(args, kwargs, x)
-            if whole is not None:
-                return super().forward(x, **whole)
         # Most hosts pass tokens alone, and binding takes time.
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
-        # Calls cost as much as small operations, so a block alone makes none for what it does not share.
-        span_pass = None if state.span is None else self.enter(x, arguments)
-        if execution.between_halves:
-            x = self.attend(x, arguments, span_pass)
-        rows, z = self.gather(x, arguments, span_pass)
-        y = execution.run(self, super().forward, z, arguments, rows)
-        if span_pass is None:
-            return rows.write_back(y)
-        return self.leave(y, rows, span_pass)
+        routing = self.decide(x, arguments)
+        rows = state.execution.make_rows(self, x, arguments, routing)
+        y = state.execution.run(self, super().forward, rows.z, arguments, rows)
+        return rows.write_back(y)
 
-    def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
-        """Return what the block shares with others in this pass; None for nothing."""
-        return None
-
-    def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
-        """Return tokens after the attention that runs before the decision."""
-        halves = self.mod_state.call.halves
-        assert halves is not None
-        return halves.attend(self, x, arguments)
-
-    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
-        """Decide about tokens (B, N, D), and return the rows that run, with their state before the block."""
+    def decide(self, x: Tensor, arguments: Mapping[str, Any]) -> Routing:
+        """Return which of the tokens (B, N, D) run."""
         state = self.mod_state
         tokens = state.call.masks(arguments, x) if arguments or state.call.masks_always else NO_MASKS
         scored = self.normed(x) if state.execution.scores_norm else x
         routing: Routing = self.router(scored, None, tokens)
         if self.training or state.records.value.traced:
             self.note(routing, x)
-        rows = state.execution.make_rows(self, x, arguments, routing)
-        return rows, rows.z
-
-    def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass) -> Tensor:
-        """Return what the next block gets, from the rows after the block."""
-        return rows.write_back(y)
+        return routing
 
     def normed(self, x: Tensor) -> Tensor:
         """Return the output of the block's first norm, which the router scores instead of the tokens."""
@@ -185,9 +160,37 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
 
 class SpannedBlock(RoutedBlock):
-    """Mixin of a routed block in a span, which shares scores, decisions and rows with the blocks around it."""
+    """Mixin of a routed block that does not decide alone, in one step.
+
+    A block in a span shares scores, decisions and rows with the blocks around it. Some decide between their attention
+    and their MLP. In some calls of a decoder layer all tokens run.
+    """
 
     title = "Routed"
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return the same of the two."""
+        if type(x) is not Tensor and not isinstance(x, Tensor):
+            return trace_as_node(self, x, args, kwargs)
+        state = self.mod_state
+        execution = state.execution
+        host = super(RoutedBlock, self).forward
+        if state.call.decodes:
+            whole = cast(DecoderCall, state.call).begin_whole(args, kwargs, x)
+            if whole is not None:
+                return host(x, **whole)
+        arguments = state.call.bind(args, kwargs) if args or kwargs else {}
+        span_pass = None if state.span is None else self.enter(x, arguments)
+        if execution.between_halves:
+            x = self.attend(x, arguments, span_pass)
+        if span_pass is None:
+            routing = self.decide(x, arguments)
+            rows = execution.make_rows(self, x, arguments, routing)
+            y = execution.run(self, host, rows.z, arguments, rows)
+            return rows.write_back(y)
+        rows, z = self.gather(x, arguments, span_pass)
+        y = execution.run(self, host, z, arguments, rows)
+        return self.leave(y, rows, span_pass)
 
     def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> SpanPass | None:
         """Return the pass of tokens (B, N, D), or of rows that the block before passed on (B, K, D)."""
@@ -208,10 +211,12 @@ class SpannedBlock(RoutedBlock):
 
     def attend(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
-        if span_pass is None:
-            return super().attend(x, arguments, None)
         state = self.mod_state
         call = state.call
+        halves = call.halves
+        assert halves is not None
+        if span_pass is None:
+            return halves.attend(self, x, arguments)
         rows = span_pass.rows
         z = x
         if rows is None:
@@ -224,19 +229,17 @@ class SpannedBlock(RoutedBlock):
             arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
         if state.observes:
             queries_BN = call.masks(arguments, z).queries_BN
-            attend = partial(super().attend, z, arguments, span_pass)
+            attend = partial(halves.attend, self, z, arguments)
             y, span_pass.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
         else:
-            y = super().attend(z, arguments, span_pass)
+            y = halves.attend(self, z, arguments)
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
         if rows is span_pass.rows or rows is None:
             return y
         return rows.write_back(y)
 
-    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
-        """Decide as the span does, and return its rows, or new ones where none were passed on."""
-        if span_pass is None:
-            return super().gather(x, arguments, None)
+    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass) -> tuple[Rows, Tensor]:
+        """Decide as the span does; return its rows, or new ones where none were passed on, and their state."""
         state = self.mod_state
         rows = span_pass.rows
         routing = None
@@ -372,7 +375,8 @@ class SpannedBlock(RoutedBlock):
 def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
     """Convert a dense block into a routed one."""
     call = state.call
-    convert(block, RoutedBlock if state.span is None else SpannedBlock, state, call.shell)
+    alone = state.span is None and not state.execution.between_halves and not call.decodes
+    convert(block, RoutedBlock if alone else SpannedBlock, state, call.shell)
     block.router = router
     # A `FusedNorm` takes what the kernel that gathers the rows has normalised. Norms of other methods stay as they are.
     if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
