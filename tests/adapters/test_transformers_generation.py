@@ -101,6 +101,23 @@ def test_an_interrupted_pass_leaves_no_labels_behind(name: str) -> None:
             assert torch.equal(output, baseline), at
 
 
+@pytest.mark.parametrize(
+    ("name", "config"), [("llava", IMAGES_ONLY["change"]), ("llama", EVERYTHING["predictor"])], ids=["images", "text"]
+)
+@torch.no_grad()
+def test_generation_may_be_interrupted_between_any_modules(name: str, config: mmod.RoutingConfig) -> None:
+    model = routed(name, config)
+    batch = prompt(name, (1, 2)) if name == "llava" else {"input_ids": torch.arange(3, 15).view(2, 6)}
+    expected = generate(model, batch, max_new_tokens=3), model(**batch).logits
+    with Interrupt() as counted:
+        generate(model, batch, max_new_tokens=3)
+    for at in range(5, counted.places + 1, counted.places // 5):
+        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+            generate(model, batch, max_new_tokens=3)
+        for output, baseline in zip((model(**batch).logits, generate(model, batch, max_new_tokens=3)), expected[::-1]):
+            assert torch.equal(output, baseline), at
+
+
 @pytest.mark.parametrize("method", EVERYTHING)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
 def test_text_decides_for_itself(name: str, method: str) -> None:
