@@ -105,6 +105,7 @@ class Advice:
         title: Title of the page, which names the model.
         faster: The speed-up that is wanted; None advises the fastest candidate within the tolerance.
         caution: What makes the times uncertain, in a sentence.
+        opening: The line of Python that opens the model; empty where only the user knows it.
     """
 
     rows: tuple[AdviceRow, ...]
@@ -121,6 +122,7 @@ class Advice:
     title: str = "Advice"
     faster: float | None = None
     caution: str = ""
+    opening: str = ""
 
     @property
     def metric(self) -> str:
@@ -194,9 +196,10 @@ class Advice:
     def code(self) -> str:
         """The lines of Python that make the model which the sentence is about; empty without any."""
         row = self._named
-        if row is not None and row.code:
-            return f"import mmod\n\n{row.code}"
-        return ""
+        if row is None or not row.code:
+            return ""
+        lines = "\n".join(filter(None, [self.opening, row.code]))
+        return f"import mmod\n\n{lines}"
 
     @property
     def _named(self) -> AdviceRow | None:
@@ -238,7 +241,8 @@ class Advice:
     def __str__(self) -> str:
         verdict = self.verdict
         rows = {row.name: row for row in self.rows}
-        code = shown_code({rows[name].label: (rows[name].code, rows[name].config) for name in verdict.named})
+        lines = {rows[name].label: (rows[name].code, rows[name].config) for name in verdict.named}
+        code = shown_code(lines, self.opening)
         facts = "\n".join(f"- {fact}" for fact in self.facts)
         return "\n\n".join(filter(None, [str(self.table()), self.caution, str(verdict), facts, *code]))
 

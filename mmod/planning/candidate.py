@@ -130,11 +130,24 @@ class Candidate:
         return "\n".join(lines)
 
 
-def shown_code(models: Mapping[str, tuple[str, str]]) -> list[str]:
+def opening_line(name: str, **options: object) -> str:
+    """Return the line of Python that opens a model, with the options of `mmod.open_model` that are set.
+
+    Example:
+        >>> opening_line("test_vit", checkpoint=None, args={"depth": 3})
+        'model = mmod.open_model("test_vit", args={"depth": 3}).model'
+    """
+    named = {option: value for option, value in options.items() if value not in (None, {})}
+    arguments = ", ".join(filter(None, [_literal(name), _arguments(named)]))
+    return f"model = mmod.open_model({arguments}).model"
+
+
+def shown_code(models: Mapping[str, tuple[str, str]], opening: str = "") -> list[str]:
     """Return the lines of Python of some models, and the keys of a training config, as a block of Markdown each.
 
     Args:
         models: Lines and keys by the name of the model; empty for what it does not have.
+        opening: The line that opens the dense model; empty where only the user knows it.
     """
     python = {name: lines for name, (lines, _) in models.items() if lines}
     keys = {name: lines for name, (_, lines) in models.items() if lines}
@@ -142,7 +155,8 @@ def shown_code(models: Mapping[str, tuple[str, str]]) -> list[str]:
     if python:
         # Lines that open a model of their own need no other.
         needs_model = not all(lines.startswith("model =") for lines in python.values())
-        dense = "# model: the dense one, as mmod.open_model(MODEL).model\n" if needs_model else ""
+        opening = opening or "# model: the dense one, as mmod.open_model(MODEL).model"
+        dense = f"{opening}\n" if needs_model else ""
         lines = f"import mmod\n\n{dense}{_with_names(python)}"
         blocks.append(f"{_heading(python, 'Python')}\n\n```python\n{lines}\n```")
     if keys:

@@ -60,6 +60,7 @@ def advise(
     folder: str | Path | None = None,
     note: str = "",
     title: str | None = None,
+    opening: str = "",
     progress: bool = True,
 ) -> Advice:
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
@@ -106,6 +107,7 @@ def advise(
             `models`, call the result's `save` instead.
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
+        opening: The line of Python that opens the model, which the lines of candidates follow.
         progress: Show a bar.
 
     Raises:
@@ -192,6 +194,7 @@ def advise(
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
         timing_caution(table.times, table.waiting, DENSE),
+        opening,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)

@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     check_value("--tolerance", options.tolerance, float, "[0, 1)")
     import torch
 
+    from mmod.planning.candidate import opening_line
     from mmod.planning.prompts import same_tokens
     from mmod.planning.trials import advise
     from mmod.training.engine.distributed import choose_device
@@ -79,6 +80,12 @@ def main(arguments: Sequence[str]) -> None:
         folder=folder,
         note=note,
         title=f"Advice for {options.model}",
+        opening=opening_line(
+            options.model,
+            checkpoint=options.checkpoint,
+            pretrained=None if options.pretrained else False,
+            image_size=options.image_size,
+        ),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 

@@ -32,7 +32,8 @@ from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import Candidate, shown_code
+from mmod.opening.runs import find_run, is_described
+from mmod.planning.candidate import Candidate, opening_line, shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
     SEEDS,
@@ -49,7 +50,7 @@ from mmod.studies.compare import Rates
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
-from mmod.studies.runs import Run
+from mmod.studies.runs import BASE, Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
@@ -257,7 +258,20 @@ class ImageStudy(StudyKind):
 
     def code(self, candidates: Sequence[Candidate]) -> list[str]:
         """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
-        return shown_code({one.label: (self._python(one), self._keys(one)) for one in candidates})
+        return shown_code({one.label: (self._python(one), self._keys(one)) for one in candidates}, self._opening)
+
+    @property
+    def _opening(self) -> str:
+        """The line of Python that opens the dense model which candidates are made from."""
+        if self.config.train_dense:
+            name = BASE if self.config.bases or self.config.tune is True else DENSE
+            return opening_line(f"{self.config.bases or self.config.output}/seed0/{name}")
+        model = self.dense.model
+        named = model.checkpoint
+        # Folders that say which model they hold.
+        if named is not None and (find_run(named) is not None or is_described(named)):
+            return opening_line(named)
+        return opening_line(model.name, checkpoint=named, args=model.args)
 
     def _python(self, candidate: Candidate) -> str:
         if candidate.is_trained and (self.config.tune or candidate.from_scratch):

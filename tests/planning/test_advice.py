@@ -93,6 +93,10 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
         "more images would tell. It is 2.00 times as fast, 0.0 [0.0, 24.2] points of agreement lost."
     )
     assert lenient.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
+    opened = dataclasses.replace(lenient, opening='model = mmod.open_model("test_vit").model')
+    assert opened.code.startswith('import mmod\n\nmodel = mmod.open_model("test_vit").model\nmmod.apply_(model, ')
+    assert str(opened).count(opened.opening) == 1
+    assert "# model: the dense one" not in str(opened)
     # What a notebook's cell or a traceback shows is the sentence, and no row.
     assert repr(advice) == f"<Advice from 12 images on {len(advice.rows)} recipes: {advice.sentence} Print it for all.>"
     decided = dataclasses.replace(advice, tolerance=0.5)

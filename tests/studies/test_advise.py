@@ -81,6 +81,9 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
         in shown
     )
     assert visible(output) == {"advice.json", "advice.md", "advice.png", "store.jsonl"}
+    # The lines of Python run as they are printed.
+    opening = json.loads((output / "advice.json").read_text())["opening"]
+    assert opening == 'model = mmod.open_model("test_vit", pretrained=False).model'
 
 
 def test_every_question_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

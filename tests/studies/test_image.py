@@ -440,6 +440,20 @@ def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
     assert [told.outcome(model) for model in told.undecided] == ["unclear"]
 
 
+def test_the_printed_lines_run_as_they_are(tmp_path: Path) -> None:
+    gradual = Candidate("gradual", routing={"preset": "gradual"})
+    text = image_study(read_config(["digits"], ImageStudyConfig)).code([gradual])[0]
+    (lines,) = re.findall(r"```python\n(.*?)\n```", text, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(lines, scope)
+    assert mmod.is_routed(scope["model"])
+    # Where a folder says which model it holds, its name suffices, as it was given.
+    timm.models.save_for_hf(timm.create_model("test_vit"), str(tmp_path / "saved"), safe_serialization=True)
+    words = ["my-model", "--dense.model.checkpoint", str(tmp_path / "saved")]
+    (opened, *_) = image_study(read_config(words, ImageStudyConfig)).code([gradual])
+    assert f'model = mmod.open_model("{tmp_path}/saved").model\nmmod.route_(model, "gradual")\n' in opened
+
+
 def test_a_dense_model_that_guesses_is_said_to() -> None:
     config = read_config(["digits-smallest"], ImageStudyConfig)
     study = image_study(config)
@@ -520,11 +534,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     assert yaml.safe_load(by_name["gradual"]) == {"routing": {"preset": "gradual", "mean": 0.7}}
     small_keys = {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
     assert yaml.safe_load(by_name["small"]) == small_keys
-    model = timm.create_model("test_vit")
-    lines = "\n\n".join(image_study(config).code([gradual]))
-    (routed, _) = re.findall(r"```\w+\n(.*?)\n```", lines, re.DOTALL)
-    exec(routed, {"model": model})
-    assert mmod.is_routed(model)
+    # A study that trains its dense model opens the run.
+    assert f'import mmod\n\nmodel = mmod.open_model("{config.output}/seed0/base").model\n# prune' in routed
     # The weights of a smaller image that is not trained are the dense ones.
     (untrained, _) = image_study(config).code([dataclasses.replace(small, is_trained=False)])
     assert "mmod.apply_(model, mmod.methods.Resize(size=24))" in untrained
