@@ -326,7 +326,10 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
         try:
             lock.acquire()
         except Timeout as error:
-            raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
+            raise LockedError(
+                f"another process is writing to {str(folder)!r}: wait for it to end, or name another folder, "
+                "--output FOLDER"
+            ) from error
     try:
         yield
     except BaseException:

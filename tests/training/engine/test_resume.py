@@ -128,7 +128,8 @@ def test_processes_that_train_together_stop_after_the_same_step(tmp_path: Path) 
 
 def test_a_second_start_leaves_the_first_alone(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1)
-    with locked(config.output, wait=False), pytest.raises(LockedError, match=r"another process is writing to '.*run'"):
+    message = r"another process is writing to '.*run': wait for it to end, or name another folder, --output FOLDER"
+    with locked(config.output, wait=False), pytest.raises(LockedError, match=message):
         run(config)
     assert run(config).steps == 6
 
