@@ -343,6 +343,8 @@ def beside_controls(
 ) -> str:
     """Say which models are better or worse than their controls, such as random tokens; empty where none is tested.
 
+    Controls may be no rows of a table, so that the difference stands behind each name.
+
     Args:
         differences: Difference of each model to its control in points, by name; None for those without.
         tolerance: Share that may be lost: models whose whole interval is within it are as good as their controls.
@@ -353,17 +355,19 @@ def beside_controls(
         if value is None or not value.has_interval:
             continue
         agreement = agreements.get(name)
+        told = f"{name} ({value:+.1f})"
         if value.is_clear:
-            groups["better" if value.low > 0 else "worse"].append(name)
+            groups["better" if value.low > 0 else "worse"].append(told)
         elif agreement is not None and agreement.is_clear:
-            groups["open"].append(f"{name} ({'better' if agreement.low > 0 else 'worse'} by agreement)")
+            better = "better" if agreement.low > 0 else "worse"
+            groups["open"].append(f"{name} ({value:+.1f}; {better} by agreement)")
         else:
             # An interval with zero in it is no proof of equality: all of it has to be small.
-            groups["alike" if _is_equivalent(value, tolerance) else "open"].append(name)
+            groups["alike" if _is_equivalent(value, tolerance) else "open"].append(told)
     named = {group: "; ".join(names) for group, names in groups.items() if names}
     sentences = {
-        "better": "Clearly better than their controls, such as random tokens: {}.",
-        "worse": "Clearly worse than their controls, such as random tokens: {}.",
+        "better": "Clearly better than their controls, such as random tokens, in points: {}.",
+        "worse": "Clearly worse than their controls, such as random tokens, in points: {}.",
         "alike": f"Within {100 * tolerance:g} points of their controls by the whole interval: {{}}. On these samples "
         "it hardly matters what these keep.",
         "open": "Too few samples to tell from their controls: {}.",

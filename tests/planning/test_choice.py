@@ -319,14 +319,23 @@ def test_without_intervals_only_speeds_are_told() -> None:
         # An interval that holds zero is equality only where all of it is small.
         (
             {"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, -0.1, 4.0)},
-            "Within 2 points .*: a\\. On these samples it hardly matters .* Too few samples .*: b\\.$",
+            r"Within 2 points .*: a \(\+0\.0 \[-1\.0, \+1\.0\]\)\. On these .* Too few .*: b \(\+2\.0",
         ),
         # Where random tokens lose less, it matters what is kept.
-        ({"a": Estimate(-2.0, -3.0, -1.0), "b": None}, "Clearly worse .* random tokens: a\\.$"),
-        ({"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)}, "Clearly better .*: b\\. Within .*: a\\."),
-        ({"b": Estimate(2.0, 0.1, 4.0)}, "Clearly better than their controls, such as random tokens: b\\.$"),
+        (
+            {"a": Estimate(-2.0, -3.0, -1.0), "b": None},
+            "Clearly worse .* random tokens, in points: a \\(-2.0 \\[-3.0, -1.0\\]\\)\\.$",
+        ),
+        (
+            {"a": Estimate(0.0, -1.0, 1.0), "b": Estimate(2.0, 0.1, 4.0)},
+            "Clearly better .*: b \\(.*\\)\\. Within .*: a \\(.*\\)\\.",
+        ),
+        (
+            {"b": Estimate(2.0, 0.1, 4.0)},
+            r"Clearly better than their controls, such as random tokens, in points: b \(\+2\.0 \[\+0\.1, \+4\.0\]\)\.$",
+        ),
         # Equal in accuracy, and not in what it answers.
-        ({"same": Estimate(0.0, -1.0, 1.0)}, "Too few samples .*: same \\(better by agreement\\)\\.$"),
+        ({"same": Estimate(0.0, -1.0, 1.0)}, "Too few samples .*: same \\(.*; better by agreement\\)\\.$"),
         # Of one seed it is not known.
         ({"a": Estimate(0.0, seeds=1), "b": None}, "$"),
     ],
