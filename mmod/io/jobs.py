@@ -55,12 +55,13 @@ class Runner:
     progress: bool = True
     title: str = "study"
     cpu: dict[int, float] = field(default_factory=dict)  # Seconds used so far by process id.
+    began: float = field(default_factory=time.process_time)  # Of this process: what it did before is not counted.
 
     @property
     def cpu_seconds(self) -> float:
         """CPU seconds that this process and its workers have used so far."""
         # Workers report theirs; that of this process is read now.
-        return sum((self.cpu | {os.getpid(): time.process_time()}).values())
+        return sum((self.cpu | {os.getpid(): time.process_time() - self.began}).values())
 
     @property
     def facts(self) -> dict[str, Any]:

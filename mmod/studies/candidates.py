@@ -199,7 +199,7 @@ def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candi
         run = find_run(settings["checkpoint"]) if settings.get("checkpoint") else None
         if settings.get("args") is None and run is None:
             raise ValueError(f"baselines.{plain.name} needs args, or the folder of a run as its checkpoint")
-        if "checkpoint" in settings:
+        if settings.get("checkpoint") is not None:
             known = {} if run is None else read_yaml(str(run / RUN_CONFIG))["model"]
             shape = {key: known[key] for key in ("name", "args") if key in known}
             # In place of the dense model's weights, wherever these come from.

@@ -356,8 +356,8 @@ class TimmStudyConfig(StudyConfig):
     def check_settings(self) -> None:
         """Refuse rates that leave nothing to choose; see `StudyConfig.check_settings`."""
         super().check_settings()
-        if self.rates is not None and len(set(self.rates)) < 2:
-            raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
+        if self.rates is not None and not 2 <= len(set(self.rates)) == len(self.rates):
+            raise ValueError(f"rates must name two factors or more, each once, or be null, got {self.rates}")
 
     def check_splits(self, dense: DataConfig, tuned: DataConfig) -> None:
         """Raise a ValueError if a model would be trained on images that it or another is evaluated on.

@@ -213,12 +213,13 @@ class ImageStudy(StudyKind):
             told = told._replace(recommended=decided.named, code=code, printed=printed)
             texts.append(str(decided))
         if found and rows:
-            used = found[0].used
+            batches = batches_of(config.latency_batch)
+            # Stars and mark are of the same batches, which need not be the largest.
+            used = next(one.used for one in found if one.where == batches)
             at_random = {name for name, run in runs.items() if run.candidate.at_random}
             rows = _starred(rows, score, at_random, None if used is None else used.name)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
-            batches = batches_of(config.latency_batch)
             front = f"Models with * are on the Pareto front for {batches}: by the means, none is faster and loses less."
             texts.append(front if used is None else f"{front} {BY_INTERVALS}")
         texts += [*filter(None, [note]), *facts["images"]]

@@ -90,6 +90,17 @@ def test_a_missing_checkpoint_of_a_baseline_ends_the_study_before_its_first_run(
     assert not Path(config.output).exists()
 
 
+def test_a_smaller_model_without_a_checkpoint_is_trained_from_scratch(study: ImageStudyConfig) -> None:
+    settings = {"kind": "smaller", "args": {"depth": 2}}
+    found = []
+    for checkpoint in ({}, {"checkpoint": None}):
+        config = dataclasses.replace(study, baselines={"small": {0.5: {**settings, **checkpoint}}})
+        found.append(comparison_of(config).candidates[-1])
+    # As many epochs as the dense model and its fine-tuning, and not those of fine-tuning random weights.
+    assert found[0] == found[1]
+    assert found[0].from_scratch
+
+
 def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     tuned = {"preset": "mindskip", "depth": 4, "changes": {"trained": "routers", "optim": {"lr": 0.5}}}
     config = dataclasses.replace(
@@ -282,6 +293,7 @@ def _result(folder: Path) -> float:
         ({"budgets": [0.3], "baselines": BASELINES}, r"no series has the budgets \[0.3\]; those .* are \[0.5\]"),
         ({"rates": [1.0, 2.0], "rate_split": "test"}, "rates would be chosen on the images of the evaluation"),
         ({"rates": [1.0]}, "rates must name two"),
+        ({"rates": [1.0, 2.0, 1.0]}, r"rates must name two factors or more, each once, .* got \[1\.0, 2\.0, 1\.0\]"),
         ({"rates": [1.0, 0.0]}, "rates must be"),
     ],
 )

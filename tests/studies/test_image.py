@@ -421,6 +421,11 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     assert printed.count("mmod.route_(model") == 1
     assert told.text.startswith("Use certain for batches of 16: ")
     assert "none is faster and loses less. `<- use` is chosen by whole intervals" in told.text
+    # Larger batches are another question: the stars and the mark are of those that are drawn.
+    larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
+    told = image_study(config).tell(larger, runs, rows, {"images": []})
+    assert told.text.startswith("Keep the dense model for batches of 64: ")
+    assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
     del runs["certain"], rows[1]
     undecided = image_study(config).tell(table, runs, rows, {"images": []})
     assert not any("<- use" in text for text in (undecided.text, *(row["front"] for row in undecided.rows)))
