@@ -32,7 +32,7 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
     fields = {
         "model": {"config": {**LLAMA, "num_hidden_layers": 2, "num_attention_heads": 1}},
         "data": {"length": 32, "batch_size": 2, "val_limit": 4},
-        "epochs": 2,
+        "epochs": 1,
         # The study sets it.
         "optim": {"lr": 0},
         "device": "cpu",
@@ -42,7 +42,7 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
         output=str(folder / "study"),
         dense=str(base),
         sizes=SIZES,
-        budgets=[2e7],
+        budgets=[1e7],
         routings={"dense": None, "mod": PREDICTOR},
         rates=[1e-2, 1e-3],
         seeds=2,
