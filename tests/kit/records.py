@@ -68,7 +68,7 @@ def write_isoflop(folder: Path) -> Path:
 
 
 def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), capacity: object = 0.25) -> Path:
-    model, batches = plant(router, blocks, capacity), batches_of(40, seed=0)
+    model, batches = plant(router, blocks, capacity), batches_of(20, seed=0)
     labelled = [
         LabelledBatch(batch, {"class": [f"number {number}" for number in batch[1].tolist()]}) for batch in batches
     ]

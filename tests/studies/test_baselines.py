@@ -21,6 +21,7 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.studies.report import epochs_of
 from mmod.studies.runs import Run
 from mmod.studies.study import run_study
+from tests.kit.fitted import count_candidates_once
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -34,6 +35,11 @@ BASELINES: dict[str, dict[float, dict[str, Any]]] = {
 }
 # Trained from scratch, for as long as the others in all.
 ANEW = ("narrow-0.5", "recursions-0.5")
+
+
+@pytest.fixture(autouse=True)
+def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    count_candidates_once(monkeypatch)
 
 
 @pytest.fixture(scope="module")

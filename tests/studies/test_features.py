@@ -96,6 +96,7 @@ def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
         },
         "neighbours": 3,
         "folds": 3,
+        "strengths": [0.01, 0.1],
         "latency_batch": 2,
         "latency_batches": [1],
         "latency_rounds": 1,
@@ -223,8 +224,8 @@ def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_p
 def test_a_study_that_was_stopped_goes_on_to_the_same(
     given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    routers = {"random": {"router": "random"}}
-    uninterrupted, _ = run(config(given_files, tmp_path / "whole", routers=routers, baselines={}))
+    few: dict[str, Any] = {"routers": ONE, "baselines": {}, "maps": 0}
+    uninterrupted, _ = run(config(given_files, tmp_path / "whole", **few))
     batches, read = BatchStream.every_batch, []
 
     def stopping(self: BatchStream, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -234,7 +235,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
                 raise KeyboardInterrupt
             yield batch
 
-    stopped = config(given_files, tmp_path / "stopped", routers=routers, baselines={})
+    stopped = config(given_files, tmp_path / "stopped", **few)
     with monkeypatch.context() as patched:
         patched.setattr(BatchStream, "every_batch", stopping)
         for _ in range(2):
