@@ -51,7 +51,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
         dense=str(folder / "dense.yaml"),
         finetune={"epochs": 1},
         maps=0,
-        changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}},
+        changes={"epoch_steps": 1, "data": {"root": str(SETS / "digits"), "val_split": "test"}},
         baselines=BASELINES,
         routers={"random": {"router": "random"}},
         latency_batch=16,

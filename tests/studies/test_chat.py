@@ -42,7 +42,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
 
 def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     baselines = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
-    study = dataclasses.replace(study, baselines=baselines)
+    study = dataclasses.replace(study, baselines=baselines, controls={"p-mod": "random"})
     result = run_study(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "p-mod", "random", "resolution-0.25"]

@@ -62,7 +62,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     return ImageStudyConfig(
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
-        changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}},
+        changes={"epoch_steps": 1, "data": {"root": str(SETS / "digits"), "val_split": "test"}},
         finetune={"optim": {"lr": 1e-4}},
         isoflop="scratch",
         routers={
