@@ -425,10 +425,11 @@ def _attend(
     scale: float,
 ) -> Tensor:
     if q_THE.is_cpu:
-        images = max(1, cu_seqlens.shape[0] - 1)
-        worth_calls = q_THE.shape[0] >= ROWS_WORTH_A_CALL * images
-        # A graph would have to break to read the lengths.
-        run = _image_by_image if worth_calls and not torch.compiler.is_compiling() else _padded
+        # A graph would have to break to read the lengths. Nor does it compare sizes, or each outcome would be a graph.
+        run = _padded
+        if not torch.compiler.is_compiling():
+            images = max(1, cu_seqlens.shape[0] - 1)
+            run = _image_by_image if q_THE.shape[0] >= ROWS_WORTH_A_CALL * images else _padded
     else:
         # The inputs of `varlen_attn`.
         plain = not dropout and not is_grouped(q_THE, k_THE) and q_THE.shape[-1] % 8 == 0
