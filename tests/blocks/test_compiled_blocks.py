@@ -82,40 +82,39 @@ THRESHOLDS = {
         context=("kept", "all", "kept"),
         operator=("block", "block", "mlp"),
     ),
-    "attention": mmod.RoutingConfig(select=mmod.Threshold(1.0), blocks=(1,)),
     "images": mmod.preset("mindskip", router={"name": "linear", "per": "sequence", "init_std": 5.0}, blocks=(0,)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dynamic"), [("learned", True), ("attention", None), ("images", None)])
+@pytest.mark.parametrize("name", THRESHOLDS)
 @torch.no_grad()
-def test_a_threshold_has_as_many_graphs_as_the_dense_model(name: str, dynamic: bool | None) -> None:
+def test_a_threshold_has_as_many_graphs_as_the_dense_model(name: str) -> None:
     """Numbers of kept tokens differ from batch to batch; the number of graphs does not grow with them."""
     config = THRESHOLDS[name]
     model = make_model(NAME, depth=config.blocks[-1] + 1, dynamic_img_size=True)
-    graphs, slots = graphs_of(mmod.route_(model, config), dynamic)
+    graphs, slots = graphs_of(mmod.route_(model, config))
     assert slots
-    assert graphs == graphs_of_the_dense_model(dynamic)
+    assert graphs == graphs_of_the_dense_model()
 
 
 @functools.cache
-def graphs_of_the_dense_model(dynamic: bool | None) -> int:
+def graphs_of_the_dense_model() -> int:
     # However many blocks there are, a graph holds all of them.
-    graphs, slots = graphs_of(make_model(NAME, depth=1, dynamic_img_size=True), dynamic)
+    graphs, slots = graphs_of(make_model(NAME, depth=1, dynamic_img_size=True))
     assert not slots
     return graphs
 
 
-def graphs_of(model: nn.Module, dynamic: bool | None) -> tuple[int, list[str]]:
+def graphs_of(model: nn.Module) -> tuple[int, list[str]]:
     """Run compiled batches of several sizes; return the number of graphs, and what is said of slots for tokens."""
-    # The second is another in number and in size, so that one graph more holds both.
-    batches = [make_images(NAME, 2), torch.randn(3, 3, 80, 80), make_images(NAME, 5)]
+    # A graph of fixed numbers, then one for batches of another size, however many images they have.
+    batches = [make_images(NAME, 2), torch.randn(3, 3, 80, 80), torch.randn(5, 3, 80, 80)]
     torch._dynamo.reset()
     compiler = CompileCounter()
     # A changed model looks at its first eager call once; between compiled calls, that would be one graph more.
     model(batches[0])
-    run = torch.compile(model, backend=compiler, fullgraph=True, dynamic=dynamic)
+    run = torch.compile(model, backend=compiler, fullgraph=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for images in batches:

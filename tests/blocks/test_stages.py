@@ -252,7 +252,7 @@ def test_a_call_may_be_interrupted_between_any_modules(way: str) -> None:
     expected = fresh(images), fresh.forward_features(images), alone(fresh, [images])[0]
     with Interrupt() as counted:
         model(images)
-    for at in range(1, counted.places + 1, 31):
+    for at in range(1, counted.places + 1, 43):
         with pytest.raises(KeyboardInterrupt), Interrupt(at):
             model(images)
         # A loop over the blocks comes first: it would continue a pass that was left behind.
