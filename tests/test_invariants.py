@@ -46,18 +46,16 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
     torch.testing.assert_close(a.detach(), b, rtol=tolerance, atol=tolerance * float(b.abs().max().clamp(min=1)))
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_full_capacity_is_the_dense_model(name: str) -> None:
+# Kinds of models that are alike stand side by side.
+@pytest.mark.parametrize(("name", "config"), in_turn(ZOO, DENSE_FUNCTIONS))
+def test_full_capacity_is_the_dense_model(name: str, config: RoutingConfig) -> None:
     model, images = make_model(name), make_images(name, 2)
     keys = list(model.state_dict())
-    # Two of the four for each model, in turn: kinds of models that are alike stand side by side.
-    turn = list(ZOO).index(name)
     with torch.no_grad():
         dense = model(images)
-        for place in (turn, turn + 1):
-            mmod.route_(model, DENSE_FUNCTIONS[place % len(DENSE_FUNCTIONS)])
-            close(model(images), dense, 1e-6)
-            mmod.unroute_(model)
+        mmod.route_(model, config)
+        close(model(images), dense, 1e-6)
+        mmod.unroute_(model)
         assert torch.equal(model(images), dense)
     assert list(model.state_dict()) == keys
 
@@ -71,7 +69,6 @@ def test_full_capacity_is_bitwise_dense_in_bf16(name: str, config: RoutingConfig
         assert torch.equal(mmod.route_(model, config)(images), dense)
 
 
-# Kinds of models that are alike stand side by side.
 @pytest.mark.parametrize(("name", "router"), in_turn(ZOO, ["attention", "linear", "context"]))
 def test_matches_the_per_image_definition_with_gradients(name: str, router: str) -> None:
     model = mmod.route_(make_model(name), ROUTERS[router]).double()
@@ -87,9 +84,10 @@ def test_matches_the_per_image_definition_with_gradients(name: str, router: str)
             close(a, b, 1e-5)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("name", ["deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3"])
-def test_every_router_matches_the_definition(name: str, router: str) -> None:
+@pytest.mark.parametrize(
+    ("router", "name"), in_turn(ROUTERS, ["deit_tiny_distilled_patch16_224", "vit_small_patch16_dinov3"])
+)
+def test_every_router_matches_the_definition(router: str, name: str) -> None:
     model = mmod.route_(make_model(name), ROUTERS[router]).double()
     images = make_images(name, 3).double()
     with torch.no_grad():

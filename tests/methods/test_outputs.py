@@ -41,7 +41,7 @@ def make(name: str, method: Method, **changes: object) -> tuple[Any, Any, Tensor
     return dense, method.apply_(copy.deepcopy(dense)), make_images(name, 2).double()
 
 
-@pytest.mark.parametrize(("name", "method"), in_turn(GRIDS, REDUCING, times=2))
+@pytest.mark.parametrize(("name", "method"), in_turn(GRIDS, REDUCING))
 @torch.no_grad()
 def test_code_outside_the_blocks_gets_the_full_grid(name: str, method: str) -> None:
     dense, model, images = make(name, REDUCING[method])
