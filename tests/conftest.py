@@ -11,6 +11,7 @@
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
 - Checks of 200 conversations are kept, and CLIP's tokeniser is made once.
 - A fork server starts before the first test, and synthetic sets share one folder.
+- Files with slow tests come first. The process that hands out tests changes nothing.
 """
 
 import atexit
@@ -31,39 +32,47 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-
 # Asked of the driver, a GPU stays free for the processes that tests fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-if not torch.cuda.is_available():
-    # Read when kernels are defined, so before anything imports them.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Each seed is kept for devices that may come, with the stack of its caller, which takes half a millisecond.
-    for device in (torch.cuda, torch.mtia, torch.xpu):
-        device.manual_seed_all = lambda _: None
+
+import pytest
 
 import tests.kit.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
-from tests.kit.processes import start_server
 
-# No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
-os.fsync = lambda _: None
-# A shell starts background jobs with SIGINT ignored, and processes that tests start would ignore it too.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-# What is imported for the tests lives to the end: no garbage is looked for in it.
-gc.disable()
-settings.register_profile(
-    "mmod", deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("mmod")
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The process that hands tests to workers, which wait for it, runs none and needs no torch.
+    if config.getoption("dist", "no") == "no" or config.option.collectonly:
+        _change_world()
+
+
+def _change_world() -> None:
+    """Make the changes that hold for all tests of a process, before any of them is imported."""
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    if not torch.cuda.is_available():
+        # Read when kernels are defined, so before anything imports them.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        # Each seed is kept for devices that may come, with the stack of its caller, which takes half a millisecond.
+        for device in (torch.cuda, torch.mtia, torch.xpu):
+            device.manual_seed_all = lambda _: None
+    # No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
+    os.fsync = lambda _: None
+    # A shell starts background jobs with SIGINT ignored, and processes that tests start would ignore it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What is imported for the tests lives to the end: no garbage is looked for in it.
+    gc.disable()
+    settings.register_profile(
+        "mmod", deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("mmod")
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
 
 
@@ -79,6 +88,9 @@ _drawn: dict[tuple[str, str | None], str | bytes] = {}
 @pytest.fixture(autouse=True, scope="module")
 def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
     """Draw one figure of each file name, without a layout, where tests are not about figures: studies renew theirs."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
     draw = Figure.savefig
 
     def draw_once(figure: Figure, file: Any, *, format: str | None = None, **options: Any) -> None:
@@ -138,11 +150,16 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if _is_quick(item):
             item.add_marker(pytest.mark.quick)
+    # Files with long tests come first: near the end, tests that one process waits for the other to finish are short.
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -152,6 +169,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         # The lengths of a set are checked once, and not by every run; processes inherit this.
         sys.modules["mmod.data.readers.lengths"]._WORTH_KEEPING = 200  # type: ignore[attr-defined]
     if session.items and not session.config.option.collectonly:
+        from tests.kit.processes import start_server
+
         start_server()
 
 
