@@ -11,7 +11,6 @@ import inspect
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 import textwrap
 import typing
@@ -33,6 +32,7 @@ from mmod.training.kinds import KINDS, config_class
 from scripts import doc_tables, reference
 from tests.kit.fitted import fit_once
 from tests.kit.pages import BENCHMARK, COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
+from tests.kit.processes import run_processes
 from tests.kit.scripts import ROOT, run_script
 
 
@@ -130,11 +130,17 @@ def test_installation_takes_the_address_of_a_repository() -> None:
         assert requirement.extras <= extras
 
 
-def test_pages_are_those_of_figures_and_docstrings() -> None:
-    # In a process of its own: pages print what is registered and documented, which other tests add to.
-    done = subprocess.run([sys.executable, "-m", "scripts.pages", "--check"], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_pages_are_those_of_figures_and_docstrings(tmp_path: Path) -> None:
+    # In a process of before the tests: pages print what is registered and documented, which tests add to.
+    log = tmp_path / "log.txt"
+    assert run_processes(check_pages, log=log) == [0], log.read_text()
     assert not doctest.testmod(reference).failed
+
+
+def check_pages() -> None:
+    done = run_script("-m scripts.pages", "--check")
+    sys.stderr.write(done.stderr)
+    sys.exit(done.returncode)
 
 
 def test_a_changed_figure_and_a_table_without_a_place_are_noticed() -> None:
