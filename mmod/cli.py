@@ -153,7 +153,9 @@ def completions(line: str) -> list[str]:
         (['tradeoff', 'train'], ['image'], ['tradeoff/digits-smallest'])
     """
     typed = line.split()[1:]
-    current = typed.pop() if typed and not line.endswith(" ") else ""
+    current = ""
+    if typed and not line.endswith(" "):
+        current = typed.pop()
     valid = {words[len(typed)] for words in map(_words, COMMANDS) if words[: len(typed)] == typed != words}
     if typed == ["configs"] or any(typed == _words(name) for name in COMMANDS if COMMANDS[name].example):
         valid |= set(config_names())
@@ -213,7 +215,9 @@ def _check_config(command: str, arguments: Sequence[str]) -> None:
     meant = _meant_command(command, path)
     if meant not in ("", name):
         is_named = meant.startswith("mmod train") and not name.startswith("mmod train")
-        hint = f", or name it in the config of a study, `dense: {path}`" if is_named else ""
+        hint = ""
+        if is_named:
+            hint = f", or name it in the config of a study, `dense: {path}`"
         _end(f"{path!r} is a config of another kind: run `{meant} {path}`{hint}")
 
 

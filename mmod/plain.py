@@ -104,7 +104,9 @@ def _told_unknown(cls: object, keys: Sequence[object], name: str) -> str:
     for key in keys:
         near = [path for path in paths if path.rpartition(".")[2] == key] or similar(key, valid)
         hints.append(f"near ones: {', '.join(near)}" if near else "")
-    lead = f"valid keys in group {name!r}:" if name else "valid keys at the top level:"
+    lead = "valid keys at the top level:"
+    if name:
+        lead = f"valid keys in group {name!r}:"
     listed = f"{lead} {', '.join(valid)}"
     if len(keys) == 1:
         is_long = len(valid) > MANY and hints[0]

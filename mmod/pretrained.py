@@ -145,7 +145,9 @@ def _check_files(folder: Path) -> None:
     # The model of a run is in a folder inside, also that of a dense one.
     files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
     inside = sorted({file.parent for file in files})[:3]
-    meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant" if inside else ""
+    meant = ""
+    if inside:
+        meant = f". {', '.join(repr(str(path)) for path in inside)} may be meant"
     raise FileNotFoundError(
         f"{str(folder)!r} is no folder that mmod.save_pretrained made: it has no {missing[0]}{meant}"
     )

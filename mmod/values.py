@@ -171,7 +171,9 @@ def check_value(name: str, value: object, hint: object, limit: Limit | None = FI
     fault = _fault(value, hint, limit)
     if fault is not None:
         told = f"{name} must be {describe(hint, limit)}, got {brief(value)}"
-        near = near_names(value, _choices(hint, limit)) if isinstance(value, str) else ""
+        near = ""
+        if isinstance(value, str):
+            near = near_names(value, _choices(hint, limit))
         raise fault("; ".join(filter(None, [told, near, _share_hint(value, limit)])))
 
 

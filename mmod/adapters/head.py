@@ -185,7 +185,9 @@ class _Trial:
         """Return the head, after a trial on the tokens of one image."""
         logits = logits_of(self.output)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
-            got = f"logits {tuple(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+            got = "no logits"
+            if isinstance(logits, Tensor):
+                got = f"logits {tuple(logits.shape)}"
             raise ValueError(f"this {title} is no classifier: early exit needs class probabilities, it returns {got}")
         behind = tuple(dict.fromkeys(self.behind))
         ahead = tuple(name for name in dict.fromkeys(self.ahead) if name not in behind)

@@ -95,7 +95,9 @@ def _facts_of_transformers(model: Any) -> ImageFacts:
     known = config.id2label if classifies else {}
     # Names that transformers made up are numbers.
     is_named = bool(known) and any(name != f"LABEL_{number}" for number, name in known.items())
-    names = {name: int(number) for number, name in known.items()} if is_named else None
+    names = None
+    if is_named:
+        names = {name: int(number) for number, name in known.items()}
     wrapped = getattr(model, "timm_model", None)
     if wrapped is not None:
         inner = _facts_of_timm(wrapped)

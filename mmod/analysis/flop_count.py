@@ -317,7 +317,9 @@ def _fix_shares(
         shares = dict.fromkeys(by_data, shares)
     missing = [name for name in by_data if name not in shares]
     if missing:
-        names = f"it names {', '.join(shares)}" if shares else "it is empty: run the model within `mmod.trace`"
+        names = "it is empty: run the model within `mmod.trace`"
+        if shares:
+            names = f"it names {', '.join(shares)}"
         raise ValueError(f"kept names no share for {_first_of(missing)}; {names}")
     images = {}
     for name, module in by_data.items():
@@ -372,7 +374,9 @@ def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
         # A batch of images, in place of the size of one.
         given: Any = input_size
-        hint = f": pass {tuple(given.shape[1:])}" if isinstance(given, Tensor) and given.ndim == 4 else ""
+        hint = ""
+        if isinstance(given, Tensor) and given.ndim == 4:
+            hint = f": pass {tuple(given.shape[1:])}"
         raise ValueError(
             "input_size must be (channels, height, width), (height, width), one number or arguments by name, got "
             f"{brief(input_size)}{hint}"

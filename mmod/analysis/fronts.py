@@ -216,7 +216,9 @@ def draw_tradeoff(
         tidy(axis)
     axes[0].set_ylabel(f"{measure} in %", color=INK)
     seeds = max(int(row.get("seeds") or 1) for row in rows)
-    note = f"bars: standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    note = "one seed"
+    if seeds > 1:
+        note = f"bars: standard deviation over {seeds} seeds"
     if any(map(_has_interval, rows)):
         note += "; bars: 95 % intervals of the difference to dense"
     note = f"{note}; below the axis: {fronts.lost}" if fronts.lost else note

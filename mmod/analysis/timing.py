@@ -118,7 +118,9 @@ def timing_caution(times: Times[Input], waiting: float, base: str) -> str:
     reasons = []
     if waiting > _WAITING:
         reasons.append(f"the machine was busy, and passes took {waiting:.1f} times the time that they computed")
-    scatter = statistics.median((spread.high - spread.low) / spread.median for spread in spreads) if spreads else 0.0
+    scatter = 0.0
+    if spreads:
+        scatter = statistics.median((spread.high - spread.low) / spread.median for spread in spreads)
     if scatter > _SCATTER:
         reasons.append(f"rounds scatter, with quartiles {100 * scatter:.0f} % apart on average")
     if not reasons:

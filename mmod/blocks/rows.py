@@ -302,7 +302,9 @@ class Execution(ABC):
 
     def make_rows(self, block: ConvertedBlock, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return the rows that the block runs on: by default the kept tokens."""
-        norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
+        norm = None
+        if backend.forced or not x.is_cpu:
+            norm = self.first_norm(block)
         return Rows(x, routing, norm, self.weighs)
 
     @abstractmethod
@@ -328,7 +330,9 @@ class KeptTokens(Execution):
         if routing.kept.valid_BK is not None and self.packs(block, arguments, routing):
             return PackedRows(x, routing, self.weighs)
         # As by default, without a call.
-        norm = self.first_norm(block) if backend.forced or not x.is_cpu else None
+        norm = None
+        if backend.forced or not x.is_cpu:
+            norm = self.first_norm(block)
         return Rows(x, routing, norm, self.weighs)
 
     def run(self, block: ConvertedBlock, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:

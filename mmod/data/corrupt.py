@@ -115,7 +115,9 @@ def original_errors() -> Iterator[None]:
         # torch replaces the message by the worker's traceback, and errors with several arguments by a RuntimeError.
         text = str(error.args[0]) if error.args else ""
         # The error follows the last frame of the traceback.
-        raised = _RAISED.search(text, text.rfind('\n  File "')) if _WORKER.match(text) else None
+        raised = None
+        if _WORKER.match(text):
+            raised = _RAISED.search(text, text.rfind('\n  File "'))
         if raised is None:
             raise
         # A frame of its traceback refers to it: the cycle would keep the loader and its workers.

@@ -117,7 +117,9 @@ def image_stream(
         classes = source.classes
     else:
         complete = _create_source(config, split, report, model)
-        classes = complete.classes if isinstance(complete, (FolderSource, TimmSource)) else None
+        classes = None
+        if isinstance(complete, (FolderSource, TimmSource)):
+            classes = complete.classes
         if rank == 0 and isinstance(complete, (FolderSource, MapSource)) and complete.left_out:
             warn_once(complete.left_out)
         # Spread over the classes: the first samples of a folder are often of one class.

@@ -97,7 +97,9 @@ def check_fits(
         if value.shape != shape:
             # Another number of classes is the usual mistake, and gets words of its own.
             head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
-            what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
+            what = ""
+            if head:
+                what = f"it has {value.shape[0]} classes, the model {classes}: "
             raise ValueError(f"{refusal}: {what}{name} has shape {tuple(value.shape)}, the model's is {tuple(shape)}")
 
 

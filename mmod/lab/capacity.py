@@ -182,7 +182,9 @@ class LearnedRouter(Router):
     ) -> Routing:
         """Decide for a batch of tokens, see `Router.forward`; the last slots run at a part of their weight."""
         module, block = self.learning
-        learned = module()[block] if self.training and torch.is_grad_enabled() else None
+        learned = None
+        if self.training and torch.is_grad_enabled():
+            learned = module()[block]
         if learned is None:
             upper = module.chosen()[block]
         else:

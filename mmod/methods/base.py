@@ -230,7 +230,9 @@ class Method(Checked, ABC, group="method"):
             return find_stack(model)
         stacks = [stack for stack in find_stacks(model).values() if not stack.language and stack.sequence is None]
         if len(stacks) != 1:
-            found = f"one with {len(stacks)} parts that take images" if stacks else "one that takes none"
+            found = "one that takes none"
+            if stacks:
+                found = f"one with {len(stacks)} parts that take images"
             raise ValueError(f"method {self.kind!r} supports models of images, got the {type(model).__name__}, {found}")
         return stacks[0]
 

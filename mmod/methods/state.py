@@ -37,7 +37,9 @@ def _saved_around(module: nn.Module) -> Any:
     # transformers asks no module inside whether it may be saved, so the calls are looked at.
     frame = sys._getframe()
     while frame is not None:
-        outer = frame.f_locals.get("self") if frame.f_code.co_name == "save_pretrained" else None
+        outer = None
+        if frame.f_code.co_name == "save_pretrained":
+            outer = frame.f_locals.get("self")
         host = type(outer).__module__.partition(".")[0]
         if host == "transformers" and isinstance(outer, nn.Module) and outer is not module and not is_converted(outer):
             return outer

@@ -87,7 +87,9 @@ def _near_argument(name: str, message: str) -> str:
     owner, argument = found.groups()
     # The class or function stands in the module of the function that creates the model.
     made = getattr(sys.modules[timm.model_entrypoint(name).__module__], owner, None)
-    near = near_names(argument, inspect.signature(made).parameters) if callable(made) else ""
+    near = ""
+    if callable(made):
+        near = near_names(argument, inspect.signature(made).parameters)
     return f"; {near}" if near else ""
 
 

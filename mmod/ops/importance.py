@@ -60,7 +60,9 @@ def attention_importance(
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
-        views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
+        views = None
+        if per_viewer:
+            views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device)
         # One operation in a graph, in place of a loop over tiles.
         if torch.compiler.is_compiling() and not exporting():
             # An operation takes tensors and no tuples of them.
@@ -304,7 +306,9 @@ def _with_kernels(
     q_BHNE = q_BHNE.detach()
     k_BHNE = k_BHNE.detach()
     lse_BHN = lse_BHN.detach()
-    views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
+    views = None
+    if per_viewer:
+        views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device)
     if views is not None:
         # A probability is exp(score - log-sum-exp): subtracting log(w) from log-sum-exp weighs the row by w. Torch's
         # kernel pads the rows.
@@ -343,7 +347,9 @@ def _with_shared_map(
     q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, is_causal: bool, scale: float, per_viewer: bool
 ) -> tuple[Tensor, Tensor]:
     _, heads, tokens, _ = q_BHNE.shape
-    views = count_views(None, is_causal, tokens, None, q_BHNE.device) if per_viewer else None
+    views = None
+    if per_viewer:
+        views = count_views(None, is_causal, tokens, None, q_BHNE.device)
     weight_N = None if views is None else views.keys_BHN[0, 0].to(q_BHNE.dtype)
     out, total_BN = attend_and_sum(q_BHNE, _keys(q_BHNE, k_BHNE), _keys(q_BHNE, v_BHNE), is_causal, scale, weight_N)
     if views is not None:

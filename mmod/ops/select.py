@@ -305,7 +305,9 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> Kept:
     keep_B = level_B >= threshold
     image_S = keep_B.nonzero().squeeze(1)
     # With gradients some image always runs, see `slots_for`.
-    slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
+    slots = 0
+    if image_S.shape[0] or torch.is_grad_enabled():
+        slots = tokens
     index_K = torch.arange(slots, device=level_B.device)
     index_BK = index_K.expand(keep_B.shape[0], -1)
     return Kept(index_BK, keep_B.unsqueeze(1).expand(-1, slots), image_S=image_S)

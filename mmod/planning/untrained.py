@@ -97,7 +97,9 @@ def image_candidates(
             continue
         for budget in budgets[name]:
             # The same plan with random tokens.
-            control = f"random-{budget:g}" if name == "gradual" and faster is None else None
+            control = None
+            if name == "gradual" and faster is None:
+                control = f"random-{budget:g}"
             candidates.append(Candidate(f"{name}-{budget:g}", series=name, budget=budget, control=control, **fields))
     fitted, unfitted = at_budgets(candidates, flops_of, sizes, patches, strict=False)
     # Its cost follows from the images, so that no budget is fitted.

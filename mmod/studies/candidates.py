@@ -196,7 +196,9 @@ def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candi
         return plain
     if kind == "smaller":
         refuse_unknown(f"field of baselines.{plain.name}", settings, ["kind", "args", "checkpoint"])
-        run = find_run(settings["checkpoint"]) if settings.get("checkpoint") else None
+        run = None
+        if settings.get("checkpoint"):
+            run = find_run(settings["checkpoint"])
         if settings.get("args") is None and run is None:
             raise ValueError(f"baselines.{plain.name} needs args, or the folder of a run as its checkpoint")
         if settings.get("checkpoint") is not None:

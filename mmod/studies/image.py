@@ -286,7 +286,9 @@ class ImageStudy(StudyKind):
     def _keys(self, candidate: Candidate) -> str:
         size = {} if candidate.image_size is None else self.dense.keys_of_size(candidate.image_size)
         changes = merged(candidate.changes, size)
-        keys = yaml.safe_dump(changes, default_flow_style=None, sort_keys=False).rstrip() if changes else ""
+        keys = ""
+        if changes:
+            keys = yaml.safe_dump(changes, default_flow_style=None, sort_keys=False).rstrip()
         methods = dataclasses.replace(candidate, image_size=None).config(TrainConfig.part, is_only=True)
         return "\n".join(filter(None, [keys, methods]))
 

@@ -320,7 +320,9 @@ def optima(points: Points) -> list[dict[str, Any]]:
     for (budget, series), curve in curves_of(points).items():
         one = least.get((budget, series), {})
         other = least.get((budget, first), {})
-        gap = difference(one, other) if series != first and one.keys() & other.keys() else None
+        gap = None
+        if series != first and one.keys() & other.keys():
+            gap = difference(one, other)
         rows.append({"budget": budget, "series": series, "difference": gap, **curve.minimum})
     return rows
 
@@ -390,7 +392,9 @@ def draw(points: Points) -> Figure:
     }
     add_legend(figure, handles, 6)
     seeds = max(len(point["seeds"]) for point in points)
-    note = f"mean and standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    note = "one seed"
+    if seeds > 1:
+        note = f"mean and standard deviation over {seeds} seeds"
     figure.suptitle(f"stars: least loss of a curve · {note}", fontsize=9, color=FAINT, x=0.99, ha="right")
     return figure
 

@@ -300,8 +300,12 @@ def significance(table: Table, score: str, names: Sequence[str]) -> str:
     paired = f"{evaluated(table, names[0]):,} samples" if is_by_sample else f"{seeds} seeds"
     groups = close_groups(table, score, names)
     text = "; ".join(listed(group, most=6) for group in groups[:_GROUPS])
-    further = f"; {len(groups) - _GROUPS} more groups are as close" if len(groups) > _GROUPS else ""
-    differing = f"no significant difference between {text}{further}" if text else "all differences are significant"
+    further = ""
+    if len(groups) > _GROUPS:
+        further = f"; {len(groups) - _GROUPS} more groups are as close"
+    differing = "all differences are significant"
+    if text:
+        differing = f"no significant difference between {text}{further}"
     return f"Paired over {paired} (95 % intervals), {differing}."
 
 

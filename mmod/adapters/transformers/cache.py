@@ -167,7 +167,9 @@ class RoutedLayer(RoutedCacheLayer, DynamicLayer):
         self.kept_B1 = self.kept_B1 - removed_BL.sum(1, keepdim=True)
         self.position_BL = self.position_BL.masked_fill(removed_BL, EMPTY)
         remaining_L = (self.position_BL != EMPTY).any(0).int()
-        slots = int(remaining_L.numel() - remaining_L.flip(0).argmax()) if bool(remaining_L.any()) else 0
+        slots = 0
+        if bool(remaining_L.any()):
+            slots = int(remaining_L.numel() - remaining_L.flip(0).argmax())
         # Slots of removed tokens stay, masked, before kept tokens of other samples.
         self.ragged = self.ragged or bool((self.position_BL[:, :slots] == EMPTY).any())
         self._select_slots(slice(0, slots))

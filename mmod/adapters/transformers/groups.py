@@ -359,7 +359,9 @@ class GroupHook(ModelHook):
 
         Image tokens are then chosen as in generation, which knows no word of the answer.
         """
-        labels_BN = inputs.labels_BN if self.config.reads_attention(self.text.training) else None
+        labels_BN = None
+        if self.config.reads_attention(self.text.training):
+            labels_BN = inputs.labels_BN
         # Other heads take one class, or the values of several, for a sample.
         if labels_BN is None or labels_BN.ndim != 2 or labels_BN.is_floating_point():
             return None

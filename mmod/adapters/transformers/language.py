@@ -109,7 +109,9 @@ def _call_of(
     if is_recurrent(layer):
         return RecurrentLayerCall(names, layer.linear_attn)
     attention: Any = layer.self_attn
-    compact = rotary if config is not None and config.language.positions == "compact" else None
+    compact = None
+    if config is not None and config.language.positions == "compact":
+        compact = rotary
     whole = config is None or config.operator == "block"
     return DecoderLayerCall(
         names,

@@ -139,7 +139,9 @@ def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple
         return newest, read(newest)
     # Not passed over silently: the user decides whether an earlier state is good enough.
     except DamagedFileError as error:
-        start = f"go on from {str(earlier[0])!r}" if earlier else "train from the start"
+        start = "train from the start"
+        if earlier:
+            start = f"go on from {str(earlier[0])!r}"
         raise DamagedFileError(
             f"the run cannot go on: {error}. Remove the folder {str(newest)!r} to {start}, or choose another output"
         ) from error

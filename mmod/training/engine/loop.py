@@ -146,7 +146,9 @@ class _Trainer:
         self.routers: list[RouterRow] = []
         # Last, because it loads into model, average, optimiser, meters and the streams' reports.
         self._resume()
-        logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
+        logs = None
+        if config.tensorboard and process.is_first:
+            logs = self.folder / "tensorboard"
         self.board = TensorBoard(logs, self.step)
 
     def run(self) -> FitResult[RoutedResult]:

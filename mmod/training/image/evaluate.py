@@ -219,7 +219,9 @@ def _patch_figures(rows: Columns) -> tuple[float | None, float]:
     iou_C = torch.from_numpy(iou_of(count_CC[None].numpy())[0])
     # Class 0 is the background, which may be all there is.
     patches = float(count_CC[1:].sum())
-    objects = 100 * float(count_CC.diagonal()[1:].sum() / patches) if patches else None
+    objects = None
+    if patches:
+        objects = 100 * float(count_CC.diagonal()[1:].sum() / patches)
     return objects, 100 * float(iou_C[~iou_C.isnan()].mean())
 
 
