@@ -10,6 +10,10 @@ from typing import Any
 from mmod.io.files import make_folder, read_json_object, write_json
 from mmod.names import similar
 
+# No result in the store, which another version of mmod does not read: the same question goes on with any.
+QUESTION = "question.json"
+"""The file of a folder that says what its results answer, of a study or of advice."""
+
 
 class FolderTakenError(FileExistsError, ValueError):
     """A folder holds results of another config, or unrelated files."""
@@ -44,6 +48,12 @@ def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
         if holds_file and not path.name.startswith("."):
             raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
     return None
+
+
+def answered_by(folder: str | Path) -> dict[str, Any] | None:
+    """Return the question that the results in a folder answer; None if it is not known."""
+    path = Path(folder) / QUESTION
+    return read_json_object(path) if path.is_file() else None
 
 
 def check_same(

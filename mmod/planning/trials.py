@@ -17,8 +17,9 @@ from mmod.adapters import BlockStack, find_library, find_part, find_stacks
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
 from mmod.analysis.timing import Times, ratios, times_once, timing_caution
+from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
-from mmod.io.records import FolderTakenError, differences
+from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.methods.route import is_routed
@@ -34,8 +35,6 @@ from mmod.planning.untrained import image_candidates, language_candidates, small
 from mmod.values import check_value
 
 ROUNDS = 5
-# Under which a store keeps what the advice beside it is on.
-_QUESTION = {"work": "question of advice"}
 # What training may change, and where models are tuned that a study can make.
 _UNTRAINED = "Nothing was trained here: fine-tuned models may lose less, and rank differently."
 _STUDY = (
@@ -102,9 +101,9 @@ def advise(
             are the same.
         at_size: Makes a language model read images of another side in pixels, in place, and returns the batches of the
             same prompts at that side; `mmod advise` passes it for LLaVA-like models. None tries no smaller images.
-        folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
-            call resumes. Advice on other samples or with other settings is not replaced. None writes nothing. For
-            `models`, call the result's `save` instead.
+        folder: Write `advice.json`, `advice.md`, `advice.png` and `question.json` here, and `store.jsonl`, from which
+            an interrupted call resumes. Advice on other samples or with other settings is not replaced. None writes
+            nothing. For `models`, call the result's `save` instead.
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
         opening: The line of Python that opens the model, which the lines of candidates follow.
@@ -165,7 +164,7 @@ def advise(
             "model": samples.identity,
         }
         if folder is not None:
-            _check_question(Path(folder), results, question)
+            _check_question(Path(folder), question)
         entrants, refused = changed_models(model, samples, depth, chosen)
         entrants |= _ready_models(models, samples, entrants)
         figure = CORRECT if samples.has_labels else AGREEMENT
@@ -198,7 +197,7 @@ def advise(
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
-        results.put(_QUESTION, question)
+        write_json(Path(folder) / QUESTION, question)
     return advice
 
 
@@ -218,12 +217,12 @@ def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, prog
     return table
 
 
-def _check_question(folder: Path, results: Store, question: Mapping[str, object]) -> None:
+def _check_question(folder: Path, question: Mapping[str, object]) -> None:
     """Refuse to replace advice on another model, other samples or with other settings."""
     taken = [name for name in WRITTEN if (folder / name).exists()]
     if not taken:
         return
-    answered = results.get(_QUESTION) or {}
+    answered = answered_by(folder) or {}
     changed = [name for name, value in question.items() if differences({name: answered.get(name)}, {name: value})]
     if not changed:
         return

@@ -8,16 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.io.files import read_json_object, write_json
-from mmod.io.records import FolderTakenError, differences
+from mmod.io.files import write_json
+from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.studies.compare import identity_of
 from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
 
 REPORT = "tradeoff.json"
 """The file of a study's folder that says that there is a table."""
-# No result in the store, which another version of mmod does not read: the same study goes on with any.
-_QUESTION = "question.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +38,13 @@ class Question:
         if not table.exists():
             return
         advice = "which this one would replace: name another folder, --output FOLDER, or remove the table"
-        if not (folder / _QUESTION).exists():
+        answered = answered_by(folder)
+        if answered is None:
             raise FolderTakenError(
                 f"{str(table)!r} is the table of a study, {advice}. Whether it is this study's is not known: "
-                f"{_QUESTION} is not beside it"
+                f"{QUESTION} is not beside it"
             )
-        changes = self._changes_from(read_json_object(folder / _QUESTION))
+        changes = self._changes_from(answered)
         if changes:
             raise FolderTakenError(f"{str(table)!r} is the table of another study, {advice}. Differing: {changes}")
 
@@ -69,7 +68,7 @@ class Question:
     def keep(self, folder: Path, names: Collection[str]) -> None:
         """Record in a folder what the table of some models answers."""
         models = {name: model for name, model in self.models.items() if name in names}
-        write_json(folder / _QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
+        write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 
 def question_of(config: StudyConfig, runs: Sequence[Run]) -> Question:

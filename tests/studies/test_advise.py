@@ -80,7 +80,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
         "Labels are not used: the images are in 3 folders (class 0, class 1, class 2), and the model has 1000 classes."
         in shown
     )
-    assert visible(output) == {"advice.json", "advice.md", "advice.png", "store.jsonl"}
+    assert visible(output) == {"advice.json", "advice.md", "advice.png", "question.json", "store.jsonl"}
     # The lines of Python run as they are printed.
     opening = json.loads((output / "advice.json").read_text())["opening"]
     assert opening == 'model = mmod.open_model("test_vit", pretrained=False).model'
