@@ -8,7 +8,7 @@ within an image and a plain scatter can write rows back.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
 
@@ -194,6 +194,10 @@ def select_topk(
         index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
     return Kept(index_BK, valid_BK), gate_BK
+
+
+# The definition alone, for callers that know that no kernel may run.
+sort_topk: Callable[..., tuple[Kept, Tensor | None]] = select_topk.__wrapped__  # type: ignore[attr-defined]
 
 
 def select_threshold(

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Patches, Placement, RoutingConfig, Score, Threshold, rational, spelled
+from mmod.ops import backend
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.ops.select import Kept, cannot_count, kept_count, select_images, select_threshold, select_topk
+from mmod.ops.select import (
+    Kept,
+    cannot_count,
+    kept_count,
+    select_images,
+    select_threshold,
+    select_topk,
+    sort_topk,
+)
 from mmod.routing.decision import Routing, Rule, TokenGroups, TokenMasks
 from mmod.routing.joiner import choose_joiner
 from mmod.threads import PerThread
@@ -139,7 +148,9 @@ class Router(nn.Module):
             # Nothing is always kept, whatever the host marks.
             masks = TokenMasks(masks.valid_BN)
         if config.select == "topk":
-            kept, gate_BK = select_topk(
+            # In every block, so the choice among kernels is skipped where there is none.
+            select = select_topk if backend.forced or not score_BN.is_cpu else sort_topk
+            kept, gate_BK = select(
                 score_BN, rule.capacity, self.prefix, masks.valid_BN, masks.protect_BN, gate=gate.name, scale=gate.scale
             )
         else:

@@ -66,6 +66,33 @@ def test_a_block_calls_few_functions(config: mmod.RoutingConfig, most: int) -> N
     assert len(names) <= most * len(mmod.routed_blocks(model)), names
 
 
+@torch.no_grad()
+def test_a_block_of_a_mod_calls_20_functions_in_6_files() -> None:
+    """What a reader follows, and what is paid for, from the tokens before a routed block to those behind it."""
+    model = mmod.route_(make_model("vit_tiny_patch16_224", depth=6), mmod.preset("a-mod", depth=6))
+    block = model.blocks[3]
+    images = make_images("vit_tiny_patch16_224", 1)
+    files: list[str] = []
+    running: list[FrameType] = []
+
+    def follow(frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "return" and running == [frame]:
+            running.clear()
+        elif event == "call" and path.is_relative_to(ROOT):
+            if not running and frame.f_locals.get("self") is block:
+                running.append(frame)
+            if running:
+                files.append(str(path.relative_to(ROOT)))
+
+    model(images)
+    with profiled(follow):
+        model(images)
+    assert files[0] == "blocks/routed.py"
+    assert len(files) <= 20, files
+    assert len(set(files)) <= 6, set(files)
+
+
 @contextmanager
 def profiled(function: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
     """Call a function at each call of Python's, and of C's from Python."""
