@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmod.blocks.calls import ReadBlocks, StackCall, StackCalls
-from mmod.blocks.conversion import Mixin, convert, is_converted, mixins_of, remove
+from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.record import Deciding, PassLoss, Record
 from mmod.threads import PerThread
@@ -209,11 +209,3 @@ def watch_losses(owner: nn.Module) -> None:
     if isinstance(owner, BlockOwner):
         modules = [module for module in owner.modules() if isinstance(module, Deciding)]
         owner.mod_owner.losing = tuple(module for module in modules if module.has_loss)
-
-
-def disown(model: nn.Module) -> None:
-    """Undo `own_` in a model."""
-    for module in model.modules():
-        for mixin in mixins_of(module):
-            if issubclass(mixin, BlockOwner):
-                remove(module, mixin)

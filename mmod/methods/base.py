@@ -28,7 +28,6 @@ from mmod.blocks import (
     attach,
     convert,
     detach_hooks,
-    disown,
     has_replaced_forward,
     is_converted,
     make_dense,
@@ -247,7 +246,6 @@ class Method(Checked, ABC, group="method"):
     def restore(self, model: nn.Module) -> None:
         """Undo the method alone: by default, remove its hooks and restore the host's classes that it changed."""
         detach_hooks(model, kind=self.kind)
-        disown(model)
         for module in modules_of(model, self.kind):
             if is_converted(module):
                 make_dense(module)
