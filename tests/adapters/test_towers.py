@@ -67,7 +67,7 @@ def test_a_tower_that_keeps_all_equals_the_dense_one(name: str) -> None:
     assert (list(model.state_dict()), classes(model)) == (keys, hosts)
 
 
-@pytest.mark.parametrize(("name", "config"), [*in_turn(ALL, CONFIGS, times=4)])
+@pytest.mark.parametrize(("name", "config"), [*in_turn(ALL, CONFIGS, times=2)])
 @torch.no_grad()
 def test_an_image_does_not_depend_on_others(name: str, config: str) -> None:
     model = make_joint(name)
@@ -134,8 +134,7 @@ def test_a_layer_runs_on_the_kept_rows_of_each_image_and_window(name: str, numbe
         torch.testing.assert_close(after[image], expected, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("config", ["half", "merged", "threshold", "none"])
-@pytest.mark.parametrize("name", IN_SEQUENCE)
+@pytest.mark.parametrize(("name", "config"), in_turn(IN_SEQUENCE, ["half", "merged", "threshold", "none"], times=2))
 @torch.no_grad()
 def test_a_layer_computes_no_empty_rows_for_images_that_keep_fewer(name: str, config: str) -> None:
     linear = mmod.score("linear", init_std=0.2)
@@ -231,8 +230,7 @@ def test_windows_of_unknown_images_are_refused() -> None:
         block(x[:, :16], cu_seqlens=torch.tensor([0, 16, 32]), position_embeddings=(x[:, :8], x[:, :8]))
 
 
-@pytest.mark.parametrize("config", ["gradual", "importance"])
-@pytest.mark.parametrize("name", IN_SEQUENCE)
+@pytest.mark.parametrize(("name", "config"), in_turn(IN_SEQUENCE, ["gradual", "importance"]))
 def test_gradients_are_those_without_checkpointing(name: str, config: str) -> None:
     gradients = []
     for checkpointed in (False, True):
@@ -251,7 +249,7 @@ def test_gradients_are_those_without_checkpointing(name: str, config: str) -> No
 def test_a_compiled_tower_equals_the_eager_one() -> None:
     name = "qwen2.5-vl"
     # What is traced grows with the depth.
-    model = mmod.route_(make_deep(name, layers=3, fullatt_block_indexes=[1]), image="gradual")
+    model = mmod.route_(make_deep(name, layers=2, fullatt_block_indexes=[1]), image="gradual")
     expected = features(tower_of(model), name)
     compiled = torch.compile(tower_of(model), backend="eager")
     for actual, eager in zip(features(compiled, name), expected):
@@ -259,8 +257,10 @@ def test_a_compiled_tower_equals_the_eager_one() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("method", [Prune(keep=0.5, blocks=(0,)), Prune(keep=0.5, blocks=(0,), fuse=True), Merge(r=2)])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    in_turn(ALL, [Prune(keep=0.5, blocks=(0,)), Prune(keep=0.5, blocks=(0,), fuse=True), Merge(r=2)]),
+)
 @torch.no_grad()
 def test_towers_are_pruned_and_merged(name: str, method: Any) -> None:
     model, batch = make_joint(name), prompt(name, (1, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -14,14 +15,16 @@ from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.methods import Experts, Recursions
-from tests.kit.cover import cover
+from tests.kit.cover import cover, in_turn
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
 from tests.kit.interrupts import Interrupt
 from tests.kit.vlm_zoo import (
+    APART,
     IMAGE,
     JOINT,
     OTHERS,
     PATCHES,
+    WITHOUT_PIXELS,
     make_joint,
     make_language,
     merged_embeddings,
@@ -43,7 +46,8 @@ def test_prefill_and_decode_equal_one_pass(method: str, side: str, trains: bool)
     check_cache_changes_nothing(model, prompt("llava", (1, 0, 2), side=side))
 
 
-@pytest.mark.parametrize("name", [*JOINT, *OTHERS])
+# Tests of pixels generate with and without a cache in all others.
+@pytest.mark.parametrize("name", [*JOINT, *APART, *(name for name in OTHERS if name in WITHOUT_PIXELS)])
 def test_prefill_and_decode_equal_one_pass_in_every_family(name: str) -> None:
     check_cache_changes_nothing(routed(name, IMAGES_ONLY["linear"]), prompt(name, (2, 1)))
 
@@ -155,9 +159,14 @@ def test_batch_equals_single_samples(method: str, side: str, attention: str) -> 
         torch.testing.assert_close(together[row, keep], alone, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}], ids=str
+    ("name", "options"),
+    in_turn(
+        ["llava", "llava-mistral-window", "qwen2.5-vl", "qwen3-vl"],
+        [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}],
+        times=2,
+    ),
+    ids=str,
 )
 def test_generation_equals_generation_without_cache(name: str, options: dict[str, Any]) -> None:
     model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, (1, 2))
@@ -200,7 +209,7 @@ def test_a_second_prompt_is_routed_by_its_own_tokens(way: tuple[str, dict[str, A
     # Passes of a copy know nothing of the prompt.
     for other in (model, copy.deepcopy(model)):
         guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, other, negative)
-        results.append(generate(model, inputs, logits_processor=[guidance], **options))
+        results.append(generate(model, inputs, logits_processor=[guidance], max_new_tokens=3, **options))
     assert torch.equal(*results)
 
 
@@ -213,8 +222,9 @@ TWO_WAYS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
-@pytest.mark.parametrize("method", TWO_WAYS)
+@pytest.mark.parametrize(
+    ("method", "options"), in_turn(TWO_WAYS, [{}, {"use_cache": False}, {"num_beams": 2}], times=2), ids=str
+)
 def test_what_decides_otherwise_in_training_generates_in_evaluation_alone(method: str, options: dict[str, Any]) -> None:
     name, config = TWO_WAYS[method]
     batch = prompt("llava", (1, 1)) if name == "llava" else {"input_ids": torch.randint(3, 80, (2, 8))}
@@ -251,17 +261,22 @@ def cut_out(model: Any, places: tuple[int, ...]) -> Any:
     return text
 
 
+CACHES: tuple[dict[str, Any], ...] = ({}, {"cache_implementation": "static"})
+CUT = [(0,), (1,), (2,), (3,), (0, 1), (2, 3)]
+
+
 @pytest.mark.parametrize(
-    ("name", "places", "options"),
-    cover(
-        ["llama", "mistral-window", "llava", "gemma3"],
-        [(0,), (1,), (2,), (3,), (0, 1), (2, 3)],
-        [{}, {"cache_implementation": "static"}],
-    ),
+    ("places", "name", "options"),
+    [
+        (places, name, options)
+        for (places, name), options in zip(
+            in_turn(CUT, ["llama", "mistral-window", "llava", "gemma3"], times=2), itertools.cycle(CACHES)
+        )
+    ],
     ids=str,
 )
 def test_a_model_without_some_layers_caches_by_their_new_numbers(
-    name: str, places: tuple[int, ...], options: dict[str, Any]
+    places: tuple[int, ...], name: str, options: dict[str, Any]
 ) -> None:
     method = IMAGES_ONLY["linear"] if name == "llava" else EVERYTHING["threshold"]
     batch = prompt("llava", (1, 2)) if name == "llava" else pad([torch.randint(3, 80, (n,)).tolist() for n in (9, 5)])

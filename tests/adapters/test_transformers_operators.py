@@ -139,7 +139,7 @@ def doubled(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn([name for name in JOINT if name not in SEEING], WAYS, times=2))
+@pytest.mark.parametrize(("name", "way"), in_turn([name for name in JOINT if name not in SEEING], WAYS))
 def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[str, str]) -> None:
     for capacity in (0.5, 0):
         config = LINEAR.replace(operator=way[0], context=way[1], capacity=capacity)
@@ -149,7 +149,7 @@ def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[st
             mmod.route_(model, language=config)
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn([*SEEING, *APART], [("block", "kept"), *WAYS], times=2))
+@pytest.mark.parametrize(("name", "way"), in_turn([*SEEING, *APART], [("block", "kept"), *WAYS]))
 def test_image_tokens_by_the_dense_layer_in_every_family(name: str, way: tuple[str, str]) -> None:
     model = make_joint(name).double()
     gate = "sigmoid" if way[0] == "block" else "identity"
@@ -223,7 +223,7 @@ def test_text_alone_is_the_dense_model(way: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    in_turn(JOINT, [FROZEN, *(LINEAR.replace(operator=o, context=c) for o, c in WAYS)], times=3),
+    in_turn(JOINT, [FROZEN, *(LINEAR.replace(operator=o, context=c) for o, c in WAYS)]),
 )
 def test_prefill_and_decode_equal_one_pass(name: str, config: mmod.RoutingConfig) -> None:
     gate = config.gate if config.operator == "block" or name != "gemma3-vision" else "identity"

@@ -72,8 +72,7 @@ def test_packed_equals_padded_in_every_family(name: str, side: str, monkeypatch:
     assert (counted.calls > 0) == (not name.endswith(PADDED))
 
 
-@pytest.mark.parametrize("method", [*IMAGES_ONLY, *EVERYTHING])
-@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(("method", "training"), in_turn([*IMAGES_ONLY, *EVERYTHING], [False, True]))
 def test_packed_equals_padded_by_every_method(method: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(monkeypatch)
     config = {**IMAGES_ONLY, **EVERYTHING}[method]

@@ -72,6 +72,14 @@ APART = tuple(
         "qwen3_vl_moe",
     )
 )
+# Those whose image tokens know no pixels of their own: patches in no known order, mixed or in maps, tiles, prompts of
+# another form, layers with a state, a tower for videos.
+WITHOUT_PIXELS = (
+    *("mistral3", "cosmos3_edge", "kimi_k25", "lighton_ocr", "paddleocr_vl"),
+    *("llava-next", "llava-onevision", "llava_next_video"),
+    *("aria", "idefics2", "deepseek_vl_hybrid", "fast_vlm", "got_ocr2", "pp_chart2table", "granite_docling"),
+    *("gemma4", "gemma4_unified", "molmo2", "qwen3_5", "qwen3_5_moe", "video_llava"),
+)
 # Names of models whose layers slide over fewer tokens than a prompt has.
 SLIDING = (
     "-window",
