@@ -22,6 +22,7 @@ from mmod.training.chat.estimate import estimate
 from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.processor import create_processor, create_word_processor
 from tests.kit.chat_configs import vlm_config
+from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 ROUTED = mmod.RoutingConfig(
@@ -59,8 +60,7 @@ def quantized(model: nn.Module) -> set[str]:
 
 
 @needs_bitsandbytes
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", ["llama", "llava"])
+@pytest.mark.parametrize(("name", "bits"), in_turn(["llama", "llava"], BITS))
 @torch.no_grad()
 def test_capacity_one_is_the_quantized_model(tmp_path: Path, name: str, bits: int) -> None:
     joint = name == "llava"
@@ -128,14 +128,13 @@ def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, checkpo
     assert bool(torch.isfinite(model(**batch).loss))
 
 
-@pytest.mark.parametrize("bits", BITS)
-def test_plans_count_bits(tmp_path: Path, checkpoint: str, bits: int) -> None:
+def test_plans_count_bits(tmp_path: Path, checkpoint: str) -> None:
     lora = {"r": 2, "target_modules": ["q_proj"]}
     model = ModelConfig(checkpoint=checkpoint)
     routing = {"language": {"preset": "p-mod"}}
-    full, less = (
+    full, *quantized_plans = (
         estimate(replace(vlm_config(tmp_path, routing=routing), model=replace(model, args=args), lora=lora))
-        for args in ({}, options(bits))
+        for args in ({}, *map(options, BITS))
     )
     dense, _ = create_with_processor(vlm_config(tmp_path), on_meta=True)
     linear = sum(
@@ -143,8 +142,9 @@ def test_plans_count_bits(tmp_path: Path, checkpoint: str, bits: int) -> None:
         for name, module in dense.named_modules()
         if isinstance(module, nn.Linear) and name != "lm_head"
     )
-    assert full.weight_bytes - less.weight_bytes == linear * (32 - bits) // 8
-    assert replace(less, weight_bytes=full.weight_bytes) == full
+    for bits, plan in zip(BITS, quantized_plans, strict=True):
+        assert full.weight_bytes - plan.weight_bytes == linear * (32 - bits) // 8
+        assert replace(plan, weight_bytes=full.weight_bytes) == full
 
 
 def test_without_bitsandbytes_loading_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,8 +85,7 @@ def generated(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("method", PRESETS)
+@pytest.mark.parametrize(("method", "side"), in_turn(PRESETS, ["left", "right"]))
 def test_static_caches_change_nothing(method: str, side: str) -> None:
     attention = "eager" if side == "right" else "sdpa"
     model, batch = routed("llava", PRESETS[method], attention), prompt("llava", (1, 0, 2), side=side)
@@ -100,12 +99,12 @@ def test_static_caches_change_nothing(method: str, side: str) -> None:
 @pytest.mark.parametrize(("name", "images"), in_turn([*JOINT, *APART], IMAGES), ids=str)
 def test_static_caches_change_nothing_in_every_family(name: str, images: tuple[int, ...]) -> None:
     model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, images)
-    ids = generated(model, batch, num_beams=2)
-    assert torch.equal(generated(model, batch, num_beams=2, cache_implementation="static"), ids)
+    options = {"num_beams": 2, "max_new_tokens": 4}
+    ids = generated(model, batch, **options)
+    assert torch.equal(generated(model, batch, cache_implementation="static", **options), ids)
 
 
-@pytest.mark.parametrize("method", EVERYTHING)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+@pytest.mark.parametrize(("method", "name"), in_turn(EVERYTHING, ["llama", "gemma3", "mistral-window"], times=2))
 def test_static_caches_of_text_that_decides_for_itself(name: str, method: str) -> None:
     # Gemma 3 has positions of two kinds, which cannot be compact.
     name = "gemma2" if (name, method) == ("gemma3", "compact") else name
