@@ -144,24 +144,25 @@ def test_routers_alone_train_where_the_config_says_so(kind: str, routing: dict[s
     assert all(".router." in name for name in tuned.keys() - dense.keys())
 
 
-# Of each kind: runs of two processes by what they share, in batches of one step of a single process.
+# Of each kind: runs of one process, and those of two that equal them: what they share, and in how many batches of one
+# step of the single process.
 ELASTIC_TEXT = {"routing": PREDICTOR, "elastic": True, "model": {"config": {"tie_word_embeddings": True}}}
 SGD = {"opt": "sgd", "lr": 0.1}
+AVERAGED = {"ema": {"decay": 0.5}, "optim": SGD}
 # Random draws depend on the last bits of the tokens.
 STRIDE = {"router": "stride", "training_only": True}
-TOGETHER: dict[str, list[tuple[str, int, dict[str, Any]]]] = {
+CHECKPOINTED = {"grad_checkpointing": True}
+TOGETHER: dict[str, list[tuple[dict[str, Any], list[tuple[str, int, dict[str, Any]]]]]] = {
     "image": [
-        ("ddp", 1, {"routing": ROUTED, "ema": {"decay": 0.5}, "optim": SGD}),
-        ("fsdp", 1, {"routing": ROUTED, "ema": {"decay": 0.5}, "optim": SGD, "grad_checkpointing": True}),
-        ("fsdp", 1, {"routing": STRIDE, "ema": {"decay": 0.5}, "optim": SGD, "grad_checkpointing": True}),
+        ({"routing": ROUTED, **AVERAGED}, [("ddp", 1, {}), ("fsdp", 1, CHECKPOINTED)]),
+        ({"routing": STRIDE, **AVERAGED}, [("fsdp", 1, CHECKPOINTED)]),
     ],
     "pairs": [
-        ("ddp", 2, {}),
-        ("fsdp", 1, {"loss": "siglip"}),
-        ("ddp", 1, {"routing": TOWERS}),
-        ("fsdp", 2, {"routing": TOWERS}),
+        ({}, [("ddp", 2, {})]),
+        ({"loss": "siglip"}, [("fsdp", 1, {})]),
+        ({"routing": TOWERS}, [("ddp", 1, {}), ("fsdp", 2, {})]),
     ],
-    "text": [("ddp", 1, ELASTIC_TEXT), ("fsdp", 1, ELASTIC_TEXT)],
+    "text": [(ELASTIC_TEXT, [("ddp", 1, {}), ("fsdp", 1, {})])],
 }
 
 
@@ -175,12 +176,14 @@ def train_together(configs: list[RunConfig]) -> None:
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_two_processes_equal_one_with_the_same_global_batch(kind: str, tmp_path: Path) -> None:
     singles, configs = [], []
-    for number, (shared, accumulate, changes) in enumerate(TOGETHER[kind]):
-        single = MAKE[kind](tmp_path / f"one-{number}", **changes, epochs=1)
-        singles.append(fit(single, progress=False))
-        two = {"distributed": {"kind": shared}, "accumulate": accumulate}
-        two["data"] = {"batch_size": single.data.batch_size // 2 // accumulate}
-        configs.append(MAKE[kind](tmp_path / f"two-{number}", **changes, epochs=1, **two))
+    for changes, ways in TOGETHER[kind]:
+        single = MAKE[kind](tmp_path / f"one-{len(configs)}", **changes, epochs=1)
+        result = fit(single, progress=False)
+        for shared, accumulate, further in ways:
+            two = {"distributed": {"kind": shared}, "accumulate": accumulate, **further}
+            two["data"] = {"batch_size": single.data.batch_size // 2 // accumulate}
+            singles.append(result)
+            configs.append(MAKE[kind](tmp_path / f"two-{len(configs)}", **changes, epochs=1, **two))
     assert run_processes(train_together, configs, world=2) == [0, 0]
     loss, closeness = ("train_contrastive" if kind == "pairs" else "train_loss"), {"rtol": 1e-4, "atol": 1e-5}
     if kind == "text":
@@ -190,7 +193,7 @@ def test_two_processes_equal_one_with_the_same_global_batch(kind: str, tmp_path:
         assert two["evaluation"]["samples"] == one.evaluation.samples
         for left, right in zip(one.history, two["history"], strict=True):
             assert right[loss] == pytest.approx(left[loss], abs=1e-4)
-        expected, actual = weights(tmp_path / f"one-{number}/model"), weights(tmp_path / f"two-{number}/model")
+        expected, actual = weights(Path(one.folder) / "model"), weights(tmp_path / f"two-{number}/model")
         assert actual.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, **closeness, msg=f"{number}: {name}")

@@ -150,7 +150,8 @@ def test_the_weights_with_the_most_right_answers_are_kept(
     trainer = {"lr_scheduler_type": "constant", "max_steps": 6}
     name = f"best-{lora is None}"
     changes = {"routing": P_MOD, "lora": lora}
-    short = fit(vlm_config(folder, f"{name}-short", {**trainer, "max_steps": 4}, **changes), progress=False)
+    data = replace(vlm_config(folder).data, val=None)
+    short = fit(vlm_config(folder, f"{name}-short", {**trainer, "max_steps": 4}, data=data, **changes), progress=False)
     shares = iter([10.0, 30.0, 20.0])
     monkeypatch.setattr(EvalResult, "columns", lambda self: {"right": next(shares)})
     keep = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
