@@ -195,8 +195,9 @@ def _with_broken_gradient(create: Any) -> Any:
 
 
 def test_a_loss_that_is_not_finite_ends_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = {"data": replace(vlm_config(folder).data, val=None), "routing": P_MOD}
     # The first step changes the weights, so that all that follows is NaN.
-    blown = vlm_config(folder, "blown", {"learning_rate": 1e40, "lr_scheduler_type": "constant"}, routing=P_MOD)
+    blown = vlm_config(folder, "blown", {"learning_rate": 1e40, "lr_scheduler_type": "constant"}, **fields)
     with pytest.raises(FloatingPointError, match=r"at step 2; last good checkpoint: none was written yet"):
         fit(blown, progress=False)
     assert not (folder / "blown" / "result.json").exists()
@@ -208,19 +209,19 @@ def test_a_loss_that_is_not_finite_ends_a_run(folder: Path, monkeypatch: pytest.
         loss, outputs = compute_loss(self, *args, **kwargs)
         return loss * (float("nan") if len(calls) == 4 else 1.0), outputs
 
-    config = vlm_config(folder, "nan", routing=P_MOD)
+    config = vlm_config(folder, "nan", **fields)
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "compute_loss", broken)
         with pytest.raises(FloatingPointError, match=r"at step 4; last good checkpoint: .*checkpoint-2"):
             fit(config, progress=False)
     # Weights that are not finite, by an infinite gradient, are not saved.
     monkeypatch.setattr(Trainer, "create_optimizer", _with_broken_gradient(Trainer.create_optimizer))
-    infinite = vlm_config(folder, "infinite", {"save_steps": 1, "max_grad_norm": 0.0}, routing=P_MOD)
+    infinite = vlm_config(folder, "infinite", {"save_steps": 1, "max_grad_norm": 0.0}, **fields)
     with pytest.raises(FloatingPointError, match=r"weights .* by step 3; last good checkpoint: .*checkpoint-2"):
         fit(infinite, progress=False)
     monkeypatch.undo()
     # Going on from it is as if nothing had happened.
-    whole = fit(vlm_config(folder, "never-nan", routing=P_MOD), progress=False)
+    whole = fit(vlm_config(folder, "never-nan", **fields), progress=False)
     assert same(weights(fit(config, progress=False)), weights(whole))
 
 
@@ -306,7 +307,8 @@ def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: 
 
 
 def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
-    config = vlm_config(folder, "lora", routing=P_MOD, lora={"r": 2, "target_modules": ["q_proj"]})
+    data = replace(vlm_config(folder).data, val=None)
+    config = vlm_config(folder, "lora", data=data, routing=P_MOD, lora={"r": 2, "target_modules": ["q_proj"]})
     before, _ = create_with_processor(config)
     start = create_with_processor(config.plain())[0].state_dict()
     trained = {name for name, parameter in before.named_parameters() if parameter.requires_grad}
