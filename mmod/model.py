@@ -10,7 +10,7 @@ from typing import Any
 
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
-from mmod.adapters.tokens import Tokens, declared
+from mmod.adapters.tokens import Tokens, declared, share_proofs
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, place_of, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, own_methods, undo_last_
 from mmod.methods.prepare import check_new_capacity
@@ -64,7 +64,9 @@ def copy_of(model: Model) -> Model:
     """Return a copy of a model that shares its weights."""
     # With the weights in its memo, deepcopy copies the modules alone.
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return copy.deepcopy(model, shared)
+    copied = copy.deepcopy(model, shared)
+    share_proofs(model, copied)
+    return copied
 
 
 def change_(model: Model, method: Method, tokens: Tokens | None = None) -> Model:

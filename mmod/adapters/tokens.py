@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,8 +26,16 @@ _PROOF = "mod_proof"
 _TOKENS = "mod_tokens"
 
 
-# The last proof of a list of dense blocks, and what it holds for: many functions ask for the blocks of a model.
-_PROVEN: WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Proof]] = WeakKeyDictionary()
+class _Proven(NamedTuple):
+    """A proof, and what it holds for: what was said of the model, and what its blocks were."""
+
+    said: tuple[object, ...]
+    blocks: tuple[object, ...]
+    proof: Proof
+
+
+# By list of dense blocks, the last proof: many functions ask for the blocks of a model.
+_PROVEN: WeakKeyDictionary[nn.Module, _Proven] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -120,9 +128,11 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
     # Two tensors cannot be compared as one value.
     shapes = [str(getattr(leaf, "shape", leaf)) for leaf in tree_leaves(tokens.example)]
-    settings = (name, tokens.prefix, *shapes, *map(settings_of, block_list), *map(drop_rate, block_list))
-    if block_list in _PROVEN and _PROVEN[block_list][0] == settings:
-        return _PROVEN[block_list][1]
+    said = (name, tokens.prefix, *shapes)
+    blocks = _settings_of_all(block_list)
+    known = _PROVEN.get(block_list)
+    if known is not None and known[:2] == (said, blocks):
+        return known.proof
     # Libraries build models on the meta device, where nothing could be compared.
     with torch.device("cpu"), kept_random_state():
         inputs = read_inputs(model, name, tokens.example)
@@ -131,8 +141,23 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
             check_value(f"prefix, of the {most + 1} tokens that {name} gets,", tokens.prefix, int, f"[0, {most}]")
             inputs = inputs.with_seen(prefix=tokens.prefix)
         proof = prove(inputs, list(block_list), title)
-    _PROVEN[block_list] = settings, proof
+    _PROVEN[block_list] = _Proven(said, blocks, proof)
     return proof
+
+
+def _settings_of_all(blocks: Iterable[nn.Module]) -> tuple[object, ...]:
+    return tuple((settings_of(block), drop_rate(block)) for block in blocks)
+
+
+def share_proofs(model: nn.Module, copied: nn.Module) -> None:
+    """Let a fresh copy of a model, which may lie on another device, have its proofs: blocks are not tried again."""
+    blocks: Any
+    twins: Any
+    for blocks, twins in zip(model.modules(), copied.modules()):
+        known = _PROVEN.get(blocks)
+        # What an attribute holds may be copied with the module, and then it differs.
+        if known is not None and known.blocks == _settings_of_all(blocks):
+            _PROVEN[twins] = known._replace(blocks=_settings_of_all(twins))
 
 
 def _lists(model: nn.Module, least: int) -> list[str]:

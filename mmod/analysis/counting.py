@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from mmod.adapters.tokens import share_proofs
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.tracing import Trace
 from mmod.blocks import Deciding, deciding_modules
@@ -184,6 +185,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
             copied_module.capacity = module.capacity
         if isinstance(module, Deciding) and isinstance(copied_module, Deciding):
             copied_module.record.together = module.record.together
+    share_proofs(model, copied)
     return copied
 
 

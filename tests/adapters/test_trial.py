@@ -13,10 +13,13 @@ from torch import nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.adapters import find_stack
+from mmod.adapters import find_stack, tokens
+from mmod.analysis.counting import meta_copy
 from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions
+from mmod.model import copy_of
 from mmod.random_state import drawn_from
 from tests.kit.cover import in_turn
+from tests.kit.folders import make_image_model
 from tests.kit.own_vits import DividingBlock, DrawingBlock, OwnBlock, OwnViT, SkippingBlock, make_own_images
 from tests.kit.vision_zoo import make_vision
 
@@ -140,3 +143,22 @@ def test_blocks_without_a_draw_are_tried_once_more(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(OwnBlock, "forward", counted)
     find_stack(OwnViT(lambda _: OwnBlock()))
     assert len(passes) == 1
+
+
+@pytest.mark.parametrize("copied", [copy_of, meta_copy])
+# The blocks of transformers hold a config, which is copied with them.
+@pytest.mark.parametrize("make", [lambda: OwnViT(lambda _: OwnBlock()), lambda: make_image_model("vit")])
+def test_a_copy_is_tried_where_its_blocks_differ_alone(copied: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trials = []
+    prove = tokens.prove
+    monkeypatch.setattr(tokens, "prove", lambda *arguments: trials.append(arguments) or prove(*arguments))
+    model = make()
+    stack = find_stack(model)
+    for number, attribute in enumerate(("of the copy", "of the model"), 1):
+        twin = copied(model)
+        assert find_stack(twin).proof == stack.proof
+        assert len(trials) == number
+        changed = twin if attribute == "of the copy" else model
+        changed.get_submodule(stack.names[0]).attribute = attribute
+        find_stack(copied(changed))
+        assert len(trials) == number + 1
