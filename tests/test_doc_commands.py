@@ -17,10 +17,12 @@ import pytest
 import timm
 from PIL import Image
 from safetensors.torch import save_file
+from torch import nn
 
 from mmod import cli
 from mmod.analysis import timing
 from mmod.planning import budgets
+from mmod.studies import isoflop
 from mmod.studies.candidates import comparison_of
 from mmod.training.kinds import kind_of
 from tests.kit import pages
@@ -33,8 +35,8 @@ from tools.benchmarks import suite
 from tools.benchmarks.command import main as benchmark
 from tools.benchmarks.report import BenchmarkReport
 
-IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 8 --data.val_limit 16 --device cpu"
-STEPS = "--epochs 2 --epoch_steps 1 --eval_every 2 --schedule.warmup_epochs 0"
+IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 8 --data.val_limit 8 --device cpu"
+STEPS = "--epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0"
 SIDE = "--data.image_size 32 --model.args.img_size 32 --model.args.patch_size 4"
 SCENES = f"--data.train scenes:tiny/train --data.val scenes:tiny/val --data.root {SETS}/scenes --device cpu"
 QUESTIONS = f"--data.train questions:tiny/train --data.val questions:tiny/val --data.root {SETS}/questions"
@@ -202,6 +204,11 @@ def run_group(group: str) -> None:
         assert run(f"{command} {option} runs/{number}" if is_free else command), command
 
 
+def step_flops(model: nn.Module, tokens: int) -> int:
+    """Return about what a training step costs."""
+    return 6 * tokens * sum(parameter.numel() for parameter in model.parameters())
+
+
 IMAGE = pytest.param("image", marks=pytest.mark.slow)
 
 
@@ -210,6 +217,8 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip_train.main, "main", lambda words: print(*words))
     report = BenchmarkReport("a suite", {}, {}, {}, [])
     monkeypatch.setattr(suite, "benchmark_suite", lambda config: report)
+    # A plan of models at equal FLOPs counts a pass of each; that of a step is tested in tests/studies/test_isoflop.py.
+    monkeypatch.setattr(isoflop, "training_flops", step_flops)
     for output, command in RUNS.get(group, {}).items():
         run(f"{command} --output {output}")
     if group in ("chat", "data"):
