@@ -13,7 +13,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
-from tests.kit.cover import cover
+from tests.kit.cover import cover, in_turn
 from tests.kit.generation import routed
 from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, sample_of, video
 
@@ -35,8 +35,7 @@ def kept(model: Any, batch: dict[str, Any]) -> list[Tensor]:
     return [routing.keep_BN for routing in decisions.values()]
 
 
-@pytest.mark.parametrize("frames", ["span", "number"])
-@pytest.mark.parametrize("name", FRAME)
+@pytest.mark.parametrize(("name", "frames"), in_turn(FRAME, ["span", "number"]))
 def test_videos_are_chosen_frame_by_frame(name: str, frames: str) -> None:
     size = FRAME[name]
     config = BY_FRAME.replace(language={"tokens": "span" if frames == "span" else size})
@@ -124,9 +123,11 @@ def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cached", ["by itself", "before it was routed"])
 # Text in front of an image sees it in PaliGemma.
-@pytest.mark.parametrize("name", [name for name in JOINT if name != "paligemma"])
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    in_turn([name for name in JOINT if name != "paligemma"], ["by itself", "before it was routed"]),
+)
 def test_an_image_behind_cached_text_equals_the_whole_prompt(name: str, cached: str) -> None:
     qwen, batch = name.startswith("qwen"), prompt(name, (1,))
     model: Any = make_joint(name)
@@ -165,8 +166,11 @@ def test_images_that_go_on_from_the_cache_are_refused(config: mmod.RoutingConfig
         model.generate(**batch, max_new_tokens=2, prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("config", [TOGETHER, BY_FRAME, EVERY_TOKEN], ids=["together", "by frame", "all"])
-@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "llava-onevision"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    in_turn(["llava", "llava-mistral-window", "llava-onevision"], [TOGETHER, BY_FRAME, EVERY_TOKEN]),
+    ids=["together", "by frame", "all"],
+)
 def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.RoutingConfig) -> None:
     import peft
 
@@ -218,8 +222,9 @@ def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: st
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("copies", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
-@pytest.mark.parametrize("name", FRAME)
+@pytest.mark.parametrize(
+    ("name", "copies"), in_turn(FRAME, [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+)
 def test_generation_chooses_frame_by_frame_as_a_forward_pass_does(name: str, copies: dict[str, Any]) -> None:
     model, batch = routed(name, BY_FRAME), video(name, (1, 2))
     expected = kept(model, batch)
