@@ -11,8 +11,12 @@ from tests.kit.references import EXPECTED, REFERENCES, numbers
 
 EXPECTATIONS = json.loads(EXPECTED.read_text())
 
+SLOW = ("chat", "advice")
 
-@pytest.mark.parametrize("name", REFERENCES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in REFERENCES]
+)
 def test_results_are_those_of_before(name: str, tmp_path: Path) -> None:
     expected = EXPECTATIONS[name]
     actual = REFERENCES[name](tmp_path)
