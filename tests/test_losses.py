@@ -266,6 +266,20 @@ def test_a_pass_that_was_interrupted_leaves_no_loss(method: Any) -> None:
         torch.testing.assert_close(mmod.auxiliary_loss(model), losses[0])
 
 
+def test_an_interrupted_pass_leaves_no_loss_where_another_method_was_taken_off() -> None:
+    model = mmod.apply_(make_model(NAME).train(), WITH_LOSSES["experts"])
+    mmod.route_(model, RoutingConfig(router="norm", capacity=0.5, blocks=(1, 2), training_only=True))
+    model.eval().train()
+    images = make_images(NAME, 2)
+    with Interrupt() as counted:
+        model(images)
+    mmod.auxiliary_loss(model)
+    with pytest.raises(KeyboardInterrupt), Interrupt(counted.places // 2):
+        model(images)
+    with pytest.raises(RuntimeError, match="since its loss was last collected"):
+        mmod.auxiliary_loss(model)
+
+
 @with_losses
 @pytest.mark.parametrize("trains", [True, False], ids=["with backward passes", "without"])
 def test_the_losses_of_so_many_passes_are_kept_and_more_are_told_once(
