@@ -55,7 +55,8 @@ def check_dense(fields: Mapping[str, Any]) -> None:
         existing_config(base, "run or config file")
     model = dense.get("model")
     checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
-    if isinstance(checkpoint, str):
+    # That of conversations may be a name of the hub.
+    if isinstance(checkpoint, str) and fields.get("kind") != "chat":
         with naming_dense():
             find_weights(checkpoint)
 
