@@ -282,6 +282,14 @@ def test_an_interrupted_pass_leaves_no_loss_where_another_method_was_taken_off()
         mmod.auxiliary_loss(model)
 
 
+def test_a_method_with_losses_may_be_taken_off_behind_another_one() -> None:
+    model = mmod.apply_(make_model(NAME).train(), WITH_LOSSES["experts"])
+    mmod.route_(model, RoutingConfig(router="linear", gate="linear", blocks=(1, 2), losses={"load": 0.1}))
+    mmod.unroute_(model)
+    model(make_images(NAME, 2))
+    assert mmod.auxiliary_loss(model) > 0
+
+
 @with_losses
 @pytest.mark.parametrize("trains", [True, False], ids=["with backward passes", "without"])
 def test_the_losses_of_so_many_passes_are_kept_and_more_are_told_once(

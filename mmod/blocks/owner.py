@@ -98,7 +98,8 @@ class BlockOwner(Mixin):
         # A graph that fails has left none.
         if torch.compiler.is_compiling():
             return []
-        records = [module.record for module in self.mod_owner.losing]
+        # A method that was taken off has left dense modules.
+        records = [module.record for module in self.mod_owner.losing if isinstance(module, Deciding)]
         return [(record, record.losses) for record in records]
 
     def new_call(self, name: str, outer: StackCall) -> StackCall:
