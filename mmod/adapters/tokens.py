@@ -128,7 +128,9 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
     # Two tensors cannot be compared as one value.
     shapes = [str(getattr(leaf, "shape", leaf)) for leaf in tree_leaves(tokens.example)]
-    said = (name, tokens.prefix, *shapes)
+    # Weights outside the blocks, such as one more class token, change what the blocks get.
+    outside = [(key, tuple(weight.shape)) for key, weight in model.named_parameters() if not key.startswith(f"{name}.")]
+    said = (name, tokens.prefix, *shapes, *outside)
     blocks = _settings_of_all(block_list)
     known = _PROVEN.get(block_list)
     if known is not None and known[:2] == (said, blocks):
