@@ -96,16 +96,18 @@ def _kept_check(chats: ChatDataset, collator: ChatCollator, folder: Path, progre
     if len(chats) < _WORTH_KEEPING:
         return _check(chats, collator, progress)
     path = folder / _KEPT
-    is_writable = os.access(folder, os.W_OK)
+    # In a folder that several users share, the files may be another's.
+    files = [file for file in (path, folder / ".conversations.lock") if file.exists()]
+    is_writable = all(os.access(file, os.W_OK) for file in (folder, *files))
     identity = _identity(chats, collator)
     # One process of a node checks, and the others read its result.
     with locked(folder / "conversations", wait=True) if is_writable else contextlib.nullcontext():
         try:
             store = Store(path)
-        except ValueError:
+        except (OSError, ValueError):
             # It saves time only, so a damaged one is made anew.
             if is_writable:
-                path.unlink()
+                path.unlink(missing_ok=True)
             store = Store(path if is_writable else None)
         faults = store.get(identity)
         if faults is None:
