@@ -205,9 +205,9 @@ def _with_inherited(kind: Any, text: str) -> str:
     fields = [item.name for item in dataclasses.fields(kind) if item.name in meanings and item.name not in own]
     items = "".join(f"    {name}: {textwrap.indent(meanings[name], ' ' * 8).strip()}\n" for name in fields)
     head, title, rest = text.partition("Args:\n")
-    # Behind its own arguments, which end at an empty line.
-    described, gap, end = rest.partition("\n\n")
-    return f"{head}{title}{described.rstrip()}\n{items}{gap}{end}" if items and title else text
+    # Behind its own arguments, which end at an empty line before the next section: lists in them have empty lines too.
+    described, *end = re.split(r"\n\n(?=\S)", rest, maxsplit=1)
+    return "\n\n".join([f"{head}{title}{described.rstrip()}\n{items}".rstrip(), *end]) if items and title else text
 
 
 def _ranges(kind: Any) -> dict[str, str]:
