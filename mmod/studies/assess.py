@@ -113,4 +113,7 @@ def _by_size(values: Mapping[int, float]) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
     config = parse_run(arguments, all_configs())
-    print(described(assess(config)))
+    # It imports torch, and a wrong command line is refused without.
+    from mmod.training.engine.run_folder import unfinished
+
+    print("\n".join([*unfinished(config.model.checkpoint), described(assess(config))]))

@@ -23,6 +23,7 @@ from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, config_of, read_runs
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.run_folder import unfinished
 from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 
@@ -55,6 +56,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         train_dense=config.train_dense,
         bases=config.bases,
         notes=[
+            *([] if config.train_dense else unfinished(dense.model.checkpoint)),
             *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
             *_of_controls(config, candidates),
             *_numbers(config, candidates),

@@ -158,6 +158,14 @@ def is_finished(folder: str | Path) -> bool:
     return find_run(folder) == Path(folder) and (Path(folder) / _RESULT).is_file()
 
 
+def unfinished(checkpoint: str | Path | None) -> list[str]:
+    """Say that a model is the last checkpoint of a run that is not finished, if it is: its figures will change."""
+    run = None if checkpoint is None else find_run(checkpoint)
+    if run is None or run != Path(str(checkpoint)) or is_finished(run):
+        return []
+    return [f"The model is the last checkpoint of the run {run}, which is not finished"]
+
+
 def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float | None]:
     """Return the epochs of a finished run and the seconds that each took; None for what is not known."""
     if folder is None or not is_finished(folder):
