@@ -22,6 +22,7 @@ from mmod.io.jobs import Callback, Runner
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
+from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
 from mmod.planning.advice import WRITTEN, Advice, AdviceRow
@@ -111,8 +112,8 @@ def advise(
 
     Raises:
         TypeError: A batch that holds no images, or no prompts.
-        ValueError: A candidate needs training, the model is changed already or cannot be routed, there are no images,
-            one batch alone to search plans and evaluate them, or the folder's store is damaged.
+        ValueError: The model is changed already or cannot be routed, there are no images, one batch alone to search
+            plans and evaluate them, or the folder is damaged.
         FileExistsError: The folder holds advice on another model, on other samples or with other settings.
 
     Example:
@@ -188,7 +189,7 @@ def advise(
         len(samples),
         tolerance,
         samples.redundancy,
-        " ".join(filter(None, [untrained, _as_they_are(models), note, samples.note])),
+        " ".join(filter(None, [untrained, _at_random(chosen, depth), _as_they_are(models), note, samples.note])),
         caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
@@ -237,6 +238,17 @@ def _check_question(folder: Path, question: Mapping[str, object]) -> None:
 def _name_of(model: nn.Module) -> str:
     described: Mapping[str, object] = getattr(model, "pretrained_cfg", None) or {}
     return str(described.get("architecture") or type(model).__name__)
+
+
+def _at_random(candidates: Iterable[Candidate], depth: int) -> str:
+    """Say which candidates have routers that nobody has trained: a sentence or none."""
+    untrained = []
+    for candidate in candidates:
+        routing = candidate.routing or {}
+        if routing and resolve_routing({"depth": depth, **routing} if "preset" in routing else routing).router.learns:
+            untrained.append(candidate.name)
+    names = ", ".join(untrained)
+    return names and f"Routers that must be trained chose with random weights here: {names}."
 
 
 def _as_they_are(models: Iterable[str]) -> str:

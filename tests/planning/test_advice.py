@@ -151,6 +151,14 @@ def test_advice_on_another_question_is_not_replaced(
     assert (tmp_path / "advice.md").read_bytes() == page
 
 
+def test_routers_that_nobody_has_trained_are_named(clock: Callable[..., None]) -> None:
+    clock({})
+    learned = Candidate("mod", routing={"preset": "mod"})
+    stride = Candidate("stride", routing={"router": "stride"})
+    told = str(mmod.advise(make(), [pictures(4)], candidates=[learned, stride], progress=False))
+    assert "Routers that must be trained chose with random weights here: mod." in told
+
+
 def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> None:
     clock({"random": 5.0})
     random = Candidate("random", routing={"router": "random", "capacity": 0.1})
