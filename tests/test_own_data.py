@@ -116,7 +116,7 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
 
     save_image_model("vit", folder / "vit")
     monkeypatch.setattr("mmod.studies.study.run_study", plan_only)
-    monkeypatch.setattr("mmod.studies.command._shown", lambda config: Path(config.output))
+    monkeypatch.setattr("mmod.studies.command._shown", lambda config, _: Path(config.output))
     monkeypatch.setattr("mmod.report.command.report_on", lambda folder: None)
     ran = []
     if name == "study":
