@@ -219,7 +219,7 @@ class Recommendation:
                 # What loses least at two speeds does so between them.
                 roles[model] += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
             elif model in undecided:
-                roles[model] += ", faster"
+                roles[model] += ", undecided"
         return roles
 
     def outcome(self, model: Alternative) -> str:
@@ -300,7 +300,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         sentences: What to do in each pass.
-        table: What is named for each pass, at each speed, and what is faster and may be within the tolerance.
+        table: What is named for each pass, at each speed, and what is undecided: faster than what is to be used.
         named: Names of these models, each once.
     """
 

@@ -401,4 +401,4 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
         return text
     needed = images * points**2
     digits = len(str(round(needed))) - 2
-    return f"{text} About {math.ceil(needed / 10**digits) * 10**digits:,} would tell one point."
+    return f"{text} About {math.ceil(needed / 10**digits) * 10**digits:,} are needed to tell one point from chance."

@@ -144,7 +144,7 @@ def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_
             "probably: 260 more images would tell",
         ],
         ["batches of 8, 2 times", "risky", "2.00", "4.0 [-4.0, 12.0]", "probably not: 710 more images would tell"],
-        ["batches of 8, faster", "mild", "1.10", "0.0 [-4.0, 4.0]", "probably: 180 more images would tell"],
+        ["batches of 8, undecided", "mild", "1.10", "0.0 [-4.0, 4.0]", "probably: 180 more images would tell"],
     ]
     assert among([risky]).sentence == (
         "Keep the dense model for batches of 8: nothing faster is likely to be within 2 points."

@@ -512,7 +512,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "",
         "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, "
         "which may be another one. "
-        "1,729 test images: differences below 2.0 points may be chance. About 7,000 would tell one point. One seed: "
+        "1,729 test images: differences below 2.0 points may be chance. About 7,000 are needed to tell one point from "
+        "chance. One seed: "
         "`--seeds 5` gives confidence intervals over runs.",
     ]
     assert told.recommended == ["b", "a"]
