@@ -232,7 +232,14 @@ def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: P
     check_fits(state, shapes, f"the weights in {str(folder)!r} do not fit")
     # The saved weights take the place of all initial ones, which take most of the time to draw.
     with Unfilled():
-        return _build(config)
+        model = _build_dense(config)
+        initial = list(model.parameters())
+        apply_again(model, config)
+    held = {id(parameter) for parameter in model.parameters()}
+    if all(id(parameter) in held for parameter in initial):
+        return model
+    # What a method put aside is not saved, and `undo_` gives it back as it was drawn.
+    return _build(config)
 
 
 class Unfilled(TorchFunctionMode):

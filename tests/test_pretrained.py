@@ -300,3 +300,16 @@ def test_a_saved_folder_names_nothing_outside_itself(
 
 def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("something outside the folder was read")
+
+
+def test_what_a_method_put_aside_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recursions save the blocks that they share alone; the others are no memory that nobody has written."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    model = mmod.apply_(timm.create_model("test_vit", depth=6), mmod.methods.Recursions(recursions=2))
+    mmod.save_pretrained(model, tmp_path / "saved")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        loaded = mmod.undo_(mmod.load_pretrained(tmp_path / "saved"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(weight.isfinite().all() for weight in loaded.parameters())
