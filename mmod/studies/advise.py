@@ -68,6 +68,9 @@ def main(arguments: Sequence[str]) -> None:
     else:
         model, batches, is_right, at_size, note = read_prompts(options)
     folder = Path(options.output or _folder_of(options))
+    is_folder = Path(options.model).is_dir()
+    # Language models of the hub, which `open_model` would take for those of timm.
+    of_hub = options.prompts is not None and not is_folder and ":" not in options.model
     advice = advise(
         model.to(choose_device(options.device)),
         batches,
@@ -81,10 +84,12 @@ def main(arguments: Sequence[str]) -> None:
         note=note,
         title=f"Advice for {options.model}",
         opening=opening_line(
-            options.model,
+            f"transformers:{options.model}" if of_hub else options.model,
             checkpoint=options.checkpoint,
             pretrained=None if options.pretrained else False,
             image_size=options.image_size,
+            # Advice undoes the methods of a saved model.
+            dense=True if is_folder else None,
         ),
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
