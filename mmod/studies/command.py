@@ -79,10 +79,10 @@ def _shown(result: StudyResult, said: set[str]) -> Path:
     """Print the outcome of a study and return its folder.
 
     Args:
-        said: What studies before it have printed, such as the sentence on their images: it is not printed again.
+        said: The sentences on images that studies before it have printed. Verdicts are printed, however alike.
     """
     parts = [part for part in result.printed if part not in said]
-    said.update(parts)
+    said.update(part for part in result.printed if part.startswith("Images: "))
     # A log of several studies is read faster without blank lines and fences of code, which the page in the folder has.
     lines = [line for line in "\n".join(parts).splitlines() if line and not line.startswith("```")]
     print("", *lines, sep="\n")

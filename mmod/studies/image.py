@@ -210,7 +210,8 @@ class ImageStudy(StudyKind):
             decided = verdict_of(found)
             code = self.code([runs[name].candidate for name in decided.named])
             printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
-            told = told._replace(recommended=decided.named, code=code, printed=printed)
+            if not guessing:
+                told = told._replace(recommended=decided.named, code=code, printed=printed)
             texts.append(str(decided))
         if found and rows:
             batches = batches_of(config.latency_batch)
@@ -271,7 +272,8 @@ class ImageStudy(StudyKind):
         named = model.checkpoint
         # Folders that say which model they hold.
         if named is not None and (find_run(named) is not None or is_described(named)):
-            return opening_line(named)
+            # Methods of a saved model were undone.
+            return opening_line(named, dense=True)
         return opening_line(model.name, checkpoint=named, args=model.args)
 
     def _python(self, candidate: Candidate) -> str:

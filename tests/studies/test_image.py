@@ -456,7 +456,7 @@ def test_the_printed_lines_run_as_they_are(tmp_path: Path) -> None:
     timm.models.save_for_hf(timm.create_model("test_vit"), str(tmp_path / "saved"), safe_serialization=True)
     words = ["my-model", "--dense.model.checkpoint", str(tmp_path / "saved")]
     (opened, *_) = image_study(read_config(words, ImageStudyConfig)).code([gradual])
-    assert f'model = mmod.open_model("{tmp_path}/saved").model\nmmod.route_(model, "gradual")\n' in opened
+    assert f'model = mmod.open_model("{tmp_path}/saved", dense=True).model\nmmod.route_(model, "gradual")\n' in opened
 
 
 def test_a_dense_model_that_guesses_is_said_to() -> None:
