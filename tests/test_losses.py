@@ -295,6 +295,7 @@ def test_a_method_with_losses_may_be_taken_off_behind_another_one() -> None:
 def test_the_losses_of_so_many_passes_are_kept_and_more_are_told_once(
     method: Any, trains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert record.UNCOLLECTED == 16
     monkeypatch.setattr(record, "UNCOLLECTED", 3)
     model, (x, _), losses = learning(method)
 

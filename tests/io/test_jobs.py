@@ -98,7 +98,7 @@ def be_killed(pids: Path) -> None:
 
 # Of a terminal and of a scheduler, which may signal all processes: a second signal of these would end a run at once.
 @pytest.mark.parametrize(
-    ("number", "everywhere"), [(signal.SIGINT, True), (signal.SIGTERM, True), (signal.SIGUSR1, False)]
+    ("number", "everywhere"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGUSR1, True)]
 )
 def test_a_study_ends_after_its_runs_have_saved(number: signal.Signals, everywhere: bool, tmp_path: Path) -> None:
     log = tmp_path / "log"

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
-from mmod.adapters import find_stack
 from mmod.planning.divergence import outputs
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_choices, best_plan
-from mmod.planning.search import default_options
 from tests.kit import clip_zoo, folders
 from tests.kit.fitted import count_once
 from tests.kit.vlm_zoo import IMAGE, make_joint, make_language, prompt
@@ -360,6 +358,6 @@ def test_text_alone_takes_capacities_above_0() -> None:
     model, batch = make_language("llama"), {"input_ids": torch.randint(3, 90, (2, 12))}
     search = mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.5, "mlp"), mmod.Option(0.5, "block", "all")])
     assert search.share(search.plan) <= 0.8
-    assert {option.capacity for option in default_options(find_stack(model), STRIDE)} == {0.25, 0.5}
+    assert {option.capacity for option in mmod.search_plan(model, [batch], 0.8).options} == {0.25, 0.5}
     with pytest.raises(ValueError, match="capacity 0 is for image tokens"):
         mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.0, "block", "all")])
