@@ -20,7 +20,7 @@ from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import Run, read_runs
-from mmod.training.engine.run_folder import epochs_and_seconds, is_finished
+from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, steps_of_epoch
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -134,10 +134,17 @@ def training_ahead(runs: Sequence[Run]) -> str:
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.
+    work = sum((run.config.epochs or 0) * _share_of_epoch(run, steps_of_epoch(checkpoint)) for run in left)
     return (
-        f"{text}: about {Bar.format_interval(seconds * epochs)} by the dense model's run, and besides that models are "
+        f"{text}: about {Bar.format_interval(seconds * work)} by the dense model's run, and besides that models are "
         "loaded, evaluated before training, and timed"
     )
+
+
+def _share_of_epoch(run: Run, steps: float | None) -> float:
+    """Return the share of an epoch of so many steps that `epoch_steps` of a run leaves."""
+    own = getattr(run.config, "epoch_steps", None)
+    return 1.0 if own is None or steps is None else min(1.0, own / steps)
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:

@@ -920,6 +920,16 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         model = dataclasses.replace(runs[0].config.model, checkpoint=None if name == "." else name)
         first = dataclasses.replace(runs[0], config=dataclasses.replace(runs[0].config, model=model))
         assert training_ahead([first, *runs[1:]]) == told + time
+        if time:
+            # Epochs that end early take their share of one of the dense model's steps.
+            Path(name, "result.json").write_text(result.replace("{", '{"steps": 80, ', 1))
+            short = [
+                dataclasses.replace(run, config=dataclasses.replace(run.config, epoch_steps=5))
+                for run in [first, *runs[1:]]
+            ]
+            seconds = 15 * len(runs)
+            assert f": about {seconds // 60:02}:{seconds % 60:02} by" in training_ahead(short)
+            Path(name, "result.json").write_text(result)
         # The column of epochs has those of that run before a model's own.
         epochs, _ = epochs_and_seconds(model.checkpoint)
         assert epochs_of(first, epochs) == ("4 + 1" if is_run else "+ 1")

@@ -176,6 +176,15 @@ def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float |
     return epochs, seconds / epochs if seconds and epochs else None
 
 
+def steps_of_epoch(folder: str | Path | None) -> float | None:
+    """Return the optimiser steps of an epoch of a finished run; None if they are not known."""
+    if folder is None or not is_finished(folder):
+        return None
+    result = read_json_object(Path(folder) / _RESULT)
+    steps, epochs = result.get("steps"), result.get("epochs")
+    return steps / epochs if steps and epochs else None
+
+
 def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
     """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
     path = folder / _RESULT
