@@ -47,6 +47,9 @@ def parse_config(
             print(_help(_read_line(words, config_class, start)[0]))
             sys.exit(0)
         config = read_config(words, config_class, start)
+    except BrokenPipeError:
+        # The program that reads the help ended, as `head` does.
+        raise
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -155,7 +155,7 @@ def shown_code(models: Mapping[str, tuple[str, str]], opening: str = "") -> list
     if python:
         # Lines that open a model of their own need no other.
         needs_model = not all(lines.startswith("model =") for lines in python.values())
-        opening = opening or "# model: the dense one, as mmod.open_model(MODEL).model"
+        opening = opening or "# model: your dense model"
         dense = f"{opening}\n" if needs_model else ""
         lines = f"import mmod\n\n{dense}{_with_names(python)}"
         blocks.append(f"{_heading(python, 'Python')}\n\n```python\n{lines}\n```")

@@ -84,9 +84,10 @@ def test_refusals_end_in_one_line_and_faults_keep_their_traceback() -> None:
                 fault()
 
 
-def test_a_reader_of_the_output_may_end_first() -> None:
+@pytest.mark.parametrize("words", [["configs"], ["tradeoff", "--help"]])
+def test_a_reader_of_the_output_may_end_first(words: list[str]) -> None:
     reading = subprocess.Popen(
-        [sys.executable, "-m", "mmod", "configs"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", "mmod", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )
     assert reading.stdout is not None
     reading.stdout.close()
