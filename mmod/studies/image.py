@@ -208,9 +208,9 @@ class ImageStudy(StudyKind):
         texts = []
         if found:
             decided = verdict_of(found)
-            code = self.code([runs[name].candidate for name in decided.named])
-            printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
             if not guessing:
+                code = self.code([runs[name].candidate for name in decided.named])
+                printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
                 told = told._replace(recommended=decided.named, code=code, printed=printed)
             texts.append(str(decided))
         if found and rows:

@@ -134,7 +134,8 @@ def training_ahead(runs: Sequence[Run]) -> str:
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.
-    work = sum((run.config.epochs or 0) * _share_of_epoch(run, steps_of_epoch(checkpoint)) for run in left)
+    steps = steps_of_epoch(checkpoint)
+    work = sum((run.config.epochs or 0) * _share_of_epoch(run, steps) for run in left)
     return (
         f"{text}: about {Bar.format_interval(seconds * work)} by the dense model's run, and besides that models are "
         "loaded, evaluated before training, and timed"

@@ -168,9 +168,9 @@ def unfinished(checkpoint: str | Path | None) -> list[str]:
 
 def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float | None]:
     """Return the epochs of a finished run and the seconds that each took; None for what is not known."""
-    if folder is None or not is_finished(folder):
+    result = _finished_result(folder)
+    if result is None:
         return None, None
-    result = read_json_object(Path(folder) / _RESULT)
     seconds = (result.get("usage") or {}).get("wall_seconds")
     epochs = result.get("epochs")
     return epochs, seconds / epochs if seconds and epochs else None
@@ -178,11 +178,16 @@ def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float |
 
 def steps_of_epoch(folder: str | Path | None) -> float | None:
     """Return the optimiser steps of an epoch of a finished run; None if they are not known."""
-    if folder is None or not is_finished(folder):
-        return None
-    result = read_json_object(Path(folder) / _RESULT)
+    result = _finished_result(folder) or {}
     steps, epochs = result.get("steps"), result.get("epochs")
     return steps / epochs if steps and epochs else None
+
+
+def _finished_result(folder: str | Path | None) -> dict[str, Any] | None:
+    """Return what a finished run wrote; None for other folders."""
+    if folder is None or not is_finished(folder):
+        return None
+    return read_json_object(Path(folder) / _RESULT)
 
 
 def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Result] | None:
