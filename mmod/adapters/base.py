@@ -178,7 +178,7 @@ class BlockStack:
         own_(owner, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks), mixin)
 
     def watch_losses(self, model: nn.Module) -> None:
-        """Let a call that fails take along the losses of its pass, after the blocks were converted."""
+        """Let a call that fails drop the losses of its pass; called after the blocks were converted."""
         owner = self.owner_in(model)
         if not isinstance(owner, BlockOwner):
             self.own_(owner)

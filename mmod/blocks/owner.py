@@ -206,7 +206,7 @@ def own_(owner: nn.Module, state: OwnerState, mixin: type[BlockOwner] = BlockOwn
 
 
 def watch_losses(owner: nn.Module) -> None:
-    """Let a call of a `BlockOwner` that fails take along the losses of its pass."""
+    """Let a call of a `BlockOwner` that fails drop the losses of its pass."""
     if isinstance(owner, BlockOwner):
         modules = [module for module in owner.modules() if isinstance(module, Deciding)]
         owner.mod_owner.losing = tuple(module for module in modules if module.has_loss)
