@@ -25,14 +25,14 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
-from mmod.analysis.table import DENSE, Measured, Table
+from mmod.analysis.table import DENSE, Look, Measured, Table, compare
 from mmod.analysis.timing import sample_times
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
 from mmod.planning.advice import Advice
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import NOISE
-from mmod.planning.early import BATCH, Look, look_at, near_front
+from mmod.planning.early import BATCH, look_at, near_front
 from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images
 from mmod.planning.trials import ROUNDS, changed_models, evaluate_once, rows_of
 from mmod.planning.untrained import image_candidates
@@ -66,7 +66,7 @@ class Recorded(NamedTuple):
 def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     """Return what `mmod.advise` says of some photographs, whose scores are read instead of measured."""
 
-    def evaluate(look: Look, callback: Callback = lambda share: None) -> Measured:
+    def evaluate(look: Look[range], callback: Callback = lambda share: None) -> Measured:
         scores = recorded.scores[look.name][places[look.config.start : look.config.stop]]
         return Measured({}, samples=len(scores), outcomes={AGREEMENT: scores})
 
@@ -74,11 +74,14 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     table = Table()
     (dense,) = look_at([DENSE], 0, len(places))
     table.add(DENSE, 0, evaluate(dense))
-    runner = Runner(progress=False)
-    table.fill(runner.run(look_at(candidates, 0, min(FIRST_LOOK, len(places))), evaluate))
     table.times = {BATCH: recorded.times}
-    for looks in near_front(table, AGREEMENT, len(places)):
-        table.fill(runner.run(looks, evaluate))
+
+    def rounds() -> Iterator[list[Look[range]]]:
+        yield look_at(candidates, 0, min(FIRST_LOOK, len(places)))
+        yield from near_front(table, AGREEMENT, len(places))
+
+    for _ in compare(table, rounds(), evaluate, Runner(progress=False)):
+        pass
     rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", is_only=True)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)
 

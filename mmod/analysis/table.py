@@ -1,4 +1,4 @@
-"""The table of a comparison: how it is filled, and what is read from it, such as differences with intervals.
+"""The table of a comparison: `compare` fills it, and all else is read from it, such as differences with intervals.
 
 Axes: N samples, S weightings of them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
 from statistics import mean, stdev
@@ -24,7 +24,7 @@ from mmod.analysis.statistics import (
     estimate_of,
     share_of,
 )
-from mmod.io.jobs import Job
+from mmod.io.jobs import AnyJob, Callback, Config, Job, Runner
 from mmod.io.store import Store
 
 DENSE = "dense"
@@ -99,14 +99,40 @@ class Table:
             rows = rows._replace(samples=before.samples + rows.samples, outcomes=joined)
         by_seed[seed] = rows
 
-    def fill(self, done: Iterable[tuple[Job[Any], Measured]]) -> None:
-        """Add the rows of jobs as they are done, see `Runner.run`."""
-        for job, rows in done:
-            self.add(job.name, job.seed, rows)
-
     def figures(self, name: str) -> dict[int, Mapping[str, float]]:
         """Return all figures of a candidate by seed."""
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
+
+
+@dataclass(frozen=True)
+class Look(Job[Config]):
+    """The evaluation of a candidate on a part of the samples."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def compare(
+    table: Table,
+    rounds: Iterable[Sequence[AnyJob]],
+    measure: Callable[[AnyJob, Callback], Measured | None],
+    runner: Runner,
+) -> Iterator[AnyJob]:
+    """Do jobs, each with a candidate, a seed and perhaps a part of the samples, and yield it once its rows are there.
+
+    A stopped comparison resumes if `measure` keeps rows in a store, see `measured_once`, or in the folder of a run.
+
+    Args:
+        table: Gets the rows of every job.
+        rounds: Jobs that are done together. Rounds may be made by a rule that reads the table before it asks for more,
+            and so stops early.
+        measure: Returns the rows of a job; None of one that others start from, and nothing is compared with.
+    """
+    for jobs in rounds:
+        for job, rows in runner.run(jobs, measure):
+            if rows is not None:
+                table.add(job.name, job.seed, rows)
+                yield job
 
 
 def measured_once(store: Store, identity: Mapping[str, object], measure: Callable[[], Measured]) -> Measured:

@@ -6,32 +6,22 @@ For `mmod.advise`; studies evaluate all candidates on all samples.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 
 from mmod.analysis.statistics import pareto_front, unbeaten
-from mmod.analysis.table import DENSE, Table, evaluated, gap, mean_of
+from mmod.analysis.table import DENSE, Look, Table, evaluated, gap, mean_of
 from mmod.analysis.timing import relative_times
-from mmod.io.jobs import Job
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
 
 
-@dataclass(frozen=True)
-class Look(Job[range]):
-    """The evaluation of a candidate on a range of samples."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
+def look_at(names: Iterable[str], start: int, stop: int) -> list[Look[range]]:
     """Return the evaluation of candidates on the samples from one to another."""
     return [Look(name, 0, range(start, stop), work=stop - start) for name in names]
 
 
-def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look]]:
+def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look[range]]]:
     """Yield what asks for all samples of candidates that none as fast clearly beats, then of the front's that have few.
 
     Args:
@@ -40,7 +30,7 @@ def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look]]:
         samples: Number of all samples, which the dense model has.
     """
 
-    def looks(names: Iterable[str]) -> list[Look]:
+    def looks(names: Iterable[str]) -> list[Look[range]]:
         few = [name for name in names if evaluated(table, name) < samples]
         return list(chain.from_iterable(look_at([name], evaluated(table, name), samples) for name in few))
 

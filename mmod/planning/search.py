@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part, find_parts
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import Measured, Table, evaluated, measured_once
+from mmod.analysis.table import Look, Measured, Table, compare, evaluated, measured_once
 from mmod.config import RoutingConfig, Score
-from mmod.io.jobs import Callback, Job, Runner
+from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store, fingerprint
 from mmod.methods.route import Route, is_routed
 from mmod.model import change_, unroute_
@@ -210,11 +210,18 @@ def divergences(
         shown: Show a bar over the plans for each batch.
     """
     runner = Runner(progress=shown)
-    jobs = [Job(name, 0, None) for name in plans]
     table = Table()
 
-    def measure(batch: Any, dense_RF: Tensor, known: str, job: Job[None], callback: Callback) -> Measured:
-        plan = plans[job.name]
+    def rounds() -> Iterator[Sequence[Look[Any]]]:
+        for number, batch in enumerate(batches, 1):
+            runner.title = f"search plan, batch {number}"
+            dense_RF = outputs(model, batch, part)
+            dense = (batch, dense_RF, fingerprint(dense_RF))
+            yield [Look(name, 0, dense) for name in plans]
+
+    def measure(look: Look[Any], callback: Callback) -> Measured:
+        plan = plans[look.name]
+        batch, dense_RF, known = look.config
 
         def added() -> Measured:
             with routed(model, part, plan):
@@ -232,10 +239,8 @@ def divergences(
         }
         return measured_once(store, identity, added)
 
-    for number, batch in enumerate(batches, 1):
-        runner.title = f"search plan, batch {number}"
-        dense_RF = outputs(model, batch, part)
-        table.fill(runner.run(jobs, partial(measure, batch, dense_RF, fingerprint(dense_RF))))
+    for _ in compare(table, rounds(), measure, runner):
+        pass
     check_rows(max((evaluated(table, name) for name in plans), default=0))
     return table
 

@@ -15,7 +15,18 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_library, find_part, find_stacks
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
+from mmod.analysis.table import (
+    DENSE,
+    Look,
+    Measured,
+    Table,
+    compare,
+    evaluated,
+    gap,
+    interval_of,
+    mean_of,
+    measured_once,
+)
 from mmod.analysis.timing import Times, ratios, times_once, timing_caution
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
@@ -29,7 +40,7 @@ from mmod.planning.advice import WRITTEN, Advice, AdviceRow
 from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.choice import TOLERANCE
 from mmod.planning.divergence import check_batches
-from mmod.planning.early import BATCH, Look, front_in, look_at, milliseconds, near_front
+from mmod.planning.early import BATCH, front_in, look_at, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
@@ -208,13 +219,15 @@ def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, prog
     table = Table()
     # On all samples, since every look is compared with it.
     table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
-    runner = Runner(progress=progress, title="advise")
+
+    def rounds() -> Iterator[Sequence[Look[range]]]:
+        yield look_at([name for name in entrants if name != DENSE], 0, samples.first)
+        table.times, table.waiting = _times(results, entrants)
+        yield from near_front(table, figure, len(samples))
+
     measure = partial(evaluate_once, results, entrants)
-    changed = [name for name in entrants if name != DENSE]
-    table.fill(runner.run(look_at(changed, 0, samples.first), measure))
-    table.times, table.waiting = _times(results, entrants)
-    for looks in near_front(table, figure, len(samples)):
-        table.fill(runner.run(looks, measure))
+    for _ in compare(table, rounds(), measure, Runner(progress=progress, title="advise")):
+        pass
     return table
 
 
@@ -384,7 +397,7 @@ def _batches_at(at_size: AtSize, count: int, model: nn.Module, side: int) -> lis
 
 
 def evaluate_once(
-    store: Store, entrants: Mapping[str, Entrant], look: Look, callback: Callback = lambda share: None
+    store: Store, entrants: Mapping[str, Entrant], look: Look[range], callback: Callback = lambda share: None
 ) -> Measured:
     """Evaluate a candidate on some of the samples, once."""
     candidate, model, samples = entrants[look.name]

@@ -32,11 +32,11 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """
     from functools import partial
 
-    from mmod.analysis.table import DENSE, Table
+    from mmod.analysis.table import DENSE, Table, compare
     from mmod.io.jobs import Runner
     from mmod.io.store import Store
     from mmod.planning.candidate import Candidate
-    from mmod.studies.compare import Measurer, compare, times_of
+    from mmod.studies.compare import Measurer, times_of
     from mmod.studies.kind import measure_run
     from mmod.studies.runs import Comparison
 
@@ -46,7 +46,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     runner = Runner(progress=False)
     measurer = Measurer(partial(measure_run, progress=progress), Store(), keeps_all=True)
     table = Table()
-    for run in compare(runs, table, measurer, runner):
+    for run in compare(table, [runs], measurer, runner):
         model = measurer.final(run)
         dense = _dense_of(model)
         table.costs[run.name] = _costs(kind_of(run.config), model, dense, table.runs[run.name][run.seed].kept)

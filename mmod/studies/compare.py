@@ -1,18 +1,18 @@
-"""Comparisons: runs are done, at the best learning rate of each where that is searched, and evaluated and timed."""
+"""How runs are compared: done at the best learning rate of each where that is searched, then evaluated and timed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, Table, by_seed
+from mmod.analysis.table import DENSE, Measured, Table, by_seed, compare
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.io.files import sha256
 from mmod.io.jobs import Callback, Runner
@@ -63,7 +63,8 @@ def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, 
     # Trials start from the dense model too, which may not be trained yet.
     jobs = _start_of(runs) + list(itertools.chain.from_iterable(trials.values()))
     table = Table()
-    table.fill(runner.run(jobs, functools.partial(_try, Measurer(rates.measure, store), rates.figure)))
+    for _ in compare(table, [jobs], functools.partial(_try, Measurer(rates.measure, store), rates.figure), runner):
+        pass
     best = {}
     for name, tried in trials.items():
         scores = [by_seed(table, rates.figure, trial.name)[rates.seed] for trial in tried]
@@ -101,7 +102,7 @@ def at_rates(runs: Sequence[Run], factors: Mapping[str, float]) -> list[Run]:
     return [dataclasses.replace(run, config=_with_rate(run.config, factors.get(run.name, 1.0))) for run in runs]
 
 
-def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured:
+def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured | None:
     """Return the rows of a trial, with the worst figure where its loss diverges."""
     try:
         return measurer(run, callback)
@@ -119,21 +120,11 @@ def _with_rate(config: Any, rate: float) -> Any:
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))
 
 
-def compare(runs: Sequence[Run], table: Table, measurer: Measurer, runner: Runner) -> Iterator[Run]:
-    """Do the runs of a comparison; yield that of each candidate and seed once its rows are in the table.
-
-    A stopped comparison resumes.
-    """
-    for run, rows in runner.run(runs, measurer):
-        # Nothing is compared with the model that the others start from.
-        if run.name != BASE:
-            table.add(run.name, run.seed, rows)
-            yield run
-
-
 @dataclass(frozen=True)
 class Measurer:
-    """Does runs, with the plan of their seed's dense model where one is searched; other processes get it pickled.
+    """Measures runs for `mmod.analysis.table.compare`, with the plan of their seed's dense model if one is searched.
+
+    Other processes get it pickled.
 
     A model is loaded once for all that is measured of it, such as its accuracy, its costs and its times.
     """
@@ -145,12 +136,13 @@ class Measurer:
     # In the end all are timed in turns: they are kept until a model is trained. Without times, only the last is.
     keeps_all: bool = False
 
-    def __call__(self, run: Run, callback: Callback) -> Measured:
-        """Return the rows of a run."""
+    def __call__(self, run: Run, callback: Callback) -> Measured | None:
+        """Return the rows of a run; None of the one that others start from, which nothing is compared with."""
         if run.is_trained:
             # Training needs the memory.
             self.models.clear()
-        return self.measure(self.ready(run), callback, self)
+        rows = self.measure(self.ready(run), callback, self)
+        return None if run.name == BASE else rows
 
     def __getstate__(self) -> dict[str, object]:
         # Other processes load the models that they need.

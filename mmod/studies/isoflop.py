@@ -18,7 +18,7 @@ from mmod.analysis.counting import meta_copy, step_flops
 from mmod.analysis.prefill import Prefill, Prompt, language_stack
 from mmod.analysis.statistics import Estimate, difference, published
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
-from mmod.analysis.table import Measured, Table, means_over_seeds
+from mmod.analysis.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.files import make_folder
 from mmod.io.jobs import Callback, Runner
@@ -28,7 +28,7 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.losses import auxiliary_loss
 from mmod.methods.base import deciding_together
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Measurer, Rates, at_rates, best_rates, compare
+from mmod.studies.compare import Measurer, Rates, at_rates, best_rates
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.kind import fit, measured_of
 from mmod.studies.report import StudyResult, write_outcome
@@ -164,7 +164,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     table.rates = best_rates(runs, rates, store, runner, Path(config.output) / "rates")
     runs = at_rates(runs, table.rates)
     result: StudyResult | None = None
-    for run in compare(runs, table, Measurer(_train, store), runner):
+    for run in compare(table, [runs], Measurer(_train, store), runner):
         # By seed, so that there is a picture after the first.
         if all(run.seed in table.runs.get(setting.name, {}) for setting in settings):
             points = [setting.row(table.rates[setting.name], table.figures(setting.name)) for setting in settings]

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mmod.analysis.style import save_picture
-from mmod.analysis.table import DENSE, Table
+from mmod.analysis.table import DENSE, Table, compare
 from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_of
-from mmod.studies.compare import Measurer, at_rates, best_rates, compare, identity_of_final, times_of, trials_of
+from mmod.studies.compare import Measurer, at_rates, best_rates, identity_of_final, times_of, trials_of
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
@@ -66,7 +66,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         return result
 
     is_announced = False
-    for run in compare(runs, table, measurer, runner):
+    for run in compare(table, [runs], measurer, runner):
         if run.seed == 0 and run.name in names:
             done[run.name] = measurer.ready(run)
             table.costs[run.name] = _counted(study, done[run.name], measurer, table)

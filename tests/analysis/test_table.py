@@ -21,6 +21,7 @@ from mmod.analysis.table import (
     Table,
     best,
     close_groups,
+    compare,
     gap,
     gaps,
     interval_of,
@@ -290,10 +291,10 @@ def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
 
     jobs = [Job(name, seed, 0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
     with pytest.raises(KeyboardInterrupt):
-        Table().fill(Runner(progress=False).run(jobs, measure))
+        list(compare(Table(), [jobs], measure, Runner(progress=False)))
     done.clear()
     table = Table()
-    table.fill(Runner(progress=False).run(jobs, measure))
+    assert list(compare(table, [jobs], measure, Runner(progress=False))) == jobs
     assert done == ["dense", "a"]
     assert table.figures("a") == {0: {"top1": 0.25}, 1: {"top1": 1.25}}
     rows = table.runs["dense"][1]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.analysis.table import DENSE, Measured, Table, evaluated
+from mmod.analysis.table import DENSE, Look, Measured, Table, compare, evaluated
 from mmod.io.jobs import Callback, Runner
-from mmod.planning.early import Look, front_in, look_at, milliseconds, near_front
+from mmod.planning.early import front_in, look_at, milliseconds, near_front
 
 SAMPLES = 12
 FIRST = 4
@@ -26,7 +28,7 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     ms = {DENSE: 6.0} | {name: float(time) for name, (time, _) in models.items()}
     asked: dict[str, list[int]] = {name: [] for name in models}
 
-    def evaluate(look: Look, callback: Callback) -> Measured:
+    def evaluate(look: Look[range], callback: Callback) -> Measured:
         asked[look.name] += look.config
         rows = outcomes[look.name][look.config.start : look.config.stop]
         return Measured({}, samples=len(rows), outcomes={"right": rows})
@@ -34,11 +36,14 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
     times = {name: [value] * 3 for name, value in ms.items()}
-    runner = Runner(progress=False)
-    table.fill(runner.run(look_at(models, 0, FIRST), evaluate))
-    table.times = {"batch": times}
-    for looks in near_front(table, "right", SAMPLES):
-        table.fill(runner.run(looks, evaluate))
+
+    def rounds() -> Iterator[list[Look[range]]]:
+        yield look_at(models, 0, FIRST)
+        table.times = {"batch": times}
+        yield from near_front(table, "right", SAMPLES)
+
+    for look in compare(table, rounds(), evaluate, Runner(progress=False)):
+        assert evaluated(table, look.name) == look.config.stop
     assert milliseconds(table, "batch") == ms
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))

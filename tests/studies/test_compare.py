@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, Table
+from mmod.analysis.table import DENSE, Measured, Table, compare
 from mmod.data.corrupt import Fault
 from mmod.data.stream import BatchStream
 from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Measurer, compare
+from mmod.studies.compare import Measurer
 from mmod.studies.kind import evaluate_start, measure_run
 from mmod.studies.runs import Comparison
 from mmod.training import fit
@@ -58,7 +58,7 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
         store = Store(tmp_path / "compared" / STORE)
         measurer = Measurer(measure_run, store)
         drawn = {}
-        for run in compare(comparison.checked_runs(), Table(), measurer, Runner(progress=False)):
+        for run in compare(Table(), [comparison.checked_runs()], measurer, Runner(progress=False)):
             assert measurer.final(run) is loaded[-1]()
             drawn[run.name] = float(torch.rand(()))
         return drawn
@@ -153,7 +153,7 @@ def test_evaluation_samples_that_all_can_be_read_are_read_by_one_run_before_it_t
     monkeypatch.setattr(BatchStream, "faults", read)
     runs = comparison.checked_runs()
     measurer = Measurer(measure_run, Store(tmp_path / STORE))
-    list(compare(runs, Table(), measurer, Runner(progress=False)))
+    list(compare(Table(), [runs], measurer, Runner(progress=False)))
     assert len(runs) == 4
     # Faults may be mended meanwhile, and every run counts its own.
     assert len(reads) == (len(runs) if faults else 1)
