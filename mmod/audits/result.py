@@ -27,7 +27,7 @@ from mmod.audits.strata import (
     say_gaps,
     strata_tables,
 )
-from mmod.audits.tables import BatchRows, baseline_row, outcome_table
+from mmod.audits.tables import BatchRows, baseline_row, row_on
 from mmod.config import AuditConfig
 from mmod.io.tables import MarkdownTable, fitted, table_of
 from mmod.plain import from_plain
@@ -153,7 +153,8 @@ class Audit:
 
 def result_of(
     batches: Sequence[BatchRows],
-    others: Mapping[str, Sequence[BatchRows]],
+    table: Table,
+    others: Sequence[str],
     baselines: Sequence[str],
     routed: Sequence[str],
     choices: Mapping[str, Choice],
@@ -162,14 +163,14 @@ def result_of(
     """Return what the rows of an audit's batches say.
 
     Args:
-        others: Those of other sets by name.
+        table: The outcomes of their samples, and of those of other sets.
+        others: Names of the other sets, see `row_on`.
         baselines: Names of other models, see `baseline_row`.
         routed: Names of the model's routed blocks.
     """
     images = sum(len(batch.images) for batch in batches)
     if images < 2:
         raise ValueError(f"an audit needs two images or more, got {images}")
-    table = outcome_table(batches)
     names = [LEARNED, *choices]
     # Each context is compared with the learned choice.
     contrast = Contrast.of(values_of(table, names), config.resamples, seed=0, sign_seed=1)
@@ -219,15 +220,15 @@ def _share_reached(contrast: Contrast, position: int, random: int) -> Estimate:
     return estimate_of((mean_C[position] - mean_C[random]) / (mean_C[0] - mean_C[random]), share_S)
 
 
-def _strata_values(table: Table, members: Members, others: Mapping[str, Sequence[BatchRows]]) -> ByStratum:
+def _strata_values(table: Table, members: Members, others: Sequence[str]) -> ByStratum:
     """Return the outcomes of the learned and the random choice by stratum, and on other sets."""
     value_IFC = values_of(table, [LEARNED, RANDOM])
     strata = {of: value_IFC[is_in_I] for of, is_in_I in members.items()}
     if others:
         # The audited set is the one without a shift.
         strata[SHIFT, "none"] = value_IFC
-        for name, of_set in others.items():
-            strata[SHIFT, name] = values_of(outcome_table(of_set), [LEARNED, RANDOM])
+        for name in others:
+            strata[SHIFT, name] = values_of(table, [row_on(name, LEARNED), row_on(name, RANDOM)])
     return strata
 
 

@@ -17,12 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.evaluations import Evaluate, evaluate_classes
 from mmod.analysis.modes import in_mode
+from mmod.analysis.table import Table
 from mmod.audits.choices import RANDOM, choices
 from mmod.audits.contexts import Comparisons, Contexts, LabelledBatch, check_set
 from mmod.audits.information import position_counts
 from mmod.audits.result import Audit, result_of
 from mmod.audits.shifts import ImageShift, changed_images
-from mmod.audits.tables import LOSS, BatchRows
+from mmod.audits.tables import LOSS, BatchRows, add_outcomes
 from mmod.config import AuditConfig
 from mmod.io.progress import progress_bar
 from mmod.io.store import Store, fingerprint
@@ -95,12 +96,14 @@ def audit(
         for batch in first:
             identity["custom"] = contexts.known_by(batch)
         audited = list(read(contexts, Contexts.audited_rows, "audit", batches))
-        elsewhere = {}
+        table = Table()
+        add_outcomes(table, audited)
         drawn = dataclasses.replace(contexts, choices={RANDOM: by_name[RANDOM]})
         shifted = {name: _changed(batches, audited, shift) for name, shift in compared.shifts.items()}
-        for name, dataset in {**shifted, **compared.others}.items():
-            elsewhere[name] = list(read(drawn, Contexts.rows, f"audit of {name}", dataset))
-    return result_of(audited, elsewhere, list(compared.baselines), routed, by_name, config)
+        others = {**shifted, **compared.others}
+        for name, dataset in others.items():
+            add_outcomes(table, read(drawn, Contexts.rows, f"audit of {name}", dataset), name)
+    return result_of(audited, table, list(others), list(compared.baselines), routed, by_name, config)
 
 
 def _changed(batches: Iterable[Any], audited: Sequence[BatchRows], shift: ImageShift) -> Iterator[Any]:

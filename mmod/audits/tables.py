@@ -110,20 +110,27 @@ class BatchRows:
         return range(self.first, self.first + len(self.outcomes[LEARNED][0][LOSS]))
 
 
-def outcome_table(batches: Iterable[BatchRows]) -> Table:
-    """Return the outcomes of all samples of a set."""
-    table = Table()
+def add_outcomes(table: Table, batches: Iterable[BatchRows], of_set: str | None = None) -> None:
+    """Add the outcomes of a set's samples to a table; on another set than the audited one, models are candidates too.
+
+    Args:
+        of_set: Name of the other set.
+    """
     for batch in batches:
         for name, draws in batch.outcomes.items():
             for draw, columns in enumerate(draws):
                 outcomes = {column: value_B.numpy() for column, value_B in columns.items()}
-                table.add(name, draw, Measured({}, samples=len(batch.images), outcomes=outcomes))
-    return table
+                table.add(row_on(of_set, name), draw, Measured({}, samples=len(batch.images), outcomes=outcomes))
 
 
 def joined(parts: Sequence[Mapping[Name, Tensor]]) -> dict[Name, Tensor]:
     """Return the columns of several batches as those of one."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def row_on(of_set: str | None, name: str) -> str:
+    """Return the name of a model on another set among the candidates of a table; its own on the audited set, None."""
+    return name if of_set is None else f"sets.{of_set}.{name}"
 
 
 def baseline_row(name: str) -> str:
