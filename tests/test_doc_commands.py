@@ -292,7 +292,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
         return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
 
     # Runs that pages name are not here.
-    monkeypatch.setattr("mmod.studies.command._check_dense", lambda _: None)
+    monkeypatch.setattr("mmod.studies.config.StudyConfig.check_dense", lambda _: None)
     monkeypatch.setattr("mmod.studies.candidates.at_budgets", first_guess)
     monkeypatch.setattr("mmod.studies.study.run_study", make)
     # What says on what, how often and in how many processes models are compared makes no other model.

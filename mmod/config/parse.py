@@ -9,7 +9,7 @@ import json
 import sys
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +26,16 @@ from mmod.values import describe, one_of
 
 Config = TypeVar("Config")
 ConfigClasses = type[Config] | Mapping[str, type[Config]]
+Check = Callable[[type[Config], Mapping[str, Any]], None]
+"""Raises for what is wrong in the plain fields of a config of some class, before one is made of them."""
 _PRINT = "--print_config"
 
 
 def parse_config(
-    arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
+    arguments: Sequence[str],
+    config_class: ConfigClasses[Config],
+    start: Mapping[str, object] | None = None,
+    check: Check[Config] | None = None,
 ) -> Config:
     """Create a config from the command line `CONFIG [--key.sub value ...]`.
 
@@ -40,13 +45,14 @@ def parse_config(
     Args:
         config_class: The class of the config; or classes by kind, of which the line names one, see `named_kind`.
         start: Plain fields that the command line changes.
+        check: Comes before the checks of the config itself, which may import torch.
     """
     words = [word for word in arguments if word != _PRINT]
     try:
         if {"-h", "--help"} & set(words):
             print(_help(_read_line(words, config_class, start)[0]))
             sys.exit(0)
-        config = read_config(words, config_class, start)
+        config = read_config(words, config_class, start, check)
     except BrokenPipeError:
         # The program that reads the help ended, as `head` does.
         raise
@@ -61,10 +67,15 @@ def parse_config(
 
 
 def read_config(
-    arguments: Sequence[str], config_class: ConfigClasses[Config], start: Mapping[str, object] | None = None
+    arguments: Sequence[str],
+    config_class: ConfigClasses[Config],
+    start: Mapping[str, object] | None = None,
+    check: Check[Config] | None = None,
 ) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
     chosen, plain = read_fields(arguments, config_class, start)
+    if check is not None:
+        check(chosen, plain)
     try:
         return from_plain(chosen, plain)
     except ValueError as error:

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmod.config.parse import parse_config, read_fields
+from mmod.config.parse import parse_config
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
     ImageStudyConfig,
     PairsStudyConfig,
     StudyConfig,
-    check_dense,
 )
 from mmod.studies.isoflop_config import IsoflopConfig
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 ISOFLOP = "isoflop"
 _DRY = "--dry-run"
-_HELP = {"-h", "--help"}
 CONFIGS: dict[str, type[StudyConfig]] = {
     "image": ImageStudyConfig,
     "features": FeaturesStudyConfig,
@@ -43,9 +41,8 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     if command == ISOFLOP:
         yield from _isoflop(arguments)
         return
-    if _HELP.isdisjoint(arguments):
-        _check_dense(arguments)
-    config: StudyConfig | None = parse_config(arguments, CONFIGS)
+    # A dense model that is not there is refused before the routings are checked, which imports torch.
+    config: StudyConfig | None = parse_config(arguments, CONFIGS, check=lambda kind, fields: kind.check_dense(fields))
     # Imported late: help is answered without torch.
     from mmod.studies.study import run_study
 
@@ -53,16 +50,6 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     while config is not None:
         yield _shown(run_study(config), said)
         config = config.following()
-
-
-def _check_dense(arguments: Sequence[str]) -> None:
-    """Refuse a dense model that is not there before the routings are checked, which imports torch."""
-    try:
-        _, fields = read_fields(arguments, CONFIGS)
-    except (ValueError, TypeError, OSError):
-        # What is wrong with the command line is told where it is read.
-        return
-    check_dense(fields)
 
 
 def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:

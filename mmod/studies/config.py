@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.configs import existing_config
@@ -38,27 +38,6 @@ def naming_dense() -> Iterator[None]:
         raise FileNotFoundError(
             f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
         ) from error
-
-
-def check_dense(fields: Mapping[str, Any]) -> None:
-    """Raise a FileNotFoundError if the dense model's file, run or weights are missing, as far as plain fields say.
-
-    Torch is not imported, as it is for a config whose routings are checked.
-    """
-    dense = fields.get("dense")
-    if isinstance(dense, str):
-        dense = {BASE_KEY: dense}
-    if not isinstance(dense, Mapping):
-        return
-    base = dense.get(BASE_KEY)
-    if isinstance(base, str) and not Path(base, RUN_CONFIG).is_file():
-        existing_config(base, "run or config file")
-    model = dense.get("model")
-    checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
-    # That of conversations may be a name of the hub.
-    if isinstance(checkpoint, str) and fields.get("kind") != "chat":
-        with naming_dense():
-            find_weights(checkpoint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +268,29 @@ class StudyConfig(Checked):
         fields = merged({**vars(self), "then": None}, {**self.then, "output": str(folder)}, null_removes=True)
         # Read as a file is, which converts values and names an unknown key.
         return from_plain(type(self), fields)
+
+    @classmethod
+    def check_dense(cls, fields: Mapping[str, Any]) -> None:
+        """Raise a FileNotFoundError if the dense model's file, run or weights are missing, as far as plain fields say.
+
+        Torch is not imported, as it is for a config whose routings are checked.
+        """
+        dense = fields.get("dense")
+        if isinstance(dense, str):
+            dense = {BASE_KEY: dense}
+        if not isinstance(dense, Mapping):
+            return
+        base = dense.get(BASE_KEY)
+        if isinstance(base, str) and not Path(base, RUN_CONFIG).is_file():
+            existing_config(base, "run or config file")
+        model = dense.get("model")
+        checkpoint = model.get("checkpoint") if isinstance(model, Mapping) else None
+        if isinstance(checkpoint, str) and not cls.opens_names:
+            with naming_dense():
+                find_weights(checkpoint)
+
+    opens_names: ClassVar[bool] = False
+    """Whether the dense model's checkpoint may be a name of a hub."""
 
     # What `read_runs` of `runs.py` asks, which reads the training configs.
     @property
@@ -560,6 +562,7 @@ class ChatStudyConfig(StudyConfig):
     """
 
     score = "right"
+    opens_names: ClassVar[bool] = True
     kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False

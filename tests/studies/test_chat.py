@@ -14,7 +14,7 @@ from mmod import RoutingConfig
 from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_routing
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import ChatStudyConfig, check_dense
+from mmod.studies.config import ChatStudyConfig, ImageStudyConfig
 from mmod.studies.study import run_study
 from mmod.training.chat.config import TrainConfig
 from tests.kit.chat_configs import vlm_config
@@ -201,6 +201,6 @@ def plan_of(config: TrainConfig) -> RoutingConfig:
 
 def test_a_dense_model_of_the_hub_is_no_missing_file() -> None:
     dense = {"base": str(ROOT / "configs/vlm/tiny-llava.yaml"), "model": {"checkpoint": "owner/name"}}
-    check_dense({"kind": "chat", "dense": dense})
+    ChatStudyConfig.check_dense({"dense": dense})
     with pytest.raises(FileNotFoundError, match="no checkpoint at 'owner/name': name the dense model's training run"):
-        check_dense({"kind": "image", "dense": dense})
+        ImageStudyConfig.check_dense({"dense": dense})

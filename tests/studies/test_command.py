@@ -23,7 +23,7 @@ def test_a_study_does_not_repeat_what_the_one_before_it_said(
     config = ImageStudyConfig(
         output=str(tmp_path), dense={**DENSE}, routers={"mod": {"preset": "mod"}}, then={"output": "b"}, tune=False
     )
-    monkeypatch.setattr(command, "parse_config", lambda *_: config)
+    monkeypatch.setattr(command, "parse_config", lambda *_, **__: config)
     monkeypatch.setattr("mmod.studies.study.run_study", lambda _: results.pop(0))
     assert list(command.main([])) == [tmp_path, tmp_path]
     first = ["", "| model |", "|---|", "| a |", "Images: digits.", "a in Python:", "import mmod"]
