@@ -20,7 +20,8 @@ from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.options import FIT
-from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
+from mmod.studies.config import RUN_FIELDS, StudyConfig
+from mmod.studies.image_config import TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, config_of, read_runs
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished

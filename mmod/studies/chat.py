@@ -26,7 +26,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
-from mmod.studies.config import ChatStudyConfig
+from mmod.studies.chat_config import ChatStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run

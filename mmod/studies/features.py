@@ -24,7 +24,7 @@ from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.plain import from_plain
 from mmod.studies.compare import Measurer, identity_of
-from mmod.studies.config import FeaturesStudyConfig
+from mmod.studies.features_config import FeaturesStudyConfig
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
 from mmod.studies.kind import BEFORE, Facts, Lines, Load, Runs, Told, fit, load_start
 from mmod.studies.report import listed

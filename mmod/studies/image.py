@@ -47,7 +47,7 @@ from mmod.planning.choice import (
 )
 from mmod.planning.early import shown_front
 from mmod.studies.compare import Rates
-from mmod.studies.config import TimmStudyConfig
+from mmod.studies.image_config import TimmStudyConfig
 from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import BASE, Run

@@ -9,8 +9,8 @@ from typing import ClassVar
 from torch import nn
 
 from mmod.analysis.table import Measured, Table
-from mmod.studies.config import PairsStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.kinds import kind_of

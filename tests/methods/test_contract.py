@@ -20,7 +20,7 @@ from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune,
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
 from mmod.studies.candidates import baselines_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.runs import config_of
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter

@@ -17,7 +17,7 @@ from mmod.io.jobs import Runner
 from mmod.io.store import Store
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Rates, best_rates
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.report import epochs_of
 from mmod.studies.runs import Run
 from mmod.studies.study import run_study

@@ -29,7 +29,6 @@ from mmod.io.configs import find_config
 from mmod.io.store import STORE, Store
 from mmod.opening.timm import check_published
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
     features_store,
     identity_of_features,
@@ -37,6 +36,7 @@ from mmod.studies.features import (
     nearest_neighbours,
     split_by_class,
 )
+from mmod.studies.features_config import FeaturesStudyConfig
 from mmod.studies.report import StudyResult
 from mmod.studies.study import run_study
 from mmod.training.image.config import ModelConfig

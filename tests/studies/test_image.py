@@ -33,9 +33,10 @@ from mmod.planning.choice import verdict_of
 from mmod.report.page import write_report
 from mmod.studies.candidates import baselines_of, comparison_of
 from mmod.studies.compare import Rates, trials_of
-from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
+from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.kind import Told
+from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.report import StudyResult, epochs_of, harm, significance
 from mmod.studies.runs import Run, read_runs
 from mmod.studies.study import check_following, run_study, training_ahead

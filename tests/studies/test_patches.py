@@ -12,7 +12,7 @@ import yaml
 from mmod.analysis import flops
 from mmod.config.parse import parse_config
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.runs import config_of
 from mmod.studies.study import run_study
 from mmod.training import TrainConfig

@@ -14,8 +14,9 @@ from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_of
 from mmod.studies.compare import Measurer
-from mmod.studies.config import ImageStudyConfig, PairsStudyConfig
+from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.kind import measure_run
+from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.study import run_study
 from mmod.training.engine.kind import load
 from tests.kit.image_study import DENSE

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
-from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import figures_of
+from mmod.studies.features_config import FeaturesStudyConfig
 from mmod.studies.study import run_study
 
 ARGS = {

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 
 import mmod
-from mmod.studies.config import PairsStudyConfig
+from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.study import run_study
 from mmod.training import fit
 from mmod.training.engine.kind import load
