@@ -252,10 +252,10 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
         return None
     # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not: the dense model's
     # folder stands for the weights to come.
-    kind: Any = kind_of(config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output)))
+    config: Any = config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
     try:
-        counted = kind.sketch().eval()
-        image = torch.empty(1, *kind.image_shape, device="meta")
+        counted = kind_of(config).sketch().eval()
+        image = torch.empty(1, *config.image_shape, device="meta")
         return None if by_data(counted) else pass_flops(counted, {"image": image})
     # Hosts refuse sizes of images by assertions.
     except (ValueError, AssertionError) as error:

@@ -182,7 +182,7 @@ class Measurer:
             found = search_for(run.config, run.searches, run.plans)
             self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
         plan = self.plans[run.plans][options.budget]
-        part = options.part or kind_of(run.config).planned_part
+        part = options.part or run.config.parts[0]
         # Configs of one part have its routing itself.
         routing = plan if part == run.config.part else {part: plan}
         config = dataclasses.replace(run.config, routing=routing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mmod.io.files import locked, make_folder
 from mmod.planning.options import PlanOptions
@@ -41,16 +41,13 @@ def check_searches(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
     from mmod.planning.search import check_reachable
 
     # FLOPs of prompts follow from the data, and times from the weights.
-    kind: Any = kind_of(config)
-    shares = [options for options in searches if options.cost == "flops" and hasattr(kind, "image_shape")]
-    if not shares:
+    shares = [options for options in searches if options.cost == "flops"]
+    if not shares or config.image_shape is None:
         return
-    model = kind.sketch().eval()
+    model = kind_of(config).sketch().eval()
     for options in shares:
-        image = torch.empty(1, *kind.image_shape, device="meta")
-        check_reachable(
-            model, image, options.budget, options.part or kind.planned_part, _named(options), options.router
-        )
+        image = torch.empty(1, *config.image_shape, device="meta")
+        check_reachable(model, image, options.budget, options.part or config.parts[0], _named(options), options.router)
 
 
 def _named(options: PlanOptions) -> list[Option] | None:
@@ -89,7 +86,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
                 model,
                 kind.calibration(model, options.batches, options.batch_size),
                 options.budget,
-                part=options.part or kind.planned_part,
+                part=options.part or config.parts[0],
                 options=_named(options),
                 router=options.router,
                 cost=options.cost,

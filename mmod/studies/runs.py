@@ -271,7 +271,7 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
         keys = shared if run.candidate.from_scratch else tuned
         try:
             if run.is_trained:
-                checked.check_schedule()
+                started.check_schedule()
             # Fine-tuning has the model and the data of all runs.
             keys = shared
             is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size

@@ -97,7 +97,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 
     plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
     searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
-    routed = mmod.route_(load(kind_of(done)), **{training.planned_part: searched})
+    routed = mmod.route_(load(kind_of(done)), **{done.parts[0]: searched})
     assert mmod.routed_blocks(routed)
     # A comparison writes a searched plan into `routing` as this kind reads it.
     options = PlanOptions()

@@ -10,6 +10,7 @@ from mmod.data.readers.conversations import ConversationsConfig
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import model_folder
 from mmod.training.engine.config import RunConfig, check_described
+from mmod.training.engine.groups import check_warmup
 from mmod.values import Checked, check_value
 
 TOWERS = ("image", "projector", "language")
@@ -174,6 +175,13 @@ class TrainConfig(RunConfig):
         # The file of a plan is read with the model, which knows its number of layers.
         known = {part: fields for part, fields in (self.routing or {}).items() if "plan" not in fields}
         resolve_methods((), known)
+
+    def check_schedule(self, world: int = 1) -> None:
+        """Check the warm-up where the config states the number of steps; see `RunConfig.check_schedule`."""
+        steps = self.trainer.get("max_steps", 0)
+        # Otherwise the steps follow from the number of conversations.
+        if steps > 0 and self.trainer.get("lr_scheduler_type") != "constant":
+            check_warmup("trainer.warmup_steps", self.trainer.get("warmup_steps", 0), "trainer.max_steps", steps)
 
     def sketched_by(self, other: TrainConfig) -> TrainConfig:
         """Return the config with another's model: only weights say which architecture a run has."""

@@ -41,7 +41,6 @@ from mmod.training.engine.distributed import faults_of_all, wait_for_all
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
 from mmod.training.engine.health import evaluation_rows, rows_of_logs, write_rows
 from mmod.training.engine.kind import AfterStep, device_of
-from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
 ANSWERS = "answers.jsonl"
@@ -70,19 +69,10 @@ class ChatKind:
 
     config: TrainConfig
     result = EvalResult
-    planned_part = "language"
 
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `mmod.training.chat.model.create_with_processor`."""
         return create_with_processor(self.config)[0]
-
-    def check_schedule(self) -> None:
-        """Check the warm-up where the config states the number of steps; see `Kind.check_schedule`."""
-        trainer = self.config.trainer
-        steps = trainer.get("max_steps", 0)
-        # Otherwise the steps follow from the number of conversations.
-        if steps > 0 and trainer.get("lr_scheduler_type") != "constant":
-            check_warmup("trainer.warmup_steps", trainer.get("warmup_steps", 0), "trainer.max_steps", steps)
 
     def sketch(self) -> nn.Module:
         """Create the model without weights; see `Kind.sketch`."""

@@ -1,4 +1,4 @@
-"""Checks of a run on conversations before its first step, by the rules of `engine.preflight`."""
+"""Checks of a run on conversations before its first step, by the rules of the loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from mmod.data.readers.conversations import ChatDataset
 from mmod.training.chat.config import BPE, WORDS, TrainConfig
-from mmod.training.engine.preflight import check_warmup
+from mmod.training.engine.groups import check_warmup
 
 # Conversations whose answers are searched for unknown words.
 _SEARCHED = 512

@@ -17,7 +17,14 @@ from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods
 from mmod.opening.runs import find_weights
 from mmod.plain import from_plain
-from mmod.training.engine.groups import DistributedConfig, EmaConfig, OptimConfig, ScheduleConfig, TeacherConfig
+from mmod.training.engine.groups import (
+    DistributedConfig,
+    EmaConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TeacherConfig,
+    check_warmup,
+)
 from mmod.values import Checked, check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
@@ -109,8 +116,24 @@ class RunConfig:
         """Passes over the training data; None where a trainer's arguments say how long it trains."""
         return None
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of a model that can be routed; a plan is searched for the first, where a search names no other."""
+        if self.part:
+            return (self.part,)
+        names: tuple[str, ...] = type(self).__dataclass_fields__["routing"].metadata["names"]
+        return names
+
+    @property
+    def image_shape(self) -> tuple[int, int, int] | None:
+        """Channels, height and width of a sample, where it is an image; None where costs follow from the data."""
+        return None
+
     def check_weights(self) -> None:
         """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
+
+    def check_schedule(self, world: int = 1) -> None:
+        """Raise a ValueError if so many processes would train in vain, as far as is known before data are read."""
 
     def sketched_by(self, other: Self) -> Self:
         """Return the config of a run whose weights are not there yet, as far as another one has its architecture."""
@@ -122,8 +145,7 @@ class RunConfig:
         if not self.output:
             raise ValueError("output must name a folder, got ''")
         if not self.part:
-            names = type(self).__dataclass_fields__["routing"].metadata["names"]
-            refuse_unknown("part in routing", self.routing or (), names)
+            refuse_unknown("part in routing", self.routing or (), self.parts)
 
     @property
     def free_keys(self) -> frozenset[str]:
@@ -277,6 +299,11 @@ class LoopConfig(RunConfig):
         """Raise a FileNotFoundError if the checkpoint is missing; see `RunConfig.check_weights`."""
         if self.model.checkpoint is not None:
             find_weights(self.model.checkpoint)
+
+    def check_schedule(self, world: int = 1) -> None:
+        """Refuse a run that would end in its warm-up, or whose learning rate is below the schedule's bounds."""
+        check_warmup("schedule.warmup_epochs", self.schedule.warmup_epochs, "epochs", self.epochs)
+        self.schedule.check_rate(self.optim, self.step_samples(world))
 
     def step_samples(self, world: int) -> int:
         """Return the samples of an optimiser step over so many processes."""

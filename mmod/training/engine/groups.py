@@ -83,6 +83,25 @@ class ScheduleConfig(Checked, group="schedule"):
             )
 
 
+def check_warmup(key: str, warmup: float, length_key: str, length: float) -> None:
+    """Raise a ValueError if the warm-up of the learning rate is as long as the run.
+
+    Example:
+        >>> check_warmup("schedule.warmup_epochs", 5, "epochs", 3)
+        Traceback (most recent call last):
+        ValueError: schedule.warmup_epochs=5 is as long as the run, epochs=3: training would end before the learning \
+rate is reached. Set schedule.warmup_epochs to 0, or at most 2
+    """
+    if not warmup or warmup < length:
+        return
+    most = math.ceil(length) - 1
+    advice = f"0, or at most {most}" if most else "0"
+    raise ValueError(
+        f"{key}={warmup:g} is as long as the run, {length_key}={length:g}: training would end before the learning rate "
+        f"is reached. Set {key} to {advice}"
+    )
+
+
 @dataclass(frozen=True)
 class EmaConfig(Checked, group="ema"):
     """Moving average of the weights, which is the final model of a run: arguments of `timm.utils.ModelEmaV3`.

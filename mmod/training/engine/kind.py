@@ -60,18 +60,11 @@ class Kind(Protocol):
     def result(self) -> type[RoutedResult]:
         """The dataclass that evaluations return, a `RoutedResult`."""
 
-    @property
-    def planned_part(self) -> str:
-        """The part of the model whose plan is searched, where a search names no other."""
-
     def create(self) -> nn.Module:
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
 
     def sketch(self) -> nn.Module:
         """Create that model on the meta device, from names and sizes alone; a ValueError if methods do not fit it."""
-
-    def check_schedule(self) -> None:
-        """Raise a ValueError if the run would train in vain in one process, as far as is known before data are read."""
 
     def fit(self, *, progress: bool = True, after_step: AfterStep = ...) -> FitResult[RoutedResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""

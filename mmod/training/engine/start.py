@@ -21,7 +21,6 @@ from mmod.pretrained import Unfilled
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Evaluated
 from mmod.training.engine.kind import LoopKind, Streams, device_of, seed_draws
-from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.run_folder import check_recorded
 
 Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
@@ -92,7 +91,7 @@ def begin(
 ) -> tuple[nn.Module, nn.Module | None, Streams]:
     """Create the model, the teacher and the batches that a run begins with, after the checks that need neither."""
     # Before the model is made, which may take minutes.
-    check_schedule(kind, process.world)
+    kind.config.check_schedule(process.world)
     if streams is None:
         check_files(kind.config.data)
     # As rank 0 in all processes, so that all draw the same new weights.

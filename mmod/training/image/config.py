@@ -201,6 +201,11 @@ class TrainConfig(engine.LoopConfig):
         return {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
 
     @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        return self.data.channels, self.data.image_size, self.data.image_size
+
+    @property
     def has_classes(self) -> bool:
         """Whether the classifier is that of the starting weights."""
         return self.model.has_weights and self.data.label_patch is None

@@ -38,7 +38,6 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Streams, device_of
 from mmod.training.engine.loop import fit
-from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
@@ -54,11 +53,9 @@ class ImageKind:
 
     config: TrainConfig
     result = EvalResult
-    planned_part = "image"
     # What all kinds of the loop share.
     create = start.create
     sketch = start.sketch
-    check_schedule = check_schedule
     fit = fit
     estimate = estimate
     evaluate = start.evaluate
@@ -196,18 +193,13 @@ class ImageKind:
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of an image, the mean if they depend on the data."""
         if by_data(model):
-            return {"image": flops(model, self.image_shape, kept=kept).routed}
-        image = torch.empty(1, *self.image_shape, dtype=next(model.parameters()).dtype, device="meta")
+            return {"image": flops(model, self.config.image_shape, kept=kept).routed}
+        image = torch.empty(1, *self.config.image_shape, dtype=next(model.parameters()).dtype, device="meta")
         return {"image": inference_flops(model, {"image": image})}
 
     def report(self, model: nn.Module) -> FlopReport:
         """Count the FLOPs of an image by part."""
-        return flops(model, self.image_shape)
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of an image."""
-        return self.config.data.channels, self.config.data.image_size, self.config.data.image_size
+        return flops(model, self.config.image_shape)
 
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return forward passes over evaluation images of all classes, which are repeated where there are too few."""

@@ -33,7 +33,6 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.loop import fit
-from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.task import Batch
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
@@ -48,11 +47,9 @@ class PairsKind:
 
     config: TrainConfig
     result = EvalResult
-    planned_part = "image"
     # What all kinds of the loop share.
     create = start.create
     sketch = start.sketch
-    check_schedule = check_schedule
     create_teacher = start.create_teacher
     create_streams = start.create_streams
     fit = fit

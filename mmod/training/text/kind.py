@@ -24,7 +24,6 @@ from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated, read_rows
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.loop import fit
-from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
@@ -38,11 +37,9 @@ class TextKind:
 
     config: TrainConfig
     result = EvalResult
-    planned_part = "language"
     # What all kinds of the loop share.
     create = start.create
     sketch = start.sketch
-    check_schedule = check_schedule
     create_teacher = start.create_teacher
     create_streams = start.create_streams
     fit = fit
