@@ -183,11 +183,6 @@ class SpannedBlock(RoutedBlock):
         span_pass = None if state.span is None else self.enter(x, arguments)
         if execution.between_halves:
             x = self.attend(x, arguments, span_pass)
-        if span_pass is None:
-            routing = self.decide(x, arguments)
-            rows = execution.make_rows(self, x, arguments, routing)
-            y = execution.run(self, host, rows.z, arguments, rows)
-            return rows.write_back(y)
         rows, z = self.gather(x, arguments, span_pass)
         y = execution.run(self, host, z, arguments, rows)
         return self.leave(y, rows, span_pass)
@@ -238,9 +233,12 @@ class SpannedBlock(RoutedBlock):
             return y
         return rows.write_back(y)
 
-    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass) -> tuple[Rows, Tensor]:
+    def gather(self, x: Tensor, arguments: Mapping[str, Any], span_pass: SpanPass | None) -> tuple[Rows, Tensor]:
         """Decide as the span does; return its rows, or new ones where none were passed on, and their state."""
         state = self.mod_state
+        if span_pass is None:
+            alone = state.execution.make_rows(self, x, arguments, self.decide(x, arguments))
+            return alone, alone.z
         rows = span_pass.rows
         routing = None
         if rows is not None:
@@ -264,9 +262,11 @@ class SpannedBlock(RoutedBlock):
             z = rows.follow(x, routing)
         return rows, z
 
-    def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass) -> Tensor:
+    def leave(self, y: Tensor, rows: Rows, span_pass: SpanPass | None) -> Tensor:
         """Return all tokens after the block, or the rows alone if the next block takes them."""
         state = self.mod_state
+        if span_pass is None:
+            return rows.write_back(y)
         assert state.span is not None
         passes_on = False
         # Where something may read tokens between two blocks, it finds all of them.
