@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmod.data.readers.chat import ChatCollator
 from mmod.training.chat.model import router_parameters
 from mmod.training.chat.processor import create_bpe_processor
-from scripts.real_halves import learn, on_screens, photographs, screens, tune
+from scripts.real_halves import learn, on_screens, photographs, rows, screens, tune
 from scripts.real_halves.__main__ import make, save
 from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded
 from scripts.real_halves.rows import Row
@@ -33,7 +33,7 @@ def halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(vit.state_dict(), root / "tower.safetensors")
     tokenizer = create_bpe_processor(["What is this? a car"], 56, 14).tokenizer
     tokenizer.save_pretrained(root / "language")
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 2}
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2}
     text = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **fields)
     LlamaForCausalLM(text).save_pretrained(root / "language")
     return root
@@ -144,9 +144,9 @@ def test_gamma_mod_is_tuned_and_answers(folder: Path) -> None:
 def test_rows_are_evaluated_once(folder: Path) -> None:
     save(loaded(folder / "untrained")[0], folder)
     journal = folder / "answers-4.jsonl"
-    rows = {"dense": Row(), "all windows": Row(tokens=4), "fewer": Row(patches=2)}
+    chosen = {"dense": Row(), "all windows": Row(tokens=4), "fewer": Row(patches=2)}
     for _ in range(2):
-        evaluate(folder / "model", folder / "questions", rows, journal, 4, limit=6)
+        evaluate(folder / "model", folder / "questions", chosen, journal, 4, limit=6)
     assert len(journal.read_text().splitlines()) == 3
     answered = by_picture(journal)
     said = [json.loads(line)["answers"] for line in journal.read_text().splitlines()]
@@ -189,7 +189,9 @@ def test_answers_about_screens_are_those_of_what_is_drawn(is_screen: bool) -> No
 
 
 def test_screens_are_evaluated_and_compared(screens_folder: Path) -> None:
-    found = on_screens.rows(screens_folder, screens.PATCHES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "_HALVINGS", 4)
+        found = on_screens.rows(screens_folder, screens.PATCHES)
     chosen = {name: found[name] for name in (on_screens.DENSE, on_screens.BOTH, "fewer pixels")}
     journal = screens_folder / f"answers-{screens.PATCHES}.jsonl"
     evaluate(screens_folder / "model", screens_folder / "questions", chosen, journal, screens.PATCHES, limit=6)

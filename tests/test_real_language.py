@@ -28,8 +28,8 @@ def make_folder(folder: Path, depth: int) -> Path:
 
 
 def test_every_row_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = make_folder(tmp_path, depth=6)
-    for name, value in {"LENGTH": 16, "CHUNKS": 2, "ROUNDS": 1, "SHARES": (0.5,)}.items():
+    text = make_folder(tmp_path, depth=4)
+    for name, value in {"LENGTH": 16, "CHUNKS": 2, "ROUNDS": 1, "SHARES": (0.75,)}.items():
         monkeypatch.setattr(real_language, name, value)
     arguments = [str(tmp_path), str(text), "--output", str(tmp_path / "out")]
     for _ in range(2):

@@ -21,6 +21,8 @@ FASTV = "FastV: by the last token's attention"
 SPREAD = "evenly spread"
 VISIONZIP = "VisionZip: by the tower's attention"
 LAST_TOKEN = mmod.score("attention", importance="last_token")
+# A parameter is fitted to a five hundredth.
+_HALVINGS = 9
 _TOWER = mmod.score("attention", importance="vision_tower")
 
 
@@ -108,7 +110,7 @@ def fitted(
 ) -> RoutingConfig:
     """Return the config of a family with the largest parameter in (0, 1) whose share is within the budget."""
     low, high = 0.0, 1.0
-    for _ in range(9):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if share(family(middle)) <= budget:
             low = middle
