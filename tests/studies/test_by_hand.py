@@ -22,7 +22,7 @@ from mmod.data.loader import image_stream
 from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.report.page import write_report
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.runs import read_runs
 from mmod.studies.study import run_study
 
