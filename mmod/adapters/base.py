@@ -51,7 +51,7 @@ from mmod.blocks import (
     watch_losses,
 )
 from mmod.config import RoutingConfig
-from mmod.ops import KeysOfAll, Packing, keys_and_values
+from mmod.ops import Packing, attend_to_captured, keys_and_values
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.ops.views import is_visible
 from mmod.routing import Routing, TokenMasks
@@ -484,7 +484,7 @@ class NamedArguments(CallForm, BlockCall):
         # Repeated blocks compute keys and values of all tokens in the first run only.
         if not cached:
             cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
-        with KeysOfAll(projections, cached):
+        with attend_to_captured(projections, cached):
             return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
 
     def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:

@@ -168,18 +168,18 @@ class _Search:
     def _record(self) -> None:
         """Run the block once, and note what its modules return and which of them contain its attention."""
         stack: list[str] = []
-        watch = AttentionWatch(stack)
+        seen: list[Attended] = []
         handles = []
         for name, module in self.block.named_modules():
             if name:
                 handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
                 handles.append(module.register_forward_hook(self._keep(name, stack), with_kwargs=True))
-        with watch, torch.no_grad():
+        with watch_attention(seen, stack), torch.no_grad():
             self.block(self.x_BND, **self.arguments)
         for handle in handles:
             handle.remove()
-        self.attended = [attended.shape for attended in watch.seen]
-        for number, attended in enumerate(watch.seen):
+        self.attended = [attended.shape for attended in seen]
+        for number, attended in enumerate(seen):
             around = self.around_cross if number in self.cross else self.around_attention
             around += attended.modules
 
@@ -239,8 +239,8 @@ class _Search:
         silent_mlp = self._silent((mlp,), (attention, *cross_modules))
         attended = self.run(self._replacements(silent_mlp))
         feed = self._replacements(silent_attention)
-        watch = AttentionWatch()
-        with watch:
+        seen: list[Attended] = []
+        with watch_attention(seen):
             expected = self.run(feed, attended)
         left_out: list[str] = []
         for name in self.arguments:
@@ -263,7 +263,7 @@ class _Search:
             idle_mlp=_named(silent_mlp, zero=False),
             halves=is_close(expected, self.run({})),
             fed=fed,
-            attends_twice=bool(watch.seen),
+            attends_twice=bool(seen),
         )
 
     def _silent(self, silent: tuple[str, ...], others: tuple[str, ...]) -> dict[str, bool]:
@@ -297,30 +297,23 @@ class Attended(NamedTuple):
     modules: tuple[str, ...]
 
 
-class AttentionWatch(AttentionIntercept):
-    """Notes how a block attends.
+def watch_attention(seen: list[Attended], running: Sequence[str] = ()) -> AttentionIntercept:
+    """Return a context manager that notes how a block attends.
 
     Args:
+        seen: Where to note each attention, in order.
         running: Names of the modules that run.
-
-    Attributes:
-        seen: Each attention, in order.
     """
 
-    def __init__(self, running: Sequence[str] = ()) -> None:
-        super().__init__()
-        self.running = running
-        self.seen: list[Attended] = []
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Note a call of `scaled_dot_product_attention`, and run it."""
+    def attend(call: AttentionCall) -> Tensor:
         shape = (*call.query.shape[:-1], call.key.shape[-2])
-        self.seen.append(Attended(shape, True, tuple(self.running)))
+        seen.append(Attended(shape, True, tuple(running)))
         return call.run()
 
-    def observe(self, score: Tensor, attention: Tensor) -> None:
-        """Note a map of the host's own softmax."""
-        self.seen.append(Attended(tuple(attention.shape), False, tuple(self.running)))
+    def observe(score: Tensor, attention: Tensor) -> None:
+        seen.append(Attended(tuple(attention.shape), False, tuple(running)))
+
+    return AttentionIntercept(attend, after_softmax=observe)
 
 
 def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import MASKED
-from mmod.adapters.halves import AttentionWatch, Branches, find_branches, is_close, shapes_inside
+from mmod.adapters.halves import Attended, Branches, find_branches, is_close, shapes_inside, watch_attention
 from mmod.adapters.probe import LAYOUTS, BlockInputs, copy_with, runnable
 from mmod.adapters.proven import Proof, call_of, outer_mixins
 from mmod.adapters.roles import INDEX_ARGUMENTS, redrawn, roles_of
@@ -129,16 +129,16 @@ def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
     if base.boundaries:
         base = next(roles_of(base, inputs))
     x, arguments = _as_host(base, inputs.x_BND, inputs.arguments)
-    watch = AttentionWatch()
-    output = _run_on_all(trial, x, arguments, watch)
+    seen: list[Attended] = []
+    output = _run_on_all(trial, x, arguments, seen)
     _check_output(output, x, arguments)
     base = dataclasses.replace(
         base,
-        fused=bool(watch.seen) and all(attended.fused for attended in watch.seen),
-        attention_calls=max(sum(attended.fused for attended in watch.seen), 1),
+        fused=bool(seen) and all(attended.fused for attended in seen),
+        attention_calls=max(sum(attended.fused for attended in seen), 1),
         in_tuple=isinstance(output, tuple),
     )
-    proof = _first_that_passes(_candidates(base, signature, inputs), trial, inputs, watch)
+    proof = _first_that_passes(_candidates(base, signature, inputs), trial, inputs, seen)
     # Arguments with a row for each token fit all tokens only.
     tokens = None if proof.rows else inputs.seen.prefix + PATCHES
     x, arguments = _as_host(proof, inputs.x_BND[:, :tokens], inputs.arguments)
@@ -146,11 +146,11 @@ def _prove_block(inputs: BlockInputs, block: nn.Module) -> Proof:
     return dataclasses.replace(proof, **vars(branches), divides=_divides(trial, branches, x, arguments))
 
 
-def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, watch: AttentionWatch) -> object:
-    """Return what the copy of a block returns for all tokens that its model passes to it."""
+def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, seen: list[Attended]) -> object:
+    """Return what the copy of a block returns for all tokens that its model passes to it, and note its attention."""
     torch.default_generator.manual_seed(0)
     try:
-        with watch, torch.no_grad():
+        with watch_attention(seen), torch.no_grad():
             return trial(x, **arguments)
     # A host may raise anything where the model was called with too little, or with images of another size.
     except Exception as error:
@@ -161,14 +161,14 @@ def _run_on_all(trial: nn.Module, x: Tensor, arguments: Arguments, watch: Attent
 
 
 def _first_that_passes(
-    candidates: Iterable[Proof], trial: nn.Module, inputs: BlockInputs, watch: AttentionWatch
+    candidates: Iterable[Proof], trial: nn.Module, inputs: BlockInputs, seen: list[Attended]
 ) -> Proof:
     """Return the first way to call a block that passes the trial, with what the trial shows."""
     refusals = []
     for candidate in candidates:
         try:
             _check_form(candidate)
-            return _Trial(candidate, trial, inputs, watch).check()
+            return _Trial(candidate, trial, inputs, seen).check()
         except _Refused as refusal:
             refusals.append(refusal)
     # The candidate that got furthest tells most.
@@ -293,9 +293,9 @@ class _Added(nn.Module):
 class _Trial:
     """Runs the copy of a block on some of the tokens that its model passes to it."""
 
-    def __init__(self, proof: Proof, block: nn.Module, inputs: BlockInputs, watch: AttentionWatch) -> None:
+    def __init__(self, proof: Proof, block: nn.Module, inputs: BlockInputs, seen: list[Attended]) -> None:
         self.proof = proof
-        self.watch = watch
+        self.seen = seen
         self.call = call_of(proof, block)
         self.block: Any = copy.copy(block)
         vars(self.block)["_modules"] = dict(block._modules)
@@ -379,14 +379,14 @@ class _Trial:
 
     def _find_cross(self) -> tuple[int, ...]:
         """Return which calls of attention have the same keys for any number of tokens: those over a text."""
-        if len(self.watch.seen) < 2:
+        if len(self.seen) < 2:
             return ()
-        few = AttentionWatch()
-        with few:
+        few: list[Attended] = []
+        with watch_attention(few):
             self.run(self.index_BK[:, : self.proof.prefix + ALONE])
-        if len(few.seen) != len(self.watch.seen):
+        if len(few) != len(self.seen):
             return ()
-        pairs = enumerate(zip(few.seen, self.watch.seen))
+        pairs = enumerate(zip(few, self.seen))
         return tuple(number for number, (one, other) in pairs if one.shape[-1] == other.shape[-1])
 
     def _alone(self, image: int, index_1K: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.casting import autocasts
-from mmod.ops.intercept import unseen_attention
+from mmod.ops.intercept import AttentionIntercept
 from mmod.ops.rows import batch_rows, put_rows, take_rows
 from mmod.routing import Joined, Routing
 from mmod.threads import PerThread
@@ -132,12 +132,12 @@ class Rows:
         routing: The last decision.
         selected: The arguments of blocks of a class that get the rows alone.
         packing: Sources of packed rows; None for padded ones.
-        filled: What packs the filled ones of padded rows of groups, once a block has run on them alone.
+        filled: The filled ones of padded rows of groups, and their attention, once a block has run on them alone.
     """
 
     selected: tuple[type, Mapping[str, Any]] | None = None
     packing: Packing | None = None
-    filled: attend_within | None = None
+    filled: tuple[Packing, AttentionIntercept] | None = None
     # The rows numbered over the batch, if they are single tokens and torch copies whole rows.
     _row_T: Tensor | None = None
     # Earlier narrowings, each with the rows before it, the rows that it kept, and its decision about those before.
@@ -199,8 +199,8 @@ class Rows:
             y_BKD = write_kept(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
-    def fill(self) -> attend_within:
-        """Return what packs the filled slots of the decision and keeps attention within images.
+    def fill(self) -> tuple[Packing, AttentionIntercept]:
+        """Return the filled slots of the decision as a packed sequence, and what keeps its attention within images.
 
         Their numbers are read on the host, once for all blocks on the same rows.
         """
@@ -212,8 +212,7 @@ class Rows:
             lengths = [length for length in packing.cu_seqlens.diff().tolist() if length]
             bias = self.routing.joined.bias
             bias_T = None if bias is None else bias.flatten()[packing.slot_T]
-            self.filled = attend_within(packing, attend_by_length(lengths, bias_T))
-        self.filled.calls = 0
+            self.filled = packing, attend_within(packing, attend_by_length(lengths, bias_T))
         return self.filled
 
     def _narrow(self, rows_BND: Tensor, routing: Routing) -> Tensor:
@@ -362,11 +361,12 @@ class KeptTokens(Execution):
 
     def _run_filled(self, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return rows of groups (B, K, D) after the host's block, which gets no empty ones, in one sequence."""
-        attention = rows.fill()
-        slot_T = attention.packing.slot_T
-        packed = self.call.pack(arguments, rows.x_BND, rows.routing, attention.packing)
+        packing, attention = rows.fill()
+        slot_T = packing.slot_T
+        packed = self.call.pack(arguments, rows.x_BND, rows.routing, packing)
+        # Each block must attend.
+        attention.calls = 0
         y = attention.run(host, (z.flatten(0, 1)[slot_T].unsqueeze(0),), packed)
-        check_seen(attention)
         empty_SD = torch.zeros_like(z, dtype=y.dtype).flatten(0, 1)
         return empty_SD.index_copy(0, slot_T, y.squeeze(0)).view_as(z)
 
@@ -388,14 +388,6 @@ class KeptTokens(Execution):
         assert rows.packing is not None
         packed = self.call.pack(arguments, rows.x_BND, rows.routing, rows.packing)
         self.call.begin_update(arguments, rows.x_BND, rows.routing, rows.packing)
-        attention = attend_within(rows.packing)
         with self.gated(block, rows.gate_1T):
-            y: Tensor = attention.run(host, (z,), packed)
-        check_seen(attention)
+            y: Tensor = attend_within(rows.packing).run(host, (z,), packed)
         return y
-
-
-def check_seen(attention: attend_within) -> None:
-    """Raise an error if no attention ran on packed rows, whose images then attended to each other."""
-    if not attention.calls:
-        raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)

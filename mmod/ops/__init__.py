@@ -9,7 +9,7 @@ import pkgutil
 from mmod.ops.alike import nearest_rows, redundancy_scores, signed_sums, spread_evenly, unit_rows
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import add_key_bias, capture_importance, capture_inputs
-from mmod.ops.context import KeysOfAll, PartialProjections, Projection, keys_and_values
+from mmod.ops.context import Projection, attend_to_captured, keys_and_values, project_part
 from mmod.ops.duplicates import FIRST, Duplicates, find_duplicates, first_of_cells
 from mmod.ops.hashing import random_scores
 from mmod.ops.importance import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from mmod.ops.importance import (
     class_token_importance,
     importance_of_map,
 )
-from mmod.ops.intercept import SOFTMAX, AttentionCall, AttentionIntercept, unseen_attention
+from mmod.ops.intercept import AttentionCall, AttentionIntercept, unseen_attention
 from mmod.ops.views import count_views, mask_bias
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum)
@@ -45,7 +45,6 @@ class capture_importance(AttentionIntercept):
         super().__init__()
         self.valid_BN = valid_BN
         self.average = average
-        self.calls = 0
         self.importance_BN: Tensor | None = None
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
@@ -192,8 +191,8 @@ class capture_inputs(AttentionIntercept):
         return result
 
 
-class add_key_bias(AttentionIntercept):
-    """Context manager that adds a bias of keys in every attention inside it, also in a host's own softmax.
+def add_key_bias(bias: Tensor) -> AttentionIntercept:
+    """Return a context manager that adds a bias of keys in every attention inside it, also in a host's own softmax.
 
     Args:
         bias: Bias (B, 1 or H, 1 or N, N) of logits.
@@ -205,47 +204,24 @@ class add_key_bias(AttentionIntercept):
         ...     torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten()
         tensor([1., 1.])
     """
+    unseen = "tokens cannot be hidden from its attention or weighed in it"
+    return AttentionIntercept(partial(_attend_with_bias, bias), partial(_biased_score, bias), unseen=unseen)
 
-    def __init__(self, bias: Tensor) -> None:
-        super().__init__()
-        self.bias = bias
-        self.calls = 0
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function inside the mode.
+def _attend_with_bias(bias: Tensor, call: AttentionCall) -> Tensor:
+    mask = call.attn_mask
+    # Fused attention takes a bias in the dtype of the queries alone.
+    bias = bias.to(call.query.dtype)
+    if mask is None:
+        return call._replace(attn_mask=bias).run()
+    if mask.dtype == torch.bool:
+        # Half the lowest number, so that adding the bias to it does not overflow to minus infinity.
+        mask = mask_bias(mask, torch.finfo(bias.dtype).min / 2, bias.dtype)
+    return call._replace(attn_mask=mask + bias).run()
 
-        Raises:
-            RuntimeError: No attention was seen, so that the bias had no effect.
-        """
-        result = super().run(forward, args, kwargs)
-        if not self.calls:
-            raise unseen_attention("tokens cannot be hidden from its attention or weighed in it")
-        return result
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Replace softmax too."""
-        if func in SOFTMAX:
-            return partial(self._softmax, func)
-        return super().replace(func)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend with the bias."""
-        self.calls += 1
-        mask = call.attn_mask
-        # Fused attention takes a bias in the dtype of the queries alone.
-        bias = self.bias.to(call.query.dtype)
-        if mask is None:
-            return call._replace(attn_mask=bias).run()
-        if mask.dtype == torch.bool:
-            # Half the lowest number, so that adding the bias to it does not overflow to minus infinity.
-            mask = mask_bias(mask, torch.finfo(bias.dtype).min / 2, bias.dtype)
-        return call._replace(attn_mask=mask + bias).run()
-
-    def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # A softmax over other lengths, such as one over experts, is not the attention over these keys.
-        if score.ndim != 4 or self.next_is_cross() or score.shape[-1] != self.bias.shape[-1]:
-            result: Tensor = func(score, *args, **kwargs)
-            return result
-        self.calls += 1
-        biased: Tensor = func(score + self.bias.to(score.dtype), *args, **kwargs)
-        return biased
+def _biased_score(bias: Tensor, score: Tensor) -> Tensor | None:
+    # A softmax over other lengths, such as one over experts, is not the attention over these keys.
+    if score.shape[-1] != bias.shape[-1]:
+        return None
+    return score + bias.to(score.dtype)

@@ -9,7 +9,8 @@ Axes: B images, H heads, N tokens, K slots per image, E channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,69 +83,78 @@ def keys_and_values(
     forward: Callable[[], object], projections: Sequence[Projection], calls: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the keys and values of a host's attention; queries and all later steps are not computed."""
-    capture = _KeysAndValues(projections, calls)
+    captured: list[tuple[Tensor, Tensor]] = []
+
+    def capture(call: AttentionCall) -> Tensor:
+        captured.append((call.key, call.value))
+        # Export without dynamo keeps a stack of modules, which an exception would not unwind. There the forward runs
+        # on as dead code, with its projections replaced by zeros so that it stays cheap if it is not removed.
+        dynamo = torch.compiler.is_dynamo_compiling()
+        if len(captured) == calls and (dynamo or not exporting()):
+            raise Captured
+        # Any tensor of the right shape: the host's further steps are dead code here.
+        return call.value
+
+    def project(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(captured) == calls:
+            return _zeros(input, weight)
+        return _project(projections, False, input, weight, bias)
+
     try:
-        with capture:
+        with AttentionIntercept(capture, other=(F.linear, project)):
             forward()
     # The host's forward ends by an exception as soon as its keys are known: no hook stands at this place.
     except Captured:
         pass
-    if not capture.captured:
+    if not captured:
         raise unseen_attention("context='all' has no keys and values", maps=False)
-    if len(capture.captured) != calls:
-        raise RuntimeError(
-            f"context='all' expects {calls} calls of fused attention in a block, saw {len(capture.captured)}"
-        )
-    return capture.captured
+    if len(captured) != calls:
+        raise RuntimeError(f"context='all' expects {calls} calls of fused attention in a block, saw {len(captured)}")
+    return captured
 
 
 class Captured(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
-class PartialProjections(AttentionIntercept):
-    """Context manager that computes one slice of each projection and fills the remaining features with zeros.
+def project_part(
+    projections: Sequence[Projection], queries: bool, attend: Callable[[AttentionCall], Tensor] = AttentionCall.run
+) -> AttentionIntercept:
+    """Return a context manager that computes one slice of each projection, and fills the other features with zeros.
 
     Args:
         projections: The projections before attention.
         queries: Compute the query features; False computes the keys and values.
+        attend: Returns the result of a call of attention; as the host's by default.
     """
+    return AttentionIntercept(attend, other=(F.linear, partial(_project, projections, queries)))
 
-    def __init__(self, projections: Sequence[Projection], queries: bool) -> None:
-        super().__init__()
-        self.projections = projections
-        self.queries = queries
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Replace linear layers too."""
-        return self._linear if func is F.linear else super().replace(func)
+def _project(
+    projections: Sequence[Projection], queries: bool, input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    for projection in projections:
+        # Adapters and hosts call the layer as they like; its weight is the same tensor.
+        if weight is projection.weight:
+            return _slice_of(projection, queries, input, bias)
+    return F.linear(input, weight, bias)
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        for projection in self.projections:
-            # Adapters and hosts call the layer as they like; its weight is the same tensor.
-            if weight is projection.weight:
-                return self._slice_of(projection, input, bias)
+
+def _slice_of(projection: Projection, queries: bool, input: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute the slice that is needed, among zeros, so that the host finds the features where it expects them."""
+    weight = projection.weight
+    features = weight.shape[0]
+    wanted = slice(projection.query_features, features)
+    if queries:
+        wanted = slice(0, projection.query_features)
+    # A layer that has only queries, or none.
+    if wanted.start == wanted.stop:
+        return _zeros(input, weight)
+    if wanted.stop - wanted.start == features:
         return F.linear(input, weight, bias)
-
-    def _slice_of(self, projection: Projection, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute the slice that is needed, among zeros, so that the host finds the features where it expects them."""
-        weight = projection.weight
-        features = weight.shape[0]
-        wanted = slice(projection.query_features, features)
-        if self.queries:
-            wanted = slice(0, projection.query_features)
-        # A layer that has only queries, or none.
-        if wanted.start == wanted.stop:
-            return _zeros(input, weight)
-        if wanted.stop - wanted.start == features:
-            return F.linear(input, weight, bias)
-        projected = F.linear(input, weight[wanted], None if bias is None else bias[wanted])
-        padding = (wanted.start, features - wanted.stop)
-        return F.pad(projected, padding) if any(padding) else projected
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend as the host does."""
-        return call.run()
+    projected = F.linear(input, weight[wanted], None if bias is None else bias[wanted])
+    padding = (wanted.start, features - wanted.stop)
+    return F.pad(projected, padding) if any(padding) else projected
 
 
 def _zeros(input: Tensor, weight: Tensor) -> Tensor:
@@ -152,32 +162,10 @@ def _zeros(input: Tensor, weight: Tensor) -> Tensor:
     return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0])
 
 
-class _KeysAndValues(PartialProjections):
-    """Captures the keys and values of all tokens, and ends the host's forward at the last attention."""
-
-    def __init__(self, projections: Sequence[Projection], calls: int) -> None:
-        super().__init__(projections, queries=False)
-        self.calls = calls
-        self.captured: list[tuple[Tensor, Tensor]] = []
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        self.captured.append((call.key, call.value))
-        # Export without dynamo keeps a stack of modules, which an exception would not unwind. There the forward runs
-        # on as dead code, with its projections replaced by zeros so that it stays cheap if it is not removed.
-        dynamo = torch.compiler.is_dynamo_compiling()
-        if len(self.captured) == self.calls and (dynamo or not exporting()):
-            raise Captured
-        # Any tensor of the right shape: the host's further steps are dead code here.
-        return call.value
-
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(self.captured) == self.calls:
-            return _zeros(input, weight)
-        return super()._linear(input, weight, bias)
-
-
-class KeysOfAll(PartialProjections):
-    """Context manager in which a host block on kept tokens attends to the keys and values of all tokens.
+def attend_to_captured(
+    projections: Sequence[Projection], captured: Sequence[tuple[Tensor, Tensor]]
+) -> AttentionIntercept:
+    """Return a context manager in which a host block on kept tokens attends to the keys and values of all tokens.
 
     Args:
         projections: The block's projections before attention.
@@ -191,19 +179,18 @@ class KeysOfAll(PartialProjections):
         ...     return F.scaled_dot_product_attention(q, k, v).squeeze(1)
         >>> x = torch.randn(1, 6, 4)
         >>> projections = [Projection(qkv.weight, query_features=4)]
-        >>> with KeysOfAll(projections, keys_and_values(lambda: block(x), projections)):
+        >>> with attend_to_captured(projections, keys_and_values(lambda: block(x), projections)):
         ...     kept = block(x[:, :2])
         >>> bool(torch.allclose(kept, block(x)[:, :2], atol=1e-6))
         True
     """
+    remaining = list(captured)
 
-    def __init__(self, projections: Sequence[Projection], captured: Sequence[tuple[Tensor, Tensor]]) -> None:
-        super().__init__(projections, queries=True)
-        self.remaining = list(captured)
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend to all tokens; the mask covers kept queries and all keys."""
+    def attend(call: AttentionCall) -> Tensor:
         # A block may attend several times, in the order in which its keys were captured.
-        key, value = self.remaining.pop(0)
-        # The mask is causal where the host's call is: `is_causal` would align kept queries with the first keys.
+        key, value = remaining.pop(0)
+        # The mask covers kept queries and all keys. It is causal where the host's call is: `is_causal` would align kept
+        # queries with the first keys.
         return call._replace(key=key, value=value, is_causal=False).run()
+
+    return project_part(projections, True, attend)

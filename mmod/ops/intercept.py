@@ -72,15 +72,39 @@ class AttentionCall(NamedTuple):
 
 
 class AttentionIntercept(TorchFunctionMode):
-    """Context manager that hands every call of `scaled_dot_product_attention` inside it to `attend`.
+    """Context manager that hands every call of `scaled_dot_product_attention` inside it to a function.
+
+    A subclass that keeps what it reads has `attend` and `observe` as methods.
+
+    Args:
+        by: Returns the result of a call.
+        before_softmax: Returns what a host's own softmax over a map (B, H, N, N) gets in the place of its scores, or
+            None to leave it alone.
+        after_softmax: Gets such a map, before and after the softmax.
+        other: Another function of torch's, and what runs in its place.
+        unseen: What cannot be done where `run` sees no attention, which then raises; empty if that is no error.
 
     Attributes:
         cross: Numbers of the calls, or of softmaxes over maps, that are left alone: their keys are not the tokens.
+        calls: Number of attentions that were handed to a function.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        by: Callable[[AttentionCall], Tensor] | None = None,
+        before_softmax: Callable[[Tensor], Tensor | None] | None = None,
+        after_softmax: Callable[[Tensor, Tensor], None] | None = None,
+        other: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
+        unseen: str = "",
+    ) -> None:
         super().__init__()
+        self.by = by
+        self.before_softmax = before_softmax
+        self.after_softmax = after_softmax
+        self.other = other
+        self.unseen = unseen
         self.cross: tuple[int, ...] = ()
+        self.calls = 0
         self._seen = 0
 
     def next_is_cross(self) -> bool:
@@ -89,9 +113,16 @@ class AttentionIntercept(TorchFunctionMode):
         return self._seen - 1 in self.cross
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function inside the mode."""
+        """Call a function inside the mode.
+
+        Raises:
+            RuntimeError: No attention was seen, see `unseen`.
+        """
         with self:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        if self.unseen and not self.calls:
+            raise unseen_attention(self.unseen, maps=self.before_softmax is not None)
+        return result
 
     def __torch_function__(
         self,
@@ -119,6 +150,10 @@ class AttentionIntercept(TorchFunctionMode):
         """Return the replacement of a function, or None to call the function itself."""
         if func is SDPA:
             return self._attend
+        if self.other is not None and func is self.other[0]:
+            return self.other[1]
+        if self.before_softmax is not None and func in SOFTMAX:
+            return partial(self._softmax, func)
         # A mode is off while it handles a call: what this function calls inside would not be seen.
         if func is F.multi_head_attention_forward:
             return partial(multihead_attention, self._call)
@@ -130,10 +165,24 @@ class AttentionIntercept(TorchFunctionMode):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the result of a call of `scaled_dot_product_attention`."""
-        raise NotImplementedError
+        assert self.by is not None
+        self.calls += 1
+        return self.by(call)
+
+    def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # As above: a map by head.
+        if self.before_softmax is not None and score.ndim == 4 and not self.next_is_cross():
+            changed = self.before_softmax(score)
+            if changed is not None:
+                self.calls += 1
+                score = changed
+        result: Tensor = func(score, *args, **kwargs)
+        return result
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Receive a map (B, H, N, N) that a host computes without the fused call, before and after its softmax."""
+        if self.after_softmax is not None:
+            self.after_softmax(score, attention)
 
 
 @contextmanager

@@ -7,7 +7,8 @@ Axes: B images, K slots per image, T packed rows, H heads, E channels of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -107,8 +108,8 @@ def packed_attention(
     return _attend(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
 
 
-class attend_by_image(AttentionIntercept):
-    """Context manager that splits the attention of one sequence of many images by image.
+def attend_by_image(images: int, bias: Tensor | None = None) -> AttentionIntercept:
+    """Return a context manager that splits the attention of one sequence of many images by image.
 
     Args:
         images: Number of images, of equally many tokens each.
@@ -122,28 +123,22 @@ class attend_by_image(AttentionIntercept):
         >>> y.shape, bool(torch.allclose(y[0, :, :4], torch.nn.functional.scaled_dot_product_attention(q, k, v)[0]))
         (torch.Size([1, 3, 8, 8]), True)
     """
-
-    def __init__(self, images: int, bias: Tensor | None = None) -> None:
-        super().__init__()
-        self.images = images
-        self.bias = bias
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend image by image."""
-        query, key, value = (self._split(rows) for rows in (call.query, call.key, call.value))
-        mask = call.attn_mask if self.bias is None else self.bias
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)
-        y = call._replace(query=query, key=key, value=value, attn_mask=mask).run()
-        return y.transpose(0, 1).flatten(1, 2).unsqueeze(0)
-
-    def _split(self, rows: Tensor) -> Tensor:
-        """Return rows (B, H, K, E) of rows (1, H, B K, E)."""
-        return rows.squeeze(0).unflatten(1, (self.images, -1)).transpose(0, 1)
+    return AttentionIntercept(partial(_attend_by_image, images, bias))
 
 
-class attend_by_length(AttentionIntercept):
-    """Context manager that splits the attention of one sequence into parts of several lengths.
+def _attend_by_image(images: int, bias: Tensor | None, call: AttentionCall) -> Tensor:
+    # Rows (B, H, K, E) of rows (1, H, B K, E).
+    parts = (call.query, call.key, call.value)
+    query, key, value = (rows.squeeze(0).unflatten(1, (images, -1)).transpose(0, 1) for rows in parts)
+    mask = call.attn_mask if bias is None else bias
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    y = call._replace(query=query, key=key, value=value, attn_mask=mask).run()
+    return y.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
+def attend_by_length(lengths: Sequence[int], bias_T: Tensor | None = None) -> AttentionIntercept:
+    """Return a context manager that splits the attention of one sequence into parts of several lengths.
 
     Args:
         lengths: Tokens of each part, in order.
@@ -156,76 +151,61 @@ class attend_by_length(AttentionIntercept):
         ...     torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten()
         tensor([2., 2., 5.])
     """
-
-    def __init__(self, lengths: Sequence[int], bias_T: Tensor | None = None) -> None:
-        super().__init__()
-        self.lengths = list(lengths)
-        self.bias_T = bias_T
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend part by part."""
-        parts = zip(*(rows.split(self.lengths, dim=2) for rows in (call.query, call.key, call.value)))
-        biases: Sequence[Tensor | None] = [None] * len(self.lengths)
-        if self.bias_T is not None:
-            biases = self.bias_T.to(call.query.dtype).view(1, 1, 1, -1).split(self.lengths, dim=3)
-        # Boundaries stand in the place of a host's mask.
-        attended = [
-            call._replace(query=query, key=key, value=value, attn_mask=bias).run()
-            for (query, key, value), bias in zip(parts, biases)
-        ]
-        return torch.cat(attended, dim=2)
+    return AttentionIntercept(partial(_attend_by_length, list(lengths), bias_T))
 
 
-class attend_within(AttentionIntercept):
-    """Context manager in which a block treats a packed sequence as rows of many images.
+def _attend_by_length(lengths: list[int], bias_T: Tensor | None, call: AttentionCall) -> Tensor:
+    parts = zip(*(rows.split(lengths, dim=2) for rows in (call.query, call.key, call.value)))
+    biases: Sequence[Tensor | None] = [None] * len(lengths)
+    if bias_T is not None:
+        biases = bias_T.to(call.query.dtype).view(1, 1, 1, -1).split(lengths, dim=3)
+    # Boundaries stand in the place of a host's mask.
+    attended = [
+        call._replace(query=query, key=key, value=value, attn_mask=bias).run()
+        for (query, key, value), bias in zip(parts, biases)
+    ]
+    return torch.cat(attended, dim=2)
+
+
+def attend_within(packing: Packing, by_length: AttentionIntercept | None = None) -> AttentionIntercept:
+    """Return a context manager in which a block treats a packed sequence as rows of many images.
 
     Attention stays within images. Where the host draws one Bernoulli number for each sequence of a batch (stochastic
     depth), one is drawn for each image.
 
     Args:
         by_length: Attends image by image with a bias of keys, which a packed sequence takes none of; None for no bias.
-
-    Attributes:
-        calls: Number of attention calls so far.
     """
+    attend = partial(_attend_packed, packing) if by_length is None else by_length.attend
+    draw = partial(_draw_by_image, packing)
+    unseen = "images in one sequence of packed rows cannot be told apart in it"
+    return AttentionIntercept(attend, other=(Tensor.bernoulli_, draw), unseen=unseen)
 
-    def __init__(self, packing: Packing, by_length: attend_by_length | None = None) -> None:
-        super().__init__()
-        self.packing = packing
-        self.by_length = by_length
-        self.calls = 0
 
-    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Replace the draws of stochastic depth too."""
-        return self._draw if func is Tensor.bernoulli_ else super().replace(func)
+def _draw_by_image(packing: Packing, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    # Stochastic depth draws one number for a sample; dropout draws by element.
+    if shares.shape != (1, 1, 1):
+        return shares.bernoulli_(*args, **kwargs)
+    # One number per image, which each of its rows gets.
+    images = packing.cu_seqlens.shape[0] - 1
+    drawn_B = shares.new_empty(images).bernoulli_(*args, **kwargs)
+    return drawn_B[image_of_rows(packing.row_T, packing.cu_seqlens)].view(1, -1, 1)
 
-    def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Stochastic depth draws one number for a sample; dropout draws by element.
-        if shares.shape != (1, 1, 1):
-            return shares.bernoulli_(*args, **kwargs)
-        # One number per image, which each of its rows gets.
-        images = self.packing.cu_seqlens.shape[0] - 1
-        drawn_B = shares.new_empty(images).bernoulli_(*args, **kwargs)
-        return drawn_B[image_of_rows(self.packing.row_T, self.packing.cu_seqlens)].view(1, -1, 1)
 
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Attend within images."""
-        self.calls += 1
-        if self.by_length is not None:
-            return self.by_length.attend(call)
-        if call.attn_mask is not None or call.query.shape[0] != 1:
-            raise RuntimeError("packed rows take plain or causal attention over one sequence, without a mask")
-        out_THE = packed_attention(
-            call.query[0].transpose(0, 1),
-            call.key[0].transpose(0, 1),
-            call.value[0].transpose(0, 1),
-            self.packing.cu_seqlens,
-            self.packing.max_seqlen,
-            dropout=call.dropout_p,
-            is_causal=call.is_causal,
-            scale=call.scale,
-        )
-        return out_THE.transpose(0, 1).unsqueeze(0)
+def _attend_packed(packing: Packing, call: AttentionCall) -> Tensor:
+    if call.attn_mask is not None or call.query.shape[0] != 1:
+        raise RuntimeError("packed rows take plain or causal attention over one sequence, without a mask")
+    out_THE = packed_attention(
+        call.query[0].transpose(0, 1),
+        call.key[0].transpose(0, 1),
+        call.value[0].transpose(0, 1),
+        packing.cu_seqlens,
+        packing.max_seqlen,
+        dropout=call.dropout_p,
+        is_causal=call.is_causal,
+        scale=call.scale,
+    )
+    return out_THE.transpose(0, 1).unsqueeze(0)
 
 
 def image_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:

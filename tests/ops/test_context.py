@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
-from mmod.ops import KeysOfAll, Projection, keys_and_values
+from mmod.ops import Projection, attend_to_captured, keys_and_values
 from tests.kit import clip_zoo
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
@@ -59,7 +59,7 @@ def test_kept_rows_are_those_of_the_whole(
     x = torch.randn(batch, tokens, 4 * heads, dtype=torch.float64, requires_grad=True)
     kept = sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))
     projections = block.projections()
-    with KeysOfAll(projections, keys_and_values(lambda: block(x), projections)):
+    with attend_to_captured(projections, keys_and_values(lambda: block(x), projections)):
         actual = block(x[:, kept])
     expected = block(x)[:, kept]
     torch.testing.assert_close(actual, expected)
@@ -76,7 +76,7 @@ def test_no_part_of_a_projection_is_computed_in_vain() -> None:
         projections = block.projections()
         with torch.no_grad(), flop_counter() as counter:
             taken = keys_and_values(partial(block, x), projections)
-            with KeysOfAll(projections, taken):
+            with attend_to_captured(projections, taken):
                 block(x[:, :kept])
         query_and_gate, key_and_value = 2 * kept * dim * 2 * dim, 2 * tokens * dim * 2 * dim
         assert counter.get_total_flops() == query_and_gate + key_and_value + 4 * kept * tokens * dim

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, with_cache
 from mmod.blocks import Arguments
-from mmod.ops import PartialProjections, Projection
+from mmod.ops import Projection, project_part
 from mmod.ops.context import Captured
 
 
@@ -70,7 +70,7 @@ def keys_of_all(
     """
     capture = _KeepingCache(cache_of(arguments), ends=True)
     try:
-        with PartialProjections(projections, queries=False):
+        with project_part(projections, queries=False):
             forward(x_BND, **with_cache({**arguments, "attention_mask": mask}, capture))
     except Captured:
         pass
@@ -98,7 +98,7 @@ def attend_to_captured(
     # Hosts take no empty sequence.
     if not z_BKD.shape[1]:
         return z_BKD
-    with PartialProjections(projections, queries=True):
+    with project_part(projections, queries=True):
         return forward(z_BKD, **with_cache(narrowed, _KeepingCache(kept=captured)))
 
 
