@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,6 @@ from mmod.blocks import (
     Arguments,
     BlockCall,
     BlockOwner,
-    FirstGrid,
     GridSource,
     Halves,
     ModelHook,
@@ -44,6 +44,7 @@ from mmod.blocks import (
     Span,
     StackCalls,
     attach,
+    compare_grid,
     is_converted,
     map_rows,
     own_,
@@ -192,7 +193,8 @@ class BlockStack:
         """
         if self.grid is not None and not getattr(self.proof, "boundaries", ""):
             name, block = next(iter(blocks.items()))
-            attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix))
+            compare = partial(compare_grid, self.grid.read, block, name, self.prefix)
+            attach(self.grid.module, ModelHook(after=compare, once=True))
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

@@ -86,7 +86,7 @@ def _text_tower(tower: Any, path: str = "") -> BlockStack:
     stack = _stack(tower, PROTECTED_IN_TEXT).below(path)
     # The embedding has number 0 in a pass of captions.
     captions = Span(stack.calls, ("the token embedding", *stack.names))
-    hook = (tower.token_embedding, CaptionHook(tower, captions))
+    hook = (tower.token_embedding, _caption_hook(tower, captions))
     return dataclasses.replace(
         stack,
         captions=captions,
@@ -239,35 +239,38 @@ class ClipBlock(NamedArguments):
         return mask
 
 
-class CaptionHook(ModelHook):
-    """Begins a text tower's forward pass at its embedding, with a fact that its blocks do not know: what is read.
+def _caption_hook(tower: Any, span: Span) -> ModelHook:
+    """Return the hook of a text tower's embedding.
 
     The tower is a `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
+    packed = isinstance(tower, clip_models.CLIP)
+    pool = str(tower.text_pool_type if packed else tower.pool_type)
+    eos = int(tower.text_eos_id if packed else tower.eos_id)
+    # It stands behind all other tokens, and the embedding is read from it whatever `pool` says.
+    class_token = not packed and tower.cls_emb is not None
+    return ModelHook(functools.partial(_begin_captions, span, pool, eos, class_token))
 
-    def __init__(self, tower: Any, span: Span) -> None:
-        self.span = span
-        packed = isinstance(tower, clip_models.CLIP)
-        self.pool = str(tower.text_pool_type if packed else tower.pool_type)
-        self.eos = int(tower.text_eos_id if packed else tower.eos_id)
-        # It stands behind all other tokens, and the embedding is read from it whatever `pool` says.
-        self.class_token = not packed and tower.cls_emb is not None
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a forward pass with token ids (B, L)."""
-        (text_BL,) = (*args, *kwargs.values())
-        started = self.span.begin(text_BL)
-        started.shape = (text_BL.shape[0], text_BL.shape[1] + int(self.class_token))
-        started.read_B1 = self.read(text_BL)
-
-    def read(self, text_BL: Tensor) -> Tensor | None:
-        """Return the position that the embedding is read from (B, 1), as the host finds it; None where all are read."""
-        position_BL = torch.arange(text_BL.shape[1], device=text_BL.device).expand_as(text_BL)
-        if self.class_token:
-            return position_BL[:, -1:] + 1
-        if self.pool == "none":
-            return None
-        return transformer.text_global_pool(position_BL.unsqueeze(-1), text_BL, self.pool, eos_token_id=self.eos)
+def _begin_captions(
+    span: Span,
+    pool: str,
+    eos: int,
+    class_token: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Begin a forward pass with token ids (B, L), with a fact that its blocks do not know: what is read."""
+    (text_BL,) = (*args, *kwargs.values())
+    started = span.begin(text_BL)
+    started.shape = (text_BL.shape[0], text_BL.shape[1] + int(class_token))
+    position_BL = torch.arange(text_BL.shape[1], device=text_BL.device).expand_as(text_BL)
+    # As the host finds the position (B, 1); with pool "none" it reads all.
+    if class_token:
+        started.read_B1 = position_BL[:, -1:] + 1
+    elif pool != "none":
+        started.read_B1 = transformer.text_global_pool(position_BL.unsqueeze(-1), text_BL, pool, eos_token_id=eos)
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Prefill:
     def __init__(self, model: nn.Module, stack: BlockStack, prompt: Prompt) -> None:
         # It makes masks of tokens for models of transformers alone.
         from mmod.adapters.transformers.families import is_recurrent
-        from mmod.adapters.transformers.groups import GroupHook
+        from mmod.adapters.transformers.groups import GroupReader
         from mmod.adapters.transformers.layers import GROUPS
 
         self.dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
@@ -102,7 +102,7 @@ class Prefill:
                 module.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"))
         self.text = model.get_submodule(stack.block_list.rpartition(".")[0])
         self.heads = {name: head for name, head in model.named_modules() if name.rpartition(".")[2] == _HEAD}
-        hook = next((hook for hook in model_hooks(model) if isinstance(hook, GroupHook)), None)
+        reader = next((hook.source for hook in model_hooks(model) if isinstance(hook.source, GroupReader)), None)
         # They read the values of tokens, such as where a prompt has images.
         detach_hooks(model)
         tokens = prompt.tokens
@@ -111,17 +111,17 @@ class Prefill:
             # A mask of all pairs is taken as it is, whatever windows layers have.
             "attention_mask": torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device="meta"),
         }
-        self.skips_text = hook is not None and hook.tokens == "all"
+        self.skips_text = reader is not None and reader.tokens == "all"
         self.free: tuple[int, ...] = ()
-        if hook is None:
+        if reader is None:
             return
         self.free = (tokens - prompt.protected_tokens,) if self.skips_text else prompt.images
         # The first frame is never skipped.
-        if hook.config.router.reads_frames:
+        if reader.config.router.reads_frames:
             self.free = prompt.images[1:]
         frames = None
-        if not self.skips_text and not hook.config.decides_alone(self.text.training):
-            frames = hook.language.frames
+        if not self.skips_text and not reader.config.decides_alone(self.text.training):
+            frames = reader.language.frames
         groups = _groups(tokens, self.free, frames, strict=not self.skips_text)
         self.inputs[GROUPS] = groups if groups.skips else None
 

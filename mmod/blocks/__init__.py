@@ -33,18 +33,18 @@ from mmod.blocks.conversion import (
 )
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.execution import choose_execution
-from mmod.blocks.first_call import FirstCall, FirstGrid, OnceHook, has_replaced_forward
+from mmod.blocks.first_call import compare_grid, has_replaced_forward, refuse_hidden
 from mmod.blocks.grid import (
-    GridHook,
     GridSource,
-    RowHook,
     RowSource,
     check_pixels,
     cut_patches,
     grid_of_map,
     patches_of_pass,
+    show_grid,
+    show_rows,
 )
-from mmod.blocks.hook import ModelHook, WholeBatchHook, attach, detach_hooks, model_hooks
+from mmod.blocks.hook import ModelHook, attach, check_whole_batch, detach_hooks, model_hooks
 from mmod.blocks.importance import ImportanceBlock, ImportanceState, make_importance
 from mmod.blocks.owner import BlockOwner, OwnerState, own_, watch_losses
 from mmod.blocks.record import Deciding, Record, deciding_modules, make_records, recomputing

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmod.blocks.conversion import host_class, mixin_forwards, mixins_of
-from mmod.blocks.hook import ModelHook, attach, detach
+from mmod.blocks.hook import ModelHook, attach
 from mmod.config import Grid
 
 
@@ -25,44 +25,25 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and bool(mixin_forwards(type(module)))
 
 
-class OnceHook(ModelHook):
-    """A hook of one call, in which it removes itself."""
-
-
-class FirstCall(OnceHook):
-    """Refuses, once, a `forward` that was put on a converted module and does not run the mixin.
+def refuse_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse, in the first call, a `forward` that was put on a converted module and does not run the mixin.
 
     accelerate's forward runs the one before it. Code that replaces a forward would run the host's block densely.
     """
+    watches = [
+        _Watch(name, inner)
+        for name, inner in module.named_modules()
+        if has_replaced_forward(inner) and not getattr(inner, "optional", False)
+    ]
+    if not watches:
+        return
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Watch the converted modules that have a `forward` on the instance in this call alone."""
-        # Compilers guard on hooks and classes, which change here; a call without one may follow.
-        if torch.compiler.is_compiling():
-            return
-        # First, as the module may be called again while it runs.
-        detach(module, self)
-        watches = [
-            _Watch(name, inner)
-            for name, inner in module.named_modules()
-            if has_replaced_forward(inner) and not getattr(inner, "optional", False)
-        ]
-        if watches:
-            attach(module, _WatchedCall(watches))
-
-
-class _WatchedCall(OnceHook):
-    """Ends the first call of a module that contains watched ones."""
-
-    def __init__(self, watches: Sequence[_Watch]) -> None:
-        self.watches = watches
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Refuse a module that was called without its mixin; there is no output of a call that failed."""
-        detach(module, self)
-        for watch in self.watches:
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        handle.remove()
+        for watch in watches:
             watch.remove()
-        hidden = [watch for watch in self.watches if watch.ran_inside and not watch.ran_mixin]
+        hidden = [watch for watch in watches if watch.ran_inside and not watch.ran_mixin]
+        # There is no output of a call that failed.
         if output is not None and hidden:
             name = hidden[0].name or "the model"
             raise ValueError(
@@ -70,6 +51,8 @@ class _WatchedCall(OnceHook):
                 "method was applied, which does not run that method: it would have no effect. Remove it "
                 "(`del module.forward`), or let it call the forward that was there before"
             )
+
+    handle = module.register_forward_hook(end, always_call=True)
 
 
 class _Watch:
@@ -108,8 +91,17 @@ class _Watch:
             handle.remove()
 
 
-class FirstGrid(OnceHook):
-    """Warns once of tokens besides patches and prefix, such as learned prompts, which are skipped like patches.
+def compare_grid(
+    read: Callable[[Any], Grid | None],
+    block: nn.Module,
+    name: str,
+    prefix: int,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+) -> None:
+    """Warn, in the first call, of tokens besides patches and prefix, such as learned prompts, skipped like patches.
 
     Args:
         read: Returns the grid of patches from the output of the module that shows it.
@@ -117,46 +109,26 @@ class FirstGrid(OnceHook):
         name: Its name in the model.
         prefix: Number of tokens that are always kept.
     """
-
-    def __init__(self, read: Callable[[Any], Grid | None], block: nn.Module, name: str, prefix: int) -> None:
-        self.read = read
-        self.block = block
-        self.name = name
-        self.prefix = prefix
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Hand the grid to the block; there is no output of a call that failed."""
-        if output is None or torch.compiler.is_compiling():
-            return
-        detach(module, self)
-        grid = self.read(output)
-        # Only the block knows how many tokens there are: its next call compares.
-        if grid is not None:
-            attach(self.block, _FirstInput(self, grid))
+    grid = read(output)
+    # Only the block knows how many tokens there are: its next call compares.
+    if grid is not None:
+        attach(block, ModelHook(partial(_warn_of_others, grid, name, prefix), once=True))
 
 
-class _FirstInput(OnceHook):
-    """Compares the tokens of a block with the grid of patches."""
-
-    def __init__(self, source: FirstGrid, grid: Grid) -> None:
-        self.source = source
-        self.grid = grid
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell of more tokens than patches and prefix."""
-        detach(module, self)
-        rows, columns = self.grid
-        x_BND = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-        if x_BND is None or x_BND.ndim != 3 or x_BND.shape[1] <= rows * columns + self.source.prefix:
-            return
-        tokens = x_BND.shape[1]
-        prefix = tokens - rows * columns
-        name = self.source.name
-        block_list = name.rpartition(".")[0]
-        warnings.warn(
-            f"{name} gets {tokens} tokens, but {rows} x {columns} patches and {self.source.prefix} tokens that are "
-            f"always kept make {rows * columns + self.source.prefix}: the others, such as learned prompts, are skipped "
-            f"like patches. To keep them in a model of timm or of your own class, put them in front of the patches and "
-            f"pass tokens=mmod.Tokens({block_list!r}, prefix={prefix})",
-            stacklevel=2,
-        )
+def _warn_of_others(
+    grid: Grid, name: str, prefix: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Tell of more tokens than patches and prefix."""
+    rows, columns = grid
+    x_BND = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    if x_BND is None or x_BND.ndim != 3 or x_BND.shape[1] <= rows * columns + prefix:
+        return
+    tokens = x_BND.shape[1]
+    block_list = name.rpartition(".")[0]
+    warnings.warn(
+        f"{name} gets {tokens} tokens, but {rows} x {columns} patches and {prefix} tokens that are "
+        f"always kept make {rows * columns + prefix}: the others, such as learned prompts, are skipped "
+        f"like patches. To keep them in a model of timm or of your own class, put them in front of the patches and "
+        f"pass tokens=mmod.Tokens({block_list!r}, prefix={tokens - rows * columns})",
+        stacklevel=2,
+    )

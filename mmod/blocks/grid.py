@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.calls import StackCalls
-from mmod.blocks.conversion import parameters_of
-from mmod.blocks.hook import ModelHook
 from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
 
@@ -122,69 +120,64 @@ def cut_patches(module: nn.Conv2d, image_BHYX: Tensor) -> Tensor:
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(4)
 
 
-class GridHook(ModelHook):
-    """Tells the forward pass that begins after the patch embedding what is known of the images' patches.
+def show_grid(
+    calls: PerThread[StackCalls],
+    read: Callable[[Any], Grid | None],
+    see: Callable[[Tensor], tuple[Tensor, ...]] | None,
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+) -> None:
+    """Tell the forward pass that begins after the patch embedding what is known of the images' patches.
 
     Args:
         read: See `GridSource`.
         see: Returns what a score needs of the pixels of patches (B, R, C, H, E); None where it needs nothing.
     """
-
-    def __init__(
-        self,
-        calls: PerThread[StackCalls],
-        read: Callable[[Any], Grid | None],
-        see: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
-    ) -> None:
-        self.calls = calls
-        self.read = read
-        self.see = see
-
-    def after(self, module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Read the grid and the pixels; there is no output of a call that failed."""
-        if output is None:
-            return
-        seen = None
-        if self.see is not None:
-            (image_BHYX,) = args or kwargs.values()
-            with torch.no_grad():
-                seen = self.see(cut_patches(module, image_BHYX))
-        self.calls.value.show_patches(Patches(self.read(output), seen))
+    # There is no output of a call that failed.
+    if output is None:
+        return
+    seen = None
+    if see is not None:
+        (image_BHYX,) = args or kwargs.values()
+        with torch.no_grad():
+            seen = see(cut_patches(module, image_BHYX))
+    calls.value.show_patches(Patches(read(output), seen))
 
 
-class RowHook(ModelHook):
-    """Tells the forward pass of a tower that gets patches as rows what a score sees of their pixels.
+@torch.no_grad()
+def show_rows(
+    calls: PerThread[StackCalls],
+    source: RowSource,
+    names: tuple[str, ...],
+    see: Callable[[Tensor], tuple[Tensor, ...]],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Tell the forward pass of a tower that gets patches as rows what a score sees of their pixels.
 
     Args:
-        see: See `GridHook`; whole numbers are indices of patches.
+        names: The tower's arguments.
+        see: See `show_grid`; whole numbers are indices of patches.
     """
+    arguments = {**dict(zip(names, args)), **kwargs}
+    pictures = source.pictures(arguments[names[0]], arguments["grid_thw"], arguments.get("merge_sizes"))
+    parts = [_in_rows(see(pixels), _row_of_patches(source, pixels, side)) for pixels, side in pictures]
+    longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
+    seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
+    calls.value.show_patches(Patches(None, seen))
 
-    def __init__(
-        self, calls: PerThread[StackCalls], source: RowSource, see: Callable[[Tensor], tuple[Tensor, ...]]
-    ) -> None:
-        self.calls = calls
-        self.source = source
-        self.see = see
-        self.names = tuple(parameters_of(source.module))
 
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the pixels."""
-        arguments = {**dict(zip(self.names, args)), **kwargs}
-        pictures = self.source.pictures(arguments[self.names[0]], arguments["grid_thw"], arguments.get("merge_sizes"))
-        parts = [_in_rows(self.see(pixels), self._rows(pixels, side)) for pixels, side in pictures]
-        longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
-        seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
-        self.calls.value.show_patches(Patches(None, seen))
-
-    def _rows(self, pixels_BRCHE: Tensor, side: int) -> Tensor:
-        """Return the place of each patch of a frame (N) among the rows that blocks get."""
-        rows, columns = pixels_BRCHE.shape[1:3]
-        numbers = torch.arange(rows * columns, device=pixels_BRCHE.device)
-        row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
-        if self.source.order is None:
-            return row_N
-        return self.source.order(self.source.module, (rows, columns)).to(row_N.device).argsort()[row_N]
+def _row_of_patches(source: RowSource, pixels_BRCHE: Tensor, side: int) -> Tensor:
+    """Return the place of each patch of a frame (N) among the rows that blocks get."""
+    rows, columns = pixels_BRCHE.shape[1:3]
+    numbers = torch.arange(rows * columns, device=pixels_BRCHE.device)
+    row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
+    if source.order is None:
+        return row_N
+    return source.order(source.module, (rows, columns)).to(row_N.device).argsort()[row_N]
 
 
 def _in_rows(values: tuple[Tensor, ...], row_N: Tensor) -> list[Tensor]:

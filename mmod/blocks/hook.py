@@ -1,44 +1,76 @@
-"""Forward pre-hooks that belong to a model's methods, and whose code a module runs."""
+"""Functions that belong to a model's methods and run around a module's forward, and whose code a module runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from mmod.blocks.conversion import host_class
 from mmod.values import check_module
 
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Gets a module and the arguments of its forward; returns changed ones, or None."""
+After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
+"""Gets a module, the arguments of its forward, and the output; None of a call that failed."""
 
+
+@dataclass(eq=False)
 class ModelHook:
-    """A forward pre-hook of a method, such as one by which blocks know facts that only their model knows.
+    """Two functions of a method around a module's forward, such as by which blocks know facts that only a model knows.
 
-    Attributes:
+    Args:
+        before: Runs before each forward pass; None for nothing.
+        after: Runs after it, also after an `Exception`, but not after a KeyboardInterrupt; None for nothing.
+        source: What the functions are methods of, where others ask it.
+        once: It removes itself: in the first call, or the first one that does not fail if it only runs after calls.
+            Compiled calls leave it alone.
         reads: A block of another part that `install` converts, because it knows some of the facts.
+        install: Converts that block; routing makes it dense again with all others.
         kind: Kind of the method that attached it, which also removes it; empty for none.
     """
 
+    before: Before | None = None
+    after: After | None = None
+    source: Any = None
+    once: bool = False
     reads: nn.Module | None = None
+    install: Callable[[], None] | None = None
     kind: str = ""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return changed arguments of the module's forward, or None; by default nothing happens before it."""
+        """Return changed arguments of the module's forward, or None."""
+        if self.before is None:
+            return None
+        if self.once:
+            # Compilers guard on hooks, which change here; a call without one may follow.
+            if torch.compiler.is_compiling():
+                return None
+            # First, as the module may be called again while it runs.
+            detach(module, self)
+        return self.before(module, args, kwargs)
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Run after a forward pass, also after an `Exception`, but not after a KeyboardInterrupt."""
-
-    def install(self) -> None:
-        """Convert the block that the hook reads; routing makes it dense again with all others."""
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Run after a forward pass."""
+        assert self.after is not None
+        if self.once:
+            if output is None or torch.compiler.is_compiling():
+                return
+            detach(module, self)
+        self.after(module, args, kwargs, output)
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
     """Call a hook before every forward pass of a module, and after it if it has an `after`."""
-    hook.install()
+    if hook.install is not None:
+        hook.install()
     module.register_forward_pre_hook(hook, with_kwargs=True)
-    if type(hook).after is not ModelHook.after:
+    if hook.after is not None:
         # A call that failed ends too: its passes must not stay open.
-        module.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
+        module.register_forward_hook(hook.end, with_kwargs=True, always_call=True)
 
 
 def model_hooks(model: nn.Module) -> list[ModelHook]:
@@ -50,11 +82,11 @@ def model_hooks(model: nn.Module) -> list[ModelHook]:
     return found
 
 
-def detach_hooks(model: nn.Module, hook_class: type[ModelHook] = ModelHook, kind: str | None = None) -> None:
-    """Remove hooks from a model: those of a class, or of a kind of method."""
+def detach_hooks(model: nn.Module, kind: str | None = None, once: bool = False) -> None:
+    """Remove hooks from a model: those of a kind of method, or those that are left of a first call."""
     for module in model.modules():
         for before in list(module._forward_pre_hooks.values()):
-            if isinstance(before, hook_class) and kind in (None, before.kind):
+            if isinstance(before, ModelHook) and kind in (None, before.kind) and (before.once or not once):
                 detach(module, before)
 
 
@@ -75,26 +107,22 @@ def detach(module: nn.Module, hook: object) -> None:
                 hooks.pop(key, None)
 
 
-class WholeBatchHook(ModelHook):
-    """Refuses training where a method reads or narrows the branches of blocks that divide the batch there.
+def check_whole_batch(
+    blocks: Mapping[str, nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse training where a method reads or narrows the branches of blocks that divide the batch there.
 
     Args:
         blocks: The blocks, by name.
     """
-
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        self.blocks = dict(blocks)
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call in which a block trains."""
-        for name, block in self.blocks.items():
-            if block.training:
-                raise ValueError(
-                    f"{name} ({host_class(block).__name__}) runs its attention or its MLP on a part of the batch in "
-                    "training, as DINOv2's stochastic depth does, and this method needs them for all images: set the "
-                    "rate of stochastic depth to 0 before the method is applied, or use one that runs whole blocks "
-                    "alone, such as mmod.RoutingConfig(router='linear', capacity=0.5)"
-                )
+    for name, block in blocks.items():
+        if block.training:
+            raise ValueError(
+                f"{name} ({host_class(block).__name__}) runs its attention or its MLP on a part of the batch in "
+                "training, as DINOv2's stochastic depth does, and this method needs them for all images: set the "
+                "rate of stochastic depth to 0 before the method is applied, or use one that runs whole blocks "
+                "alone, such as mmod.RoutingConfig(router='linear', capacity=0.5)"
+            )
 
 
 def runs_code_of(package: str, module: nn.Module, name: str) -> bool:

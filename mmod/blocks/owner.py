@@ -12,7 +12,7 @@ from torch import nn
 
 from mmod.blocks.calls import ReadBlocks, StackCall, StackCalls
 from mmod.blocks.conversion import Mixin, convert, is_converted
-from mmod.blocks.hook import runs_code_of
+from mmod.blocks.hook import ModelHook, runs_code_of
 from mmod.blocks.record import Deciding, PassLoss, Record
 from mmod.threads import PerThread
 
@@ -175,7 +175,10 @@ def _is_known(hook: object) -> bool:
 
     transformers keeps its collecting hooks.
     """
-    return getattr(hook, "__module__", "") in ("transformers.utils.output_capturing", "mmod.blocks.first_call")
+    if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+        return True
+    ours = getattr(hook, "__self__", hook)
+    return isinstance(ours, ModelHook) and ours.once
 
 
 # The functions of hosts that run the blocks in sequence, and read nothing between them.

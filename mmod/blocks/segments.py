@@ -132,8 +132,8 @@ class SequenceCall(Protocol):
         """The form of the sequence."""
 
 
-class SequenceImages(ModelHook):
-    """Hook of a tower some of whose blocks attend within windows: tells all of them the images of the running call.
+class SequenceImages:
+    """Tells all blocks of a tower, some of which attend within windows, the images of the running call.
 
     A block finds the images by the boundaries of windows that it gets, also where a backward pass recomputes it alone.
 
@@ -146,7 +146,12 @@ class SequenceImages(ModelHook):
         self.calls = calls
         self.names = tuple(parameters_of(tower))
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @property
+    def hook(self) -> ModelHook:
+        """The hook of the tower."""
+        return ModelHook(self.read, self.forget)
+
+    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the grids."""
         grids: Tensor = {**dict(zip(self.names, args)), **kwargs}[GRIDS]
         # Blocks read the lengths outside graphs too.
@@ -159,7 +164,7 @@ class SequenceImages(ModelHook):
             lengths += [rows * columns] * frames
         self.calls.value.lengths.append(tuple(lengths))
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def forget(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Forget the call."""
         end = torch.compiler.disable(self._end) if torch.compiler.is_compiling() else self._end
         end()

@@ -21,10 +21,9 @@ from mmod.adapters import BlockStack, find_library, find_stack, find_stacks, loa
 from mmod.adapters.tokens import forget, remember
 from mmod.blocks import (
     Deciding,
-    FirstCall,
     HiddenClass,
     Mixin,
-    OnceHook,
+    ModelHook,
     attach,
     convert,
     detach_hooks,
@@ -34,6 +33,7 @@ from mmod.blocks import (
     mixins_of,
     model_hooks,
     modules_of,
+    refuse_hidden,
     remove,
 )
 from mmod.config.registry import Registry, check_frozen
@@ -142,8 +142,9 @@ class Method(Checked, ABC, group="method"):
             if isinstance(stack, BlockStack):
                 remember(model, stack)
                 if stack.windows is not None:
-                    attach(owner_of(model, stack), stack.windows)
-            attach(owner_of(model, stack) if isinstance(stack, BlockStack) else model, FirstCall())
+                    attach(owner_of(model, stack), stack.windows.hook)
+            owner = owner_of(model, stack) if isinstance(stack, BlockStack) else model
+            attach(owner, ModelHook(refuse_hidden, once=True))
         for hook in model_hooks(model):
             if not any(hook is other for other in hooks):
                 hook.kind = self.kind
@@ -461,7 +462,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     model.mod_methods = methods  # type: ignore[assignment]
     if not methods:
         del model.mod_methods
-        detach_hooks(model, OnceHook)
+        detach_hooks(model, once=True)
     if not methods and not isinstance(model, TrainingOnly):
         forget(model)
     # A model is saved and loaded without the others.

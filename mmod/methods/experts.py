@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
@@ -18,12 +19,12 @@ from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, mak
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
-    CompleteTexts,
     ExpertRows,
     Mixture,
     TokenRouter,
     all_of,
     balance_loss,
+    check_texts,
     choice_cross_entropy,
     choose_tokens,
     chosen_expert,
@@ -149,12 +150,14 @@ class Experts(Mixture):
             mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
             if attention and not stack.language:
-                attach(stack.blocks[index].get_submodule(attention), _SeenTokens(mlp.mod_state.records))
+                attach(
+                    stack.blocks[index].get_submodule(attention), ModelHook(partial(read_mask, mlp.mod_state.records))
+                )
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
         if stack.read_text is not None:
-            attach(owner_of(model, stack), CompleteTexts(stack.read_text, fills=True))
+            attach(owner_of(model, stack), ModelHook(partial(check_texts, stack.read_text, self.kind, True)))
 
     def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:
         """Return the MLP of a block; None if no module computes it alone."""
@@ -179,27 +182,23 @@ class ExpertRecord(Record):
         self.valid_BN: Tensor | None = None
 
 
-@dataclass(eq=False)
-class _SeenTokens(ModelHook):
-    """A forward pre-hook of an attention, after which an MLP of experts runs on the same tokens: reads its mask."""
-
-    records: PerThread[Record]
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Read the mask."""
-        named = {**dict(zip(parameters_of(module), args)), **kwargs}
-        mask = next((named[name] for name in MASKS if name in named), None)
-        record: Any = self.records.value
-        if mask is not None and mask.ndim == 4:
-            if args and args[0].shape[1] != mask.shape[-1]:
-                raise ValueError(
-                    "experts choose among kept tokens, and which of them are masked is unknown where these attend to "
-                    "all tokens: route with context='kept', or pass no attn_mask"
-                )
-            record.valid_BN = is_visible(mask).any(dim=1).any(dim=1)
-        elif record.valid_BN is not None:
-            # Left by a pass that failed.
-            record.valid_BN = None
+def read_mask(
+    records: PerThread[ExpertRecord], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Read the mask of an attention, after which an MLP of experts runs on the same tokens."""
+    named = {**dict(zip(parameters_of(module), args)), **kwargs}
+    mask = next((named[name] for name in MASKS if name in named), None)
+    record = records.value
+    if mask is not None and mask.ndim == 4:
+        if args and args[0].shape[1] != mask.shape[-1]:
+            raise ValueError(
+                "experts choose among kept tokens, and which of them are masked is unknown where these attend to "
+                "all tokens: route with context='kept', or pass no attn_mask"
+            )
+        record.valid_BN = is_visible(mask).any(dim=1).any(dim=1)
+    elif record.valid_BN is not None:
+        # Left by a pass that failed.
+        record.valid_BN = None
 
 
 class ExpertState(NamedTuple):

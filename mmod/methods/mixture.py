@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import TextCall
-from mmod.blocks import Deciding, ModelHook, modules_of
+from mmod.blocks import Deciding, modules_of
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
@@ -90,35 +90,36 @@ class Mixture(Method):
             raise ValueError(f"{self.kind} choose among the tokens of an image, which may be padding in a NaFlexVit")
 
 
-@dataclass(eq=False)
-class CompleteTexts(ModelHook):
-    """A forward pre-hook of a language model, which refuses texts in which tokens cannot be chosen together.
+def check_texts(
+    read_text: Callable[..., TextCall],
+    kind: str,
+    fills: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse texts of a language model in which tokens cannot be chosen together.
 
     Args:
         read_text: See `BlockStack`.
+        kind: Kind of the method that chooses.
         fills: Padding would take the place of tokens.
     """
-
-    read_text: Callable[..., TextCall]
-    fills: bool = False
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse such texts."""
-        choosing = [child for child in modules_of(module, self.kind) if isinstance(child, Deciding)]
-        # Layers may have been removed since the method was applied.
-        if not choosing or not choosing[0].chooses_together(module.training):
-            return
-        text = self.read_text(module, args, kwargs)
-        if text.continues:
-            raise ValueError(
-                f"text cannot be generated where {self.kind} choose among future tokens, as they do in training mode "
-                "and with choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or "
-                "'tokens'"
-            )
-        if text.is_packed:
-            _refuse_rows(self.kind, "packed with several samples", "one sample per row")
-        if self.fills and not bool(text.valid_BN.all()):
-            _refuse_rows(self.kind, "padded", "texts of one length")
+    choosing = [child for child in modules_of(module, kind) if isinstance(child, Deciding)]
+    # Layers may have been removed since the method was applied.
+    if not choosing or not choosing[0].chooses_together(module.training):
+        return
+    text = read_text(module, args, kwargs)
+    if text.continues:
+        raise ValueError(
+            f"text cannot be generated where {kind} choose among future tokens, as they do in training mode "
+            "and with choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or "
+            "'tokens'"
+        )
+    if text.is_packed:
+        _refuse_rows(kind, "packed with several samples", "one sample per row")
+    if fills and not bool(text.valid_BN.all()):
+        _refuse_rows(kind, "padded", "texts of one length")
 
 
 def _refuse_rows(choosers: str, state: str, valid: str) -> None:

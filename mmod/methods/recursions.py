@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -19,21 +20,22 @@ from mmod.blocks import (
     BlockState,
     ConvertedBlock,
     Deciding,
+    ModelHook,
     ReadBlocks,
     Record,
     Shell,
-    WholeBatchHook,
     attach,
+    check_whole_batch,
     convert,
     make_records,
 )
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
-    CompleteTexts,
     Mixture,
     TokenRouter,
     balance_loss,
+    check_texts,
     choice_cross_entropy,
     first_floating,
     numbered,
@@ -135,10 +137,10 @@ class Recursions(Mixture):
         container[self.first] = cycle
         stack.watch_grid({stack.names[self.first]: cycle})
         if stack.read_text is not None:
-            attach(owner_of(model, stack), CompleteTexts(stack.read_text))
+            attach(owner_of(model, stack), ModelHook(partial(check_texts, stack.read_text, self.kind, False)))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
         if stack.dividing and (self.choice == "tokens" or stack.proof.rows):
-            attach(owner_of(model, stack), WholeBatchHook(stack.dividing))
+            attach(owner_of(model, stack), ModelHook(partial(check_whole_batch, stack.dividing)))
 
     def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""

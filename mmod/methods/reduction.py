@@ -26,12 +26,13 @@ from mmod.blocks import (
     BlockOwner,
     BlockState,
     Deciding,
+    ModelHook,
     Reduced,
     Remaining,
     Span,
     SpanPass,
-    WholeBatchHook,
     attach,
+    check_whole_batch,
     convert,
     host_class,
     make_halves,
@@ -235,7 +236,7 @@ class Reducing(Method):
         stack.own_(owner, ReducedModel if stack.host == "timm" else BlockOwner)
         stack.watch_grid(stack.converted)
         if stack.dividing:
-            attach(owner, WholeBatchHook(stack.dividing))
+            attach(owner, ModelHook(partial(check_whole_batch, stack.dividing)))
         warn_of_halves(halved, len(stack.blocks))
 
 

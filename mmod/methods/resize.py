@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -99,7 +100,8 @@ class Resize(Method):
         if not hasattr(owner, "dynamic_img_size"):
             name, options = _image_model(model, stack)
             side: Any = stack.grid.module.stride  # type: ignore[union-attr]
-            attach(model.get_submodule(name), ResizeHook(TargetSize(height, width, int(side[1])), options))
+            target = TargetSize(height, width, int(side[1]))
+            attach(model.get_submodule(name), ModelHook(partial(resize_images, target, options)))
             return
         patch_embed: Any = owner.get_submodule("patch_embed")
         convert(patch_embed, ResizingPatches, TargetSize(height, width, patch_width=int(patch_embed.patch_size[1])))
@@ -115,25 +117,20 @@ def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bo
     return images[0] if images else "", {_INTERPOLATE: True} if interpolates else {}
 
 
-class ResizeHook(ModelHook):
-    """Resizes the images of each call of a model.
+def resize_images(
+    target: TargetSize, options: Mapping[str, bool], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Return the arguments of a model with resized images.
 
     Args:
         options: Further arguments by which the model takes images of any size.
     """
-
-    def __init__(self, target: TargetSize, options: Mapping[str, bool]) -> None:
-        self.target = target
-        self.options = options
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments with resized images."""
-        named = {name: resized(value, self.target) for name, value in kwargs.items() if name in PIXELS}
-        if args:
-            args = (resized(args[0], self.target), *args[1:])
-        given = dict(zip(parameters_of(module), args))
-        options = {name: value for name, value in self.options.items() if name not in given}
-        return args, {**kwargs, **named, **options}
+    named = {name: resized(value, target) for name, value in kwargs.items() if name in PIXELS}
+    if args:
+        args = (resized(args[0], target), *args[1:])
+    given = dict(zip(parameters_of(module), args))
+    others = {name: value for name, value in options.items() if name not in given}
+    return args, {**kwargs, **named, **others}
 
 
 class TargetSize(NamedTuple):

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
-    GridHook,
     ModelHook,
     RoutedBlock,
     RoutedState,
-    RowHook,
-    WholeBatchHook,
     attach,
+    check_whole_batch,
     is_converted,
     make_importance,
     make_routed,
+    parameters_of,
+    show_grid,
+    show_rows,
     warn_of_halves,
 )
 from mmod.config import Merged, Preset, RoutingConfig, Threshold, rational, read_routing, rescaled
@@ -209,9 +210,14 @@ class Route(Method):
             score = self.parts[name].router
             if score.reads_grid and stack.grid is not None:
                 see = partial(score.see, std=stack.grid.std) if score.reads_pixels else None
-                hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read, see)))
+                hooks.append(
+                    (stack.grid.module, ModelHook(after=partial(show_grid, stack.calls, stack.grid.read, see)))
+                )
             elif score.reads_pixels and stack.rows is not None:
-                hooks.append((stack.rows.module, RowHook(stack.calls, stack.rows, partial(score.see, std=None))))
+                tower = stack.rows.module
+                see = partial(score.see, std=None)
+                show = partial(show_rows, stack.calls, stack.rows, tuple(parameters_of(tower)), see)
+                hooks.append((tower, ModelHook(show)))
         for name, stack in stacks.items():
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):
@@ -225,7 +231,7 @@ class Route(Method):
             if self.parts[name].protect_prefix and not self.parts[name].router.per_image:
                 stack.watch_grid(stack.converted)
             if stack.dividing and _runs_inside(stack, self.parts[name]):
-                hooks.append((owner, WholeBatchHook(stack.dividing)))
+                hooks.append((owner, ModelHook(partial(check_whole_batch, stack.dividing))))
             # Blocks that share nothing never ask for the call that they run in.
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
                 stack.own_(stack.owner_in(model))

@@ -46,48 +46,49 @@ from mmod.threads import PerThread
 PROTECTED = "protected_mask"
 
 
-class MaskHook(ModelHook):
-    """Tells layers whether the model around a language model replaces causal attention by a mask of pairs.
+def mark_pairs(names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tell layers whether the model around a language model replaces causal attention by a mask of pairs.
 
     Gemma 3 and PaliGemma let the tokens of an image see each other.
+
+    Args:
+        names: The arguments of the language model.
     """
-
-    def __init__(self, text: nn.Module) -> None:
-        self.names = tuple(parameters_of(text))
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mark the groups as not causal if the language model gets a mask of pairs."""
-        groups: TokenGroups | None = kwargs.get(GROUPS)
-        mask = {**dict(zip(self.names, args)), **kwargs}.get("attention_mask")
-        if groups is not None and groups.causal and not pads_only(mask):
-            kwargs[GROUPS] = groups._replace(causal=False)
-        return args, kwargs
+    groups: TokenGroups | None = kwargs.get(GROUPS)
+    mask = {**dict(zip(names, args)), **kwargs}.get("attention_mask")
+    if groups is not None and groups.causal and not pads_only(mask):
+        kwargs[GROUPS] = groups._replace(causal=False)
+    return args, kwargs
 
 
-class LabelHook(ModelHook):
-    """Keeps the labels of a pass for the model that inserts images; models around it take them.
+def label_hook(head: nn.Module, running: PerThread[Running], outermost: bool) -> ModelHook:
+    """Return the hook that keeps the labels of a pass for the model that inserts images; models around it take them.
 
     Args:
         head: The hooked module, which takes labels.
         running: Where to keep them.
         outermost: No module around it takes labels; modules inside may get others, or none.
     """
+    keep = functools.partial(_keep_labels, tuple(parameters_of(head)), running, outermost)
+    # Labels that no model inside has read are forgotten, as after an error.
+    return ModelHook(keep, functools.partial(_drop_labels, running) if outermost else None)
 
-    def __init__(self, head: nn.Module, running: PerThread[Running], outermost: bool) -> None:
-        self.names = tuple(parameters_of(head))
-        self.running = running
-        self.outermost = outermost
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the labels."""
-        labels = {**dict(zip(self.names, args)), **kwargs}.get("labels")
-        if self.outermost or labels is not None:
-            self.running.value.labels_BN = labels
+def _keep_labels(
+    names: tuple[str, ...],
+    running: PerThread[Running],
+    outermost: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    labels = {**dict(zip(names, args)), **kwargs}.get("labels")
+    if outermost or labels is not None:
+        running.value.labels_BN = labels
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
-        """Forget labels that no model inside has read, as after an error."""
-        if self.outermost:
-            self.running.value.labels_BN = None
+
+def _drop_labels(running: PerThread[Running], *call: Any) -> None:
+    running.value.labels_BN = None
 
 
 class Inputs(NamedTuple):
@@ -127,7 +128,7 @@ class Inputs(NamedTuple):
         return value_BN.repeat_interleave(self.copies, dim=0)
 
 
-class GroupHook(ModelHook):
+class GroupReader:
     """Computes, once for all layers, which tokens of a forward pass may be skipped.
 
     Args:
@@ -200,7 +201,7 @@ class GroupHook(ModelHook):
             return TowerImportance(entry, stack)
         return TowerPixels(entry, stack, config.router)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def add_groups(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""
         # The host's forward knows neither mask.
         protected_BN = kwargs.pop(PROTECTED, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,11 +22,11 @@ from mmod.adapters.transformers.families import (
     reads_positions,
     reason_against,
 )
-from mmod.adapters.transformers.groups import GroupHook, LabelHook, MaskHook
+from mmod.adapters.transformers.groups import GroupReader, label_hook, mark_pairs
 from mmod.adapters.transformers.images import ImageTokens
 from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
 from mmod.adapters.transformers.structure import read_text
-from mmod.blocks import Mixin, ModelHook, host_class
+from mmod.blocks import Mixin, ModelHook, host_class, parameters_of
 from mmod.config import RoutingConfig
 
 
@@ -76,15 +77,15 @@ def _hooks(
     """
     owner, _, layers = name.rpartition(".")
     text = model.get_submodule(owner)
-    groups = GroupHook(entry, text, layers, routing, is_plain)
+    groups = GroupReader(entry, text, layers, routing, is_plain)
     needed: list[tuple[nn.Module, ModelHook]] = []
     if groups.tokens == "image" and routing.reads_attention(training=True):
         # Labels say where the answer begins, whose attention generation could not know.
         labelled = labelled_modules(model, owner)
-        needed += [(module, LabelHook(module, groups.running, module is labelled[0])) for module in labelled]
-    needed.append((entry, groups))
+        needed += [(module, label_hook(module, groups.running, module is labelled[0])) for module in labelled]
+    needed.append((entry, ModelHook(groups.add_groups, source=groups)))
     if entry is not text:
-        needed.append((text, MaskHook(text)))
+        needed.append((text, ModelHook(partial(mark_pairs, tuple(parameters_of(text))))))
     if groups.image_reader is None:
         return needed
     return [*needed, *groups.image_reader.hooks]

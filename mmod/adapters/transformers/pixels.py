@@ -6,6 +6,7 @@ E pixels of a patch, Y rows and X columns of pixels.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,10 +53,15 @@ class TowerPixels(TowerReader):
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
         """All hooks that it needs, with their modules."""
-        return [*super().hooks, (self.source, PixelsHook(self))]
+        note = partial(self.note, tuple(parameters_of(self.source)))
+        return [*super().hooks, (self.source, ModelHook(note))]
 
-    def note(self, given: Tensor, arguments: dict[str, Any]) -> None:
+    def note(self, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the pixels that the tower, or its patch embedding, gets among other arguments."""
+        if recomputing():
+            return
+        arguments = {**dict(zip(names, args)), **kwargs}
+        given = arguments[names[0]].detach()
         rows = self.stack.rows
         if rows is None:
             self.noted.value.append((cut_patches(self.source, given), 0))  # type: ignore[arg-type]
@@ -79,17 +85,3 @@ class TowerPixels(TowerReader):
             value_T = by_square(score_IN.view(pixels_IRCHE.shape[:3]), side or common).amax(1)
             values.append(F.pad(value_T.view(len(pixels_IRCHE), -1), (others, 0), value=FIRST).flatten())
         return torch.cat(values)
-
-
-class PixelsHook(ModelHook):
-    """Hook of what gets the pixels of patches."""
-
-    def __init__(self, reader: TowerPixels) -> None:
-        self.reader = reader
-        self.names = tuple(parameters_of(reader.source))
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the pixels."""
-        if not recomputing():
-            arguments = {**dict(zip(self.names, args)), **kwargs}
-            self.reader.note(arguments[self.names[0]].detach(), arguments)

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmod.adapters.saving import FORMAT_VERSION, KEY
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
-from mmod.adapters.transformers.groups import GroupHook
+from mmod.adapters.transformers.groups import GroupReader
 from mmod.adapters.transformers.images import IMAGES, LAYOUT
 from mmod.blocks import (
     Deciding,
@@ -136,27 +136,27 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
     for method in model.mod_state:
         if method.two_ways and any(module.training for module in model.modules() if isinstance(module, Deciding)):
             refuse_training_mode(method.kind)
-    hook = next((hook for hook in model_hooks(model) if isinstance(hook, GroupHook)), None)
-    if hook is None:
+    groups = next((hook.source for hook in model_hooks(model) if isinstance(hook.source, GroupReader)), None)
+    if groups is None:
         return host_generate(inputs, *args, **options)
     image_BN = options.pop(IMAGES, None)
     named = {"inputs_embeds": options.get("inputs_embeds"), "input_ids": options.get("input_ids", inputs)}
     given = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     if image_BN is not None:
-        hook.check_masks()
+        groups.check_masks()
     kind_BN = None
-    if given and hook.tokens == "image":
+    if given and groups.tokens == "image":
         # Beside embeddings, which alone are read, ids may be others.
         sizes = {value.shape[:2] for value in given.values()}
         described = given if len(sizes) == 1 else {"inputs_embeds": given["inputs_embeds"]}
         types_BN = options.get("mm_token_type_ids")
-        kind_BN = hook.images.kinds(model, {**described, "mm_token_type_ids": types_BN}, image_BN)
+        kind_BN = groups.images.kinds(model, {**described, "mm_token_type_ids": types_BN}, image_BN)
     drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
-    if hook.image_reader is not None:
+    if groups.image_reader is not None:
         # `generate` may run the tower before any pass, which would begin anew.
-        hook.image_reader.forget()
-    with hook.running.value.generating(GeneratedFrom(given, kind_BN, layout, drafts)):
+        groups.image_reader.forget()
+    with groups.running.value.generating(GeneratedFrom(given, kind_BN, layout, drafts)):
         return host_generate(inputs, *args, **options)
 
 
@@ -176,7 +176,7 @@ def _changed_modules(model: nn.Module) -> list[nn.Module]:
 
 def describe(model: DescribedModel) -> dict[str, Any]:
     """Return the methods of a changed model as plain values."""
-    finds_tokens = any(isinstance(hook, GroupHook) for hook in model_hooks(model))
+    finds_tokens = any(isinstance(hook.source, GroupReader) for hook in model_hooks(model))
     routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
     if not finds_tokens and any(block.mod_state.call.decodes for block in routed):
         raise ValueError(

@@ -63,7 +63,7 @@ class TowerLayer(ConvertedBlock):
         return y
 
 
-class TowerReader(ModelHook):
+class TowerReader:
     """What image tokens get from the patches that they stand for, as it was noted of these in the vision tower.
 
     As a hook of the module that runs the tower, it drops what no layer has read, as after a pass that failed.
@@ -101,16 +101,16 @@ class TowerReader(ModelHook):
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
         """All hooks that it needs, with their modules."""
-        return [(self.entry, self)]
+        return [(self.entry, ModelHook(self.drop_before, self.drop_behind))]
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def drop_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop what was noted before, if this call runs the tower; `generate` may run it before any pass."""
         arguments = {**dict(zip(self.names, args)), **kwargs}
         if any(pixels_of(arguments, name) is not None for name in KINDS):
             self.forget()
 
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
-        """Drop what was noted."""
+    def drop_behind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+        """Drop what was noted, after a call."""
         self.forget()
 
     def forget(self) -> None:
@@ -223,10 +223,11 @@ class TowerImportance(TowerReader):
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
         """All hooks that it needs, with their modules."""
+        hook = ModelHook(self.drop_before, self.drop_behind, reads=self.reads, install=self.install)
         windows = self.stack.windows
         if windows is None:
-            return super().hooks
-        return [*super().hooks, (self.entry.get_submodule(self.stack.owner), windows)]
+            return [(self.entry, hook)]
+        return [(self.entry, hook), (self.entry.get_submodule(self.stack.owner), windows.hook)]
 
     def install(self) -> None:
         """Let the layer note the importance of patches."""

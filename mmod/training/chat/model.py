@@ -55,7 +55,7 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
 
 def _check_protected(model: nn.Module, protected: str) -> None:
     """Raise a ValueError if text is to be protected that no layer may skip."""
-    if not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
+    if not any(getattr(hook.source, "tokens", None) == "all" for hook in model_hooks(model)):
         raise ValueError(
             f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
             "`routing.language.tokens: all`, or data.protected: null"
