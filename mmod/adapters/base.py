@@ -219,8 +219,9 @@ class CallForm:
         boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
             `SegmentsBlock`; empty for a host with a batch.
         index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.
-        suffix: Tokens at the end that are no patches, see `SuffixBlock`.
+        suffix: Tokens at the end that are no patches, see `FormBlock`.
         tokens: Name by which the block gets its tokens; empty where they come first.
+        in_tuple: The block returns a tuple that begins with the tokens.
         fused: Attention is computed by `scaled_dot_product_attention`.
         attention_calls: Calls of `scaled_dot_product_attention` among the tokens in a forward pass of the block.
     """
@@ -236,6 +237,7 @@ class CallForm:
     index_argument: str = ""
     suffix: int = 0
     tokens: str = ""
+    in_tuple: bool = False
     fused: bool = False
     attention_calls: int = 1
 

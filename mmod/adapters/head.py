@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import BlockStack
+from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.find import find_library
 from mmod.adapters.probe import first_that_runs, light_copy, split_inputs
-from mmod.blocks import Arguments, TupleBlock, host_class, parameters_of
+from mmod.blocks import Arguments, host_class, parameters_of
 
 # The modules behind the blocks of timm's models, of which `forward_head` makes logits.
 _TIMM_HEAD = ("norm", "fc_norm", "head", "head_dist")
@@ -150,8 +150,8 @@ class _Trial:
 
     def __init__(self, model: nn.Module, stack: BlockStack, name: str, inputs: Arguments) -> None:
         torch.manual_seed(0)
-        shell = stack.call_of(stack.blocks[0], None).shell
-        self.in_tuple = shell.outer is not None and issubclass(shell.outer, TupleBlock)
+        call = stack.call_of(stack.blocks[0], None)
+        self.in_tuple = isinstance(call, NamedArguments) and call.in_tuple
         self.name = name
         self.inputs = inputs
         block_list: Any = model.get_submodule(name)

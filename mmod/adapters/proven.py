@@ -16,16 +16,14 @@ from mmod.adapters.halves import Branches
 from mmod.blocks import (
     WINDOWS,
     FlatBlock,
+    FormBlock,
     GridSource,
     InterceptedBlock,
     Mixin,
-    NamedBlock,
     SegmentsBlock,
     SequenceImages,
     Shell,
     StackCalls,
-    SuffixBlock,
-    TupleBlock,
     grid_of_map,
 )
 from mmod.threads import PerThread
@@ -43,7 +41,6 @@ class Proof(CallForm, Branches):
         patches: Patches of an image in the trial; 0 in models that were saved without.
         windows: Blocks attend within windows of images, and the model's grids say where these begin.
         read: Numbers of the blocks whose output the model reads itself, beside the next block.
-        in_tuple: The block returns a tuple that begins with the tokens.
         divides: In training, a branch runs on some of the images or tokens, or on none, as stochastic depth by parts of
             the batch does.
     """
@@ -56,7 +53,6 @@ class Proof(CallForm, Branches):
     patches: int = field(default=0, compare=False)
     windows: bool = False
     read: tuple[int, ...] = ()
-    in_tuple: bool = False
     # The rate of stochastic depth may begin at zero.
     divides: bool = field(default=False, compare=False)
 
@@ -100,10 +96,10 @@ def call_of(proof: Proof, block: nn.Module, sequence: SequenceImages | None = No
 def outer_mixins(proof: Proof) -> dict[str, type[Mixin]]:
     """Return the mixins in front of a method's that a block needs, by what it has; only one can be there."""
     forms = {
-        "tokens at the end that are no patches": (proof.suffix, SuffixBlock),
+        "tokens at the end that are no patches": (proof.suffix, FormBlock),
         "all images in one sequence": (proof.boundaries, SegmentsBlock),
-        "tokens that come by name": (proof.tokens, NamedBlock),
-        "a tuple of tokens and more": (proof.in_tuple, TupleBlock),
+        "tokens that come by name": (proof.tokens, FormBlock),
+        "a tuple of tokens and more": (proof.in_tuple, FormBlock),
     }
     return {what: mixin for what, (has_it, mixin) in forms.items() if has_it}
 

@@ -65,5 +65,5 @@ from mmod.blocks.segments import (
     read_segments,
     split_rows,
 )
-from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, NamedBlock, SuffixBlock, TupleBlock
+from mmod.blocks.shell import KEY_BIAS, FormBlock, InterceptedBlock
 from mmod.blocks.span import BlockState, Span

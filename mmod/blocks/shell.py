@@ -53,39 +53,27 @@ class InterceptedBlock(Mixin):
             y = super().forward(x, *args, **kwargs)
         else:
             y = run_inside(self, add_key_bias(bias), super().forward, (x, *args), kwargs)
-        # The method's mixin gets the tokens alone, around which `TupleBlock` makes the tuple again.
-        return y[0] if self.mod_state.call.shell.outer is TupleBlock else y
+        # The method's mixin gets the tokens alone, around which `FormBlock` makes the tuple again.
+        return y[0] if self.mod_state.call.in_tuple else y
 
 
-class NamedBlock(Mixin):
-    """Outer mixin of a block that gets its tokens by name."""
+class FormBlock(Mixin):
+    """Outer mixin of a block that gets or returns its tokens in another form than methods expect.
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block on tokens that come first."""
-        if not args:
-            args = (kwargs.pop(self.mod_state.call.tokens),)
-        return super().forward(*args, **kwargs)
-
-
-class TupleBlock(Mixin):
-    """Outer mixin of a block that returns a tuple of the tokens and an attention map.
-
-    There is no map of all tokens where only some run, so callers get None in its place.
+    - They come by name.
+    - The last ones are no patches: the method's mixin gets these in front of all others. Blocks do not depend on the
+      order of tokens, so that such tokens need no other treatment than class tokens.
+    - They return in a tuple with an attention map. There is no map of all tokens where only some run, so callers get
+      None in its place.
     """
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the tokens in a tuple."""
-        return super().forward(x, *args, **kwargs), None
-
-
-class SuffixBlock(Mixin):
-    """Outer mixin of a block whose last tokens are no patches: the method's mixin gets them in front of all others.
-
-    Blocks do not depend on the order of tokens, so that such tokens need no other treatment than class tokens.
-    """
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return all tokens in the host's order."""
-        count = self.mod_state.call.suffix
-        y = super().forward(x.roll(count, dims=1), *args, **kwargs)
-        return y.roll(-count, dims=1)
+    def forward(self, x: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Return all tokens in the host's form."""
+        call = self.mod_state.call
+        tokens: Tensor = kwargs.pop(call.tokens) if x is None else x
+        if call.suffix:
+            tokens = tokens.roll(call.suffix, dims=1)
+        y = super().forward(tokens, *args, **kwargs)
+        if call.suffix:
+            y = y.roll(-call.suffix, dims=1)
+        return (y, None) if call.in_tuple else y
