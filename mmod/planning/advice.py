@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mmod.analysis.repeats import RedundancyReport
-from mmod.analysis.statistics import Estimate
-from mmod.analysis.timing import Spread
 from mmod.io.files import check_free, make_folder, write_atomically, write_json
 from mmod.io.tables import MarkdownTable, table_of
 from mmod.lazy import name_missing_extra
@@ -17,7 +15,7 @@ from mmod.planning.choice import (
     BY_INTERVALS,
     NOISE,
     USE,
-    Alternative,
+    AdviceRow,
     Recommendation,
     Verdict,
     batches_of,
@@ -33,57 +31,6 @@ _GRADUAL_PAYS = (
 )
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
-
-
-@dataclass(frozen=True)
-class AdviceRow:
-    """What a candidate does to a model.
-
-    Args:
-        name: The candidate's.
-        label: Name with the side of smaller images, which their share of the FLOPs does not say.
-        speedup: Time of the dense model over the candidate's, over the rounds: median and quartiles.
-        score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
-            are the dense model's; 95 % interval over images or prompts.
-        accuracy: Difference of top-1 accuracy, or of the share of right answers to prompts, to the dense model's, where
-            there are labels; 95 % interval. It replaces the score in every comparison.
-        images: Number of images; few for candidates that were far from the front.
-        code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
-            config that does, empty for a class of model that configs cannot name.
-        on_front: No other row that may be advised is faster and loses less.
-        cache: Bytes of the KV cache of a prompt of mean length; None for image models.
-        series: Name that it shares with the same model at other budgets; empty for none.
-        speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,
-            padded to one.
-        control: Name of the candidate that keeps as many tokens by no choice, with the same FLOPs; None without one.
-        to_control: Difference of the accuracy, or of the score without labels, to the control's.
-        agreement_to_control: That of the agreement, where there are labels.
-        at_random: Chance chooses what it keeps: other rows are compared with it, and it is never advised.
-    """
-
-    name: str
-    label: str
-    speedup: Spread
-    score: Estimate
-    accuracy: Estimate | None
-    images: int
-    code: str
-    config: str
-    on_front: bool = False
-    cache: int | None = None
-    series: str = ""
-    speedups: Mapping[str, Spread] = field(default_factory=dict)
-    control: str | None = None
-    to_control: Estimate | None = None
-    agreement_to_control: Estimate | None = None
-    at_random: bool = False
-
-    @property
-    def loss(self) -> Estimate:
-        """Accuracy lost, or disagreement where there are no labels."""
-        # A score turned round, and so are the ends of its interval.
-        score, lossless = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
-        return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,10 +94,10 @@ class Advice:
     @property
     def recommendations(self) -> list[Recommendation]:
         """What to use in batches, which the sentence is about, and where it was timed, for single images."""
-        found = [self._recommendation(self.batch_size, {row.name: row.speedup for row in self.rows})]
+        found = [self._recommendation(self.batch_size, self.rows)]
         # Few candidates are tried for a wanted speed, which is that of batches.
         if self.faster is None and self.rows and ALONE in self.rows[0].speedups:
-            found.append(self._recommendation(1, {row.name: row.speedups[ALONE] for row in self.rows}))
+            found.append(self._recommendation(1, [replace(row, speedup=row.speedups[ALONE]) for row in self.rows]))
         return found
 
     @property
@@ -166,49 +113,30 @@ class Advice:
         the best worse end of its interval.
         """
         recommendation = self.recommendations[0]
-        chosen = recommendation.best if self.faster is None else recommendation.at_speed(self.faster)
-        return self._row_of(chosen)
+        return recommendation.best if self.faster is None else recommendation.at_speed(self.faster)
 
     @property
     def undecided(self) -> tuple[AdviceRow, ...]:
         """Candidates on the front whose interval holds the tolerance, and that are faster than any within it."""
-        names = {model.name for model in self.recommendations[0].undecided}
-        return tuple(row for row in self.rows if row.name in names)
+        return tuple(self.recommendations[0].undecided)
 
     @property
     def sentence(self) -> str:
         """The advice in one sentence."""
         return self.recommendations[0].sentence
 
-    def _recommendation(self, size: int, speedups: Mapping[str, Spread]) -> Recommendation:
-        """Return what to use by the times of a pass."""
-        models = [
-            Alternative(row.name, row.label, speedups[row.name], row.loss, row.images, row.at_random)
-            for row in self.rows
-        ]
+    def _recommendation(self, size: int, rows: Sequence[AdviceRow]) -> Recommendation:
         where = batches_of(size, self.samples)
-        return Recommendation(models, self.tolerance, self.metric, self.samples, where, self.faster)
-
-    def _row_of(self, model: Alternative | None) -> AdviceRow | None:
-        return next((row for row in self.rows if model is not None and row.name == model.name), None)
+        return Recommendation(rows, self.tolerance, self.metric, self.samples, where, self.faster)
 
     @property
     def code(self) -> str:
         """The lines of Python that make the model which the sentence is about; empty without any."""
-        row = self._named
+        row = self.recommendations[0].named
         if row is None or not row.code:
             return ""
         lines = "\n".join(filter(None, [self.opening, row.code]))
         return f"import mmod\n\n{lines}"
-
-    @property
-    def _named(self) -> AdviceRow | None:
-        return self._row_of(self.recommendations[0].named)
-
-    @property
-    def _used(self) -> AdviceRow | None:
-        """The row that the sentence says to use."""
-        return self._row_of(self.recommendations[0].used)
 
     def table(self) -> MarkdownTable:
         """Return the rows as a table."""
@@ -224,7 +152,7 @@ class Advice:
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
-        used = self._used
+        used = self.recommendations[0].used
         rows = [
             {
                 **vars(row),
@@ -271,7 +199,7 @@ class Advice:
         front = ""
         if any(row.on_front for row in self.rows):
             front = "Rows with * are on the Pareto front: by the means, none is faster and loses less. "
-            if self._used is not None:
+            if self.recommendations[0].used is not None:
                 front += f"{BY_INTERVALS} "
         is_too_slow = self.faster is not None and self.best is None
         slow = ["Larger batches may be faster; without `faster`, more is tried."] if is_too_slow else []
@@ -325,7 +253,7 @@ class Advice:
         factor = 100 if is_share else 1
         lossless = 1.0 if self.accuracy is None else 0.0
         baseline = factor * lossless
-        named = self._named
+        named = self.recommendations[0].named
         marks = [Mark("dense", "dense", cost=1.0, score=baseline, low=baseline, high=baseline)]
         for row in self.rows:
             score = factor * (row.score if row.accuracy is None else row.accuracy)

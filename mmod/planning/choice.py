@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
@@ -40,23 +40,54 @@ _HEADER = ("for", "recipe", "times as fast", "points lost [95 %]")
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A model that may take the dense one's place.
+class AdviceRow:
+    """What a candidate costs and loses beside the dense model, in whose place it may be used.
 
     Args:
-        label: Its name in a sentence.
-        speedup: Time of the dense model over its own, over the rounds.
-        loss: What it loses to the dense model, as a share.
-        samples: Number of samples, or of seeds, that the loss is from.
-        at_random: Chance chooses what it keeps: it is compared, and never advised.
+        name: The candidate's.
+        label: Name with the side of smaller images, which their share of the FLOPs does not say.
+        speedup: Time of the dense model over the candidate's, over the rounds: median and quartiles.
+        score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
+            are the dense model's; 95 % interval over images or prompts. A study has none.
+        accuracy: Difference of top-1 accuracy, or of the share of right answers to prompts, to the dense model's, where
+            there are labels; 95 % interval. It replaces the score in every comparison.
+        images: Number of images, or of seeds; few for candidates that were far from the front.
+        code: The line of Python that applies it, empty for smaller images of prompts; `config` the key of a training
+            config that does, empty for a class of model that configs cannot name.
+        on_front: No other row that may be advised is faster and loses less.
+        cache: Bytes of the KV cache of a prompt of mean length; None for image models.
+        series: Name that it shares with the same model at other budgets; empty for none.
+        speedups: Speed-ups of further passes: of images in "batch 1", or on the "mix" of prompts of different lengths,
+            padded to one.
+        control: Name of the candidate that keeps as many tokens by no choice, with the same FLOPs; None without one.
+        to_control: Difference of the accuracy, or of the score without labels, to the control's.
+        agreement_to_control: That of the agreement, where there are labels.
+        at_random: Chance chooses what it keeps: other rows are compared with it, and it is never advised.
     """
 
     name: str
     label: str
     speedup: Spread
-    loss: Estimate
-    samples: int
+    score: Estimate
+    accuracy: Estimate | None
+    images: int
+    code: str = ""
+    config: str = ""
+    on_front: bool = False
+    cache: int | None = None
+    series: str = ""
+    speedups: Mapping[str, Spread] = field(default_factory=dict)
+    control: str | None = None
+    to_control: Estimate | None = None
+    agreement_to_control: Estimate | None = None
     at_random: bool = False
+
+    @property
+    def loss(self) -> Estimate:
+        """Accuracy lost, or disagreement where there are no labels."""
+        # A score turned round, and so are the ends of its interval.
+        score, lossless = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
+        return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
     @property
     def worst(self) -> float:
@@ -85,7 +116,7 @@ class Recommendation:
         is_guessing: The dense model is hardly better than chance, so that nothing can be lost: nothing is advised.
     """
 
-    models: Sequence[Alternative]
+    models: Sequence[AdviceRow]
     tolerance: float
     measure: str
     samples: str
@@ -95,7 +126,7 @@ class Recommendation:
     is_guessing: bool = False
 
     @property
-    def best(self) -> Alternative | None:
+    def best(self) -> AdviceRow | None:
         """The fastest model within the tolerance, or one as fast that loses less; None if the dense one is."""
         within = self._within
         # Times of a few rounds cannot tell these apart: the loss does.
@@ -103,7 +134,7 @@ class Recommendation:
         return min(as_fast, key=lambda model: model.worst, default=None)
 
     @property
-    def undecided(self) -> list[Alternative]:
+    def undecided(self) -> list[AdviceRow]:
         """The models whose interval holds the tolerance, and that are faster than any within it.
 
         What a model as fast beats in both mean and worse end, or is hardly faster, would not change the choice.
@@ -120,7 +151,7 @@ class Recommendation:
         front = [by_name[name] for name in unbeaten(costs, is_better, tolerance=1.0)]
         return [model for model in front if self._is_open(model) and model.speedup.median > fastest]
 
-    def at_speed(self, speed: float) -> Alternative | None:
+    def at_speed(self, speed: float) -> AdviceRow | None:
         """Return the model that loses least, by the worse end of its interval, of those that reach a speed-up."""
         # The best mean of many is often luck.
         reaching = filter(_reaches(speed), self._advised)
@@ -132,7 +163,7 @@ class Recommendation:
         return [speed for speed in _SPEEDS if self.at_speed(speed) is None]
 
     @property
-    def used(self) -> Alternative | None:
+    def used(self) -> AdviceRow | None:
         """The model that the sentence says to use; None where it says of none."""
         if self.is_guessing:
             return None
@@ -142,7 +173,7 @@ class Recommendation:
         return chosen if chosen is not None and keeps(chosen.loss, self.tolerance) else None
 
     @property
-    def named(self) -> Alternative | None:
+    def named(self) -> AdviceRow | None:
         """The model that the sentence is about; None where it is about none."""
         if self.is_guessing or not self.is_tested:
             return None
@@ -181,7 +212,7 @@ class Recommendation:
             f"lost by {named.label}: {figures}."
         )
 
-    def _at_speed(self, speed: float, named: Alternative) -> str:
+    def _at_speed(self, speed: float, named: AdviceRow) -> str:
         about = "" if named.speedup.median >= speed else "about "
         return f", the least at {about}{speed:g} times the speed"
 
@@ -198,31 +229,33 @@ class Recommendation:
         return f"{nothing} is clearly faster and within {self.limit}"
 
     @property
-    def roles(self) -> dict[Alternative, str]:
+    def roles(self) -> list[tuple[AdviceRow, str]]:
         """What the sentence and the usual speeds name, and what is undecided, each with what it is for."""
-        speeds: dict[Alternative, list[str]] = {}
+        speeds: dict[str, list[str]] = {}
         for model in (self.named, self._likely if self.is_tested else None):
             if model is not None:
-                speeds[model] = []
+                speeds[model.name] = []
         for speed in _SPEEDS if self.speed is None else (self.speed,):
             chosen = self.at_speed(speed)
             if chosen is not None:
-                speeds.setdefault(chosen, []).append(f"{speed:g}")
+                speeds.setdefault(chosen.name, []).append(f"{speed:g}")
         # Not those that probably lose more: nobody waits for them.
         undecided = [model for model in self.undecided if chance_within(model.loss, self.tolerance) > 1 - _PROBABLE]
         for model in undecided if self.is_tested else []:
-            speeds.setdefault(model, [])
-        roles = {}
-        for model, reached in speeds.items():
-            roles[model] = self.where
+            speeds.setdefault(model.name, [])
+        by_name = {model.name: model for model in self.models}
+        roles = []
+        for name, reached in speeds.items():
+            role = self.where
             if reached:
                 # What loses least at two speeds does so between them.
-                roles[model] += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
-            elif model in undecided:
-                roles[model] += ", undecided"
+                role += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
+            elif by_name[name] in undecided:
+                role += ", undecided"
+            roles.append((by_name[name], role))
         return roles
 
-    def outcome(self, model: Alternative) -> str:
+    def outcome(self, model: AdviceRow) -> str:
         """Say whether a model is within the tolerance, and how many more samples would tell where that is open."""
         if self.is_guessing:
             return "unclear"
@@ -237,12 +270,12 @@ class Recommendation:
             return f"unclear: {self._missing(model)} would tell"
         return f"probably{'' if chance > 0.5 else ' not'}: {self._missing(model)} would tell"
 
-    def _missing(self, model: Alternative) -> str:
+    def _missing(self, model: AdviceRow) -> str:
         """Return in words how many more samples would decide about a model."""
         if self.samples == SEEDS:
             # The spread of a few seeds is not known well enough for a number.
             return f"more {SEEDS}"
-        missing = missing_samples(model.loss, self.tolerance, model.samples)
+        missing = missing_samples(model.loss, self.tolerance, model.images)
         # Without an interval, so many give one.
         return f"{'' if model.loss.has_interval else 'at least '}{missing:,} more {self.samples}"
 
@@ -257,41 +290,41 @@ class Recommendation:
         """Whether losses have intervals: nothing is said on a tolerance without."""
         return not self.models or any(model.loss.has_interval for model in self.models)
 
-    def _lost(self, model: Alternative) -> str:
+    def _lost(self, model: AdviceRow) -> str:
         """Return in words what a model loses, or gains."""
         if model.loss.value >= 0:
             return f"{points(model.loss)} points of {self.measure} lost"
         gained = Estimate(-model.loss.value, -model.loss.high, -model.loss.low)
         return f"{points(gained)} points of {self.measure} gained"
 
-    def _nothing(self, holds: Callable[[Alternative], bool]) -> str:
+    def _nothing(self, holds: Callable[[AdviceRow], bool]) -> str:
         """Return the subject of a sentence on what no model does, but perhaps one that chooses at random."""
         is_by_chance = any(model.at_random and holds(model) for model in self.models)
         return "nothing tried but a choice at random" if is_by_chance else "nothing tried"
 
     @property
-    def _likely(self) -> Alternative | None:
+    def _likely(self) -> AdviceRow | None:
         """The best model, or the fastest undecided one that is probably within the tolerance."""
         likely = (model for model in self.undecided if chance_within(model.loss, self.tolerance) >= _PROBABLE)
         return self.best or next(likely, None)
 
     @property
-    def _advised(self) -> list[Alternative]:
+    def _advised(self) -> list[AdviceRow]:
         """The models that may be advised."""
         return [model for model in self.models if not model.at_random]
 
     @property
-    def _faster(self) -> list[Alternative]:
+    def _faster(self) -> list[AdviceRow]:
         """Models that are clearly faster than the dense one, the fastest first."""
         faster = [model for model in self._advised if model.speedup.low >= NOISE]
         return sorted(faster, key=lambda model: -model.speedup.median)
 
     @property
-    def _within(self) -> list[Alternative]:
+    def _within(self) -> list[AdviceRow]:
         """Those of them that are within the tolerance by their whole interval."""
         return [model for model in self._faster if keeps(model.loss, self.tolerance)]
 
-    def _is_open(self, model: Alternative) -> bool:
+    def _is_open(self, model: AdviceRow) -> bool:
         return not keeps(model.loss, self.tolerance) and not exceeds(model.loss, self.tolerance)
 
 
@@ -317,7 +350,7 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
     rows: list[Sequence[str]] = []
     named: dict[str, None] = {}
     for one in recommendations:
-        for model, role in one.roles.items():
+        for model, role in one.roles:
             named[model.name] = None
             use = f" {USE}" if model == one.used else ""
             figures = (f"{model.speedup:[.2f}", points(model.loss))
@@ -443,6 +476,6 @@ def _is_equivalent(difference: Estimate, tolerance: float) -> bool:
     return max(-difference.low, difference.high) <= 100 * tolerance
 
 
-def _reaches(speed: float) -> Callable[[Alternative], bool]:
+def _reaches(speed: float) -> Callable[[AdviceRow], bool]:
     # What reaches the speed within the noise counts.
     return lambda model: NOISE * model.speedup.median >= speed

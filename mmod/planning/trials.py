@@ -36,9 +36,9 @@ from mmod.methods.base import methods_of
 from mmod.methods.resolve import resolve_routing
 from mmod.methods.route import is_routed
 from mmod.model import copy_of
-from mmod.planning.advice import WRITTEN, Advice, AdviceRow
+from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import CONTROL, Candidate
-from mmod.planning.choice import TOLERANCE
+from mmod.planning.choice import TOLERANCE, AdviceRow
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, front_in, look_at, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens

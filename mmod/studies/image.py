@@ -39,7 +39,7 @@ from mmod.planning.choice import (
     SEEDS,
     TOLERANCE,
     USE,
-    Alternative,
+    AdviceRow,
     Recommendation,
     batches_of,
     exceeds,
@@ -75,6 +75,8 @@ _RESIZED = (
     "Smaller images are made from the files; where a model resizes prepared ones, as by `mmod.methods.Resize`, it may "
     "answer a few pictures differently."
 )
+# Of agreement with the dense model, which a study does not measure.
+_NO_SCORE = Estimate(math.nan)
 _MEASURES = {"top1": "accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
 _COLUMNS = (
     "name",
@@ -313,17 +315,18 @@ def recommendations(
     trained = gain(table, score, BEFORE, DENSE)
     is_harmed = trained is not None and trained.high < 0
     harm = "; but fine-tuning harmed the dense model, which this is measured by" if is_harmed else ""
-    losses = {}
-    for name, difference in gaps(table, score, dict.fromkeys(candidates, DENSE)).items():
-        if difference is not None:
-            losses[name] = Estimate(-difference.value / 100, -difference.high / 100, -difference.low / 100)
+    changes = {}
+    for name, change in gaps(table, score, dict.fromkeys(candidates, DENSE)).items():
+        if change is not None:
+            changes[name] = Estimate(change.value / 100, change.low / 100, change.high / 100)
     found = []
     for size in sizes:
         models = []
-        for name, loss in losses.items():
+        for name, change in changes.items():
             number = evaluated(table, name) if is_by_sample else len(table.runs[name])
             one = candidates[name]
-            models.append(Alternative(name, one.label, speedups[size][name], loss, number, one.at_random))
+            speedup = speedups[size][name]
+            models.append(AdviceRow(name, one.label, speedup, _NO_SCORE, change, number, at_random=one.at_random))
         found.append(Recommendation(models, TOLERANCE, measure, samples, batches_of(size), harm=harm))
     return found
 
@@ -337,7 +340,7 @@ def _printed(found: Sequence[Recommendation]) -> list[str]:
     if names:
         return list(names)
     for one in found:
-        names |= {model.name: None for model in one.roles if not exceeds(model.loss, one.tolerance)}
+        names |= {model.name: None for model, _ in one.roles if not exceeds(model.loss, one.tolerance)}
     return list(names)
 
 

@@ -17,7 +17,7 @@ from mmod.analysis.timing import Spread
 from mmod.planning.choice import (
     NOISE,
     USE,
-    Alternative,
+    AdviceRow,
     Recommendation,
     beside_controls,
     chance_within,
@@ -41,11 +41,12 @@ def drawn(rng: np.random.Generator, samples: int, tolerance: float) -> Recommend
     return among(models, tolerance)
 
 
-def alternative(name: str, speed: float, loss: Estimate, samples: int = 64, **more: Any) -> Alternative:
-    return Alternative(name, name, Spread(speed, speed, speed), loss, samples, **more)
+def alternative(name: str, speed: float, loss: Estimate, samples: int = 64, **more: Any) -> AdviceRow:
+    change = Estimate(-loss.value, -loss.high, -loss.low)
+    return AdviceRow(name, name, Spread(speed, speed, speed), Estimate(1.0), change, samples, **more)
 
 
-def among(models: Sequence[Alternative], tolerance: float = 0.02, **more: Any) -> Recommendation:
+def among(models: Sequence[AdviceRow], tolerance: float = 0.02, **more: Any) -> Recommendation:
     return Recommendation(models, tolerance, "accuracy", "images", "batches of 8", **more)
 
 
@@ -54,7 +55,7 @@ def rows_of(*choices: Recommendation) -> list[list[str]]:
     return [list(row) for row in verdict_of(choices).table.rows[1:]]
 
 
-def true_loss(model: Alternative) -> float:
+def true_loss(model: AdviceRow) -> float:
     return TRUE_LOSS[model.speedup.median]
 
 
