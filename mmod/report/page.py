@@ -14,7 +14,7 @@ from mmod.io.files import read_text, write_atomically
 from mmod.io.records import record_config
 from mmod.io.tables import MarkdownTable
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
-from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, cells_of, read_sources
+from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
 
 # Nothing is fetched and no script runs, whatever names and tables contain.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -84,7 +84,7 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
 
 
 class _Section(NamedTuple):
-    """A section of the page."""
+    """A section of the page, of which finding and content are HTML."""
 
     title: str
     finding: str
@@ -119,7 +119,7 @@ def _study_section(study: StudyRecord) -> _Section:
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.svg, command)
     return _Section(
         f"Study {study.name}",
-        study.verdict,
+        "".join(_rich(part) if isinstance(part, str) else _table(part, "What is named") for part in study.verdict),
         _figure(drawn)
         + _pictures(study.name, shown)
         + _rich(study.code)
@@ -146,7 +146,7 @@ def _audit_section(record: AuditRecord) -> _Section:
     maps = dict.fromkeys(record.folder.glob("maps.svg"), _MAPS.format(record.name))
     return _Section(
         f"Audit of {record.name}",
-        audit.verdict,
+        _rich(audit.verdict),
         first
         + "".join(map(_part, parts))
         + "".join(others)
@@ -225,7 +225,7 @@ def _details(title: str, text: str) -> str:
 
 
 def _rich(text: str) -> str:
-    """Return Markdown of paragraphs, lists, tables and fenced code as HTML.
+    """Return Markdown of paragraphs, lists and fenced code as HTML.
 
     Example:
         >>> print(_rich("What to use:\\n\\n- a < b\\n\\n```python\\nimport mmod\\n\\nx\\n```"))
@@ -248,8 +248,6 @@ def _rich(text: str) -> str:
             items = block.split("\n")
             if all(item.startswith("- ") for item in items):
                 content += f"<ul>{''.join(f'<li>{inline(item[2:])}</li>' for item in items)}</ul>"
-            elif block.startswith("|"):
-                content += _table(cells_of(block), "What is named")
             else:
                 content += f"<p>{inline(block)}</p>"
     return content
@@ -260,12 +258,12 @@ def _lines(values: Mapping[str, object]) -> str:
 
 
 def _frame(sections: Sequence[_Section]) -> str:
-    """Return the page, which opens with the findings, from title, finding and HTML content of its sections."""
+    """Return the page, which opens with the findings, from its sections."""
     links = ""
     body = ""
     for number, (title, finding, content) in enumerate(sections, 1):
         name = f"section-{number}"
-        links += f'<li><a href="#{name}">{escape(title)}</a><div class="finding">{_rich(finding)}</div></li>'
+        links += f'<li><a href="#{name}">{escape(title)}</a><div class="finding">{finding}</div></li>'
         body += f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{content}</section>'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

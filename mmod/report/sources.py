@@ -21,14 +21,17 @@ _AUDIT = "audit/audit.json"
 _RUN = "routers.csv"
 PAGE = "report.html"
 """The file of a report."""
+Cells = Sequence[Sequence[str]]
+"""A table as rows of cells, the header first."""
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study: its picture, its models as `rows`, its tables as rows of cells with the header first, its finding.
+    """A study: its picture, its models as `rows`, its tables as rows of cells with the header first, its verdict.
 
     `kind` is the command that made it, "tradeoff" or "isoflop"; `summary` is the table that fits a page, empty where
-    the only one does; `recommended` are the models that the finding recommends, and `code` how to apply them.
+    the only one does; `verdict` has sentences and tables of what they name; `recommended` are the models that it
+    recommends, and `code` how to apply them.
     """
 
     name: str
@@ -38,10 +41,10 @@ class StudyRecord:
     title: str
     svg: str
     rows: Sequence[Mapping[str, Any]]
-    tables: Sequence[Sequence[Sequence[str]]]
-    verdict: str
+    tables: Sequence[Cells]
+    verdict: Sequence[str | Cells]
     environment: Mapping[str, object]
-    summary: Sequence[Sequence[str]] = ()
+    summary: Cells = ()
     recommended: Sequence[str] = ()
     code: str = ""
 
@@ -110,11 +113,10 @@ def _read_study(path: Path) -> StudyRecord:
         title = record["title"]
         rows = _read_table(path.with_suffix(".csv"))
         svg = read_text(path.with_suffix(".svg"))
-        code = record.get("code", "")
-        # The code at the end is kept apart, since its lines could look like a table.
-        blocks = read_text(path.with_suffix(".md")).strip().removesuffix(code).strip().split("\n\n")
+        page = record["page"]
+        check_value("page", page, list[str | list[list[str]]])
         # Behind the tables of all models stands what is said of them, perhaps with tables of its own.
-        tables = list(itertools.takewhile(lambda block: block.startswith("|"), blocks))
+        tables = list(itertools.takewhile(lambda part: not isinstance(part, str), page))
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table and picture beside it ({type(error).__name__}: {error}); the "
@@ -128,24 +130,13 @@ def _read_study(path: Path) -> StudyRecord:
         title=title,
         svg=svg,
         rows=rows,
-        tables=list(map(cells_of, tables)),
-        verdict="\n\n".join(blocks[len(tables) :]),
+        tables=tables,
+        verdict=page[len(tables) :],
         environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
-        summary=cells_of(record["summary"]) if record.get("summary") else (),
+        summary=record.get("summary", ()),
         recommended=record.get("recommended", ()),
-        code=code,
+        code=record.get("code", ""),
     )
-
-
-def cells_of(text: str) -> Sequence[Sequence[str]]:
-    """Return the cells of a Markdown table, the header first."""
-    # The second line is its rule.
-    header, _, *lines = text.splitlines()
-    return [_cells(line) for line in (header, *lines)]
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line[1:-1].split("|")]
 
 
 def _read_audit(path: Path, root: Path) -> AuditRecord:

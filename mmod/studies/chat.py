@@ -145,7 +145,7 @@ class ChatStudy(StudyKind):
             measure="right answers",
             columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
             axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"},
-            text=significance(table, self.config.score, list(runs)),
+            parts=[significance(table, self.config.score, list(runs))],
             last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
             pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
         )

@@ -30,6 +30,7 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
+from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.opening.runs import find_run, is_described
@@ -195,7 +196,7 @@ class ImageStudy(StudyKind):
         before = [BEFORE] if any(BEFORE in row for row in rows) else []
         summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
         columns = with_batch_sizes(suffixes, self.columns)
-        told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, text="", summary=summary)
+        told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, parts=[], summary=summary)
         note = self.note(table)
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
         has_intervals = any(difference.has_interval for difference in to_dense)
@@ -203,18 +204,18 @@ class ImageStudy(StudyKind):
         is_repeated = config.train_dense or config.tune
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
-            return told._replace(text="\n\n".join(filter(None, [note, self.significance(table, names)])))
+            return told._replace(parts=[*filter(None, [note, self.significance(table, names)])])
         found = recommendations(table, score, self.measures[score], {name: run.candidate for name, run in runs.items()})
         guessing = self._chance(table, score)
         found = [dataclasses.replace(one, is_guessing=bool(guessing)) for one in found]
-        texts = []
+        parts: list[str | MarkdownTable] = []
         if found:
             decided = verdict_of(found)
             if not guessing:
                 code = self.code([runs[name].candidate for name in decided.named])
                 printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
                 told = told._replace(recommended=decided.named, code=code, printed=printed)
-            texts.append(str(decided))
+            parts += [*decided.sentences, decided.table]
         if found and rows:
             batches = batches_of(config.latency_batch)
             # Stars and mark are of the same batches, which need not be the largest.
@@ -224,8 +225,8 @@ class ImageStudy(StudyKind):
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
             front = f"Models with * are on the Pareto front for {batches}: by the means, none is faster and loses less."
-            texts.append(front if used is None else f"{front} {BY_INTERVALS}")
-        texts += [*filter(None, [note]), *facts["images"]]
+            parts.append(front if used is None else f"{front} {BY_INTERVALS}")
+        parts += [*filter(None, [note]), *facts["images"]]
         limits = [_UNTRAINED if not is_repeated else _TRAINED]
         if any(run.candidate.image_size is not None for run in runs.values()):
             limits.append(_RESIZED)
@@ -238,8 +239,8 @@ class ImageStudy(StudyKind):
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
             limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
-        texts.append(" ".join(limits))
-        return told._replace(text="\n\n".join(texts))
+        parts.append(" ".join(limits))
+        return told._replace(parts=parts)
 
     def began_by_chance(self, table: Table) -> bool:
         """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""

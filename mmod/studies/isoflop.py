@@ -23,7 +23,7 @@ from mmod.data.loader import text_stream
 from mmod.io.files import make_folder
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import STORE, Store
-from mmod.io.tables import Column, table_of
+from mmod.io.tables import Column, MarkdownTable, table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.losses import auxiliary_loss
 from mmod.methods.base import deciding_together
@@ -234,7 +234,6 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
     folder = Path(config.output)
     facts = runner.facts
     minima = optima(points)
-    text = told(points, minima)
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
         for row in minima
@@ -242,7 +241,7 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
     record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
     record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
-    write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points)})
+    text = write_outcome(folder, "isoflop", record, rows, told(points, minima), {"isoflop": draw(points)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
     return StudyResult(folder, points, points, text, [text], facts["cpu_seconds"])
 
@@ -327,13 +326,13 @@ def optima(points: Points) -> list[dict[str, Any]]:
     return rows
 
 
-def told(points: Points, minima: Points) -> str:
-    """Return tables of points and minima, and what the minima say, as Markdown."""
-    return f"{_table(points, minima)}\n\n{_verdict(minima, points[0]['series'])}"
+def told(points: Points, minima: Points) -> list[str | MarkdownTable]:
+    """Return tables of points and minima, and what the minima say."""
+    return [*_tables(points, minima), _verdict(minima, points[0]["series"])]
 
 
-def _table(points: Points, minima: Points) -> str:
-    """Return points and minima as Markdown; models are compared with those of the first series, paired by seed."""
+def _tables(points: Points, minima: Points) -> list[MarkdownTable]:
+    """Return points and minima as tables; models are compared with those of the first series, paired by seed."""
     first = points[0]["series"]
     firsts = {(point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == first}
     rows = []
@@ -345,7 +344,7 @@ def _table(points: Points, minima: Points) -> str:
             gap = difference(one, other)
         rows.append({**point, "difference": gap})
     shown = [[{**row, "difference": _in_nats(row["difference"])} for row in part] for part in (rows, minima) if part]
-    return "\n\n".join(str(table_of(_COLUMNS, part)) for part in shown)
+    return [table_of(_COLUMNS, part) for part in shown]
 
 
 def _verdict(minima: Points, first: str) -> str:

@@ -13,7 +13,7 @@ from mmod.analysis.table import Measured, Table, Weigh, measured_once
 from mmod.analysis.timing import Reading
 from mmod.io.jobs import Callback
 from mmod.io.store import Store
-from mmod.io.tables import Column
+from mmod.io.tables import Column, MarkdownTable
 from mmod.lazy import import_path
 from mmod.studies.compare import Measurer, Rates, identity_of
 from mmod.studies.config import StudyConfig
@@ -47,7 +47,7 @@ class Told(NamedTuple):
         columns: Columns of the table.
         measure: Title of the score.
         axes: Columns of costs that the score is drawn against, with the titles of their axes.
-        text: What follows from it.
+        parts: What follows from it: sentences, and tables of what they name.
         summary: Columns of the table that is printed; None prints all.
         last_rows: Rows below the candidates.
         recommended: Candidates that the text recommends.
@@ -60,13 +60,18 @@ class Told(NamedTuple):
     columns: Mapping[str, Column]
     measure: str
     axes: Mapping[str, str]
-    text: str
+    parts: Sequence[str | MarkdownTable]
     summary: Mapping[str, Column] | None = None
     last_rows: Lines = ()
     recommended: Sequence[str] = ()
     code: Sequence[str] = ()
     printed: Sequence[str] = ()
     pictures: Mapping[str, Figure] | None = None
+
+    @property
+    def text(self) -> str:
+        """Its parts as Markdown."""
+        return "\n\n".join(map(str, self.parts))
 
 
 @dataclass(frozen=True)

@@ -64,5 +64,5 @@ class PairsStudy(StudyKind):
             columns=named_columns(_COLUMNS),
             measure="recall at 1, mean of both directions,",
             axes=axes,
-            text=significance(table, self.config.score, list(runs)),
+            parts=[significance(table, self.config.score, list(runs))],
         )

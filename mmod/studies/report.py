@@ -24,7 +24,7 @@ from mmod.analysis.table import (
 )
 from mmod.analysis.timing import Spread, ratios, relative_times, timing_caution
 from mmod.io.files import write_atomically, write_json
-from mmod.io.tables import Column, table_of, write_csv
+from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import TOLERANCE, beside_controls
 from mmod.studies.config import StudyConfig
@@ -153,22 +153,21 @@ def write_study(
     names = list(runs)
     caution = timing_caution(table.times, table.waiting, DENSE)
     harmed = [] if study.began_by_chance(table) else harm(table, config.score, names)
-    parts = [*harmed, caution, told.text, *_cheaper(table, runs)]
+    parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(config, table, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
-    text = "\n\n".join(filter(None, [*parts, *notes]))
+    parts = [*filter(None, parts)]
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
-    shown = str(table_of(told.columns, [*lines, *told.last_rows]))
-    summary = shown if told.summary is None else str(table_of(told.summary, lines))
-    page = "\n\n".join(filter(None, [shown, text, *told.code]))
+    shown = table_of(told.columns, [*lines, *told.last_rows])
+    summary = shown if told.summary is None else table_of(told.summary, lines)
     record = {
         "config": dataclasses.asdict(config),
         **machine,
         "rates": table.rates,
         **facts,
         "recommended": list(told.recommended),
-        "summary": summary,
+        "summary": summary.rows,
         "code": "\n\n".join(told.code),
         "title": f"{told.measure[:1].upper()}{told.measure[1:]} against {', '.join(told.axes.values())}",
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
@@ -180,10 +179,12 @@ def write_study(
     ]
     pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
     folder = Path(config.output)
-    write_outcome(folder, "tradeoff", record, [flat(row) for row in told.rows], page, pictures)
+    page = write_outcome(
+        folder, "tradeoff", record, [flat(row) for row in told.rows], [shown, *parts, *notes], pictures, told.code
+    )
     # The notes were printed before the first run.
-    paragraphs = "\n\n".join(filter(None, parts)).split("\n\n")
-    printed = [summary, *paragraphs, *told.printed]
+    paragraphs = "\n\n".join(map(str, parts)).split("\n\n")
+    printed = [str(summary), *paragraphs, *told.printed]
     return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
@@ -377,15 +378,27 @@ def write_outcome(
     name: str,
     record: Mapping[str, object],
     rows: Sequence[Mapping[str, object]],
-    text: str,
+    parts: Sequence[str | MarkdownTable],
     pictures: Mapping[str, Figure],
-) -> None:
-    """Write a study's record as JSON, its rows as CSV, its text as Markdown, and its pictures by their names."""
+    code: Sequence[str] = (),
+) -> str:
+    """Write a study's record as JSON, its rows as CSV, its pictures by their names, and its page as Markdown.
+
+    Args:
+        parts: Tables and sentences of the page, which the record holds too, tables as rows of cells.
+        code: Blocks at the end of the page.
+
+    Returns:
+        The page.
+    """
     for title, figure in pictures.items():
         save_picture(folder, title, figure)
-    write_json(folder / f"{name}.json", record)
+    kept = [part if isinstance(part, str) else part.rows for part in parts]
+    write_json(folder / f"{name}.json", {**record, "page": kept})
     write_csv(folder / f"{name}.csv", rows)
-    write_atomically(folder / f"{name}.md", text + "\n")
+    page = "\n\n".join(map(str, [*parts, *code]))
+    write_atomically(folder / f"{name}.md", page + "\n")
+    return page
 
 
 def flat(row: Mapping[str, object]) -> dict[str, object]:

@@ -14,18 +14,16 @@ from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.style import new_figure, svg_of
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.audits import Comparisons, LabelledBatch
+from mmod.io.tables import MarkdownTable
 from mmod.studies.isoflop import draw, optima, told
 from mmod.studies.report import write_outcome
 from mmod.training.engine.health import FIGURES, evaluation_rows, write_rows
 from tests.kit.planted import batches_of, plant
 
-TABLE = """| model | top-1 % |
-|:--|--:|
-| dense | 90.0 |
-| early exit | |
-
-Paired over 2 seeds (95 % intervals), no significant difference between dense and a <b>&amp; b</b>.
-"""
+PAGE = [
+    MarkdownTable([["model", "top-1 %"], ["dense", "90.0"], ["early exit", ""]]),
+    "Paired over 2 seeds (95 % intervals), no significant difference between dense and a <b>&amp; b</b>.",
+]
 TITLE = "Top-1 accuracy against GFLOPs per image"
 ROWS: list[dict[str, Any]] = [
     {"name": "dense", "series": "dense", "top1": 90.0, "gflops": 0.045},
@@ -38,7 +36,7 @@ def write_study(folder: Path) -> Path:
     folder.mkdir(parents=True)
     config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "seeds": 2}
     record = {"config": config, "torch": "2", "points": [], "title": TITLE}
-    write_outcome(folder, "tradeoff", record, ROWS, TABLE, {"tradeoff": draw_tradeoff(ROWS)})
+    write_outcome(folder, "tradeoff", record, ROWS, PAGE, {"tradeoff": draw_tradeoff(ROWS)})
     figure = new_figure(1, 1)
     figure.subplots().imshow(torch.rand(8, 8))
     (folder / "maps-a.svg").write_text(svg_of(figure))
