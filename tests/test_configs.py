@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from PIL import Image
 
 import mmod
 from mmod.data.loader import _transform
-from mmod.io.yaml import read_yaml
-from mmod.planning import untrained
 from mmod.training import TrainConfig
 from mmod.training.image.opened import open_start
 from mmod.training.image.preflight import check_input
@@ -63,21 +60,3 @@ def test_every_operation_of_the_recipes_augmentation_runs_at_every_magnitude() -
                 assert operation(image).size == image.size
     assert counts
     assert min(counts) > 0
-
-
-def test_my_model_compares_what_advice_tries() -> None:
-    """Guides promise the same candidates; advice makes them of a model, and the config is there to be changed."""
-    fields = read_yaml(ROOT / "configs/tradeoff/my-model.yaml")
-    compared: dict[str, Any] = {}
-    for name, known in fields["routers"].items():
-        budgets = known.pop("budgets", {})
-        for changes in budgets.values():
-            compared[name] = {"routing": {**known, **changes}}, tuple(budgets)
-    for name, budgets in fields["baselines"].items():
-        (method,) = {json.dumps(method) for method in budgets.values()}
-        compared[name] = {"methods": (json.loads(method),)}, tuple(budgets)
-    # A study prepares smaller images anew, and advice resizes those of the model.
-    assert compared["smaller-image"][0] == {"methods": ({"kind": "resolution", "image_size": "fit"},)}
-    compared["smaller-image"] = untrained._SERIES["smaller-image"], compared["smaller-image"][1]
-    mild = dict.fromkeys(untrained._MILD, (0.85, 0.7, 0.55))
-    assert compared == {name: (one, mild.get(name, (0.7, 0.55))) for name, one in untrained._SERIES.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from mmod.adapters import find_part, find_stacks
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.table import DENSE
 from mmod.config import RoutingConfig
+from mmod.io.configs import shipped_config
+from mmod.io.yaml import read_yaml
 from mmod.model import copy_of
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import Candidate
-from mmod.planning.options import FIT
 from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
 from mmod.planning.search import search_plan
 
@@ -27,21 +29,36 @@ _LAST = {"name": "attention", "importance": "last_token"}
 _RANDOM = "random 0.5"
 
 
-# Series of models made from a dense one of images, each with one number that is fitted to its budget. The config
-# my-model has the same, which a test compares.
-_SERIES: dict[str, dict[str, Any]] = {
-    "gradual": {"routing": {"preset": "gradual", "capacity": FIT}},
-    "merge-late": {"routing": {"router": "attention", "skipped": "merge", "blocks": "late", "capacity": FIT}},
-    "a-mod": {"routing": {"preset": "a-mod", "blocks": "late", "capacity": FIT}},
-    "random": {"routing": {"preset": "gradual", "router": "random", "capacity": FIT}},
-    "smaller-image": {"methods": ({"kind": "resize", "size": FIT},)},
-    "tome": {"methods": ({"kind": "merge", "r": FIT},)},
-    "prune": {"methods": ({"kind": "prune", "keep": FIT},)},
-}
-# Those whose loss may be within a tolerance have a mild budget too, and so has the control of merging.
-_MILD = ("gradual", "random", "smaller-image")
-# The few that are tried for a wanted speed-up.
-_FASTER = {name: _SERIES[name] for name in ("gradual", "merge-late", "a-mod", "smaller-image")}
+# The few series that are tried for a wanted speed-up.
+_FASTER = ("gradual", "merge-late", "a-mod", "smaller-image")
+
+
+def image_series() -> list[Candidate]:
+    """Return what is made from a dense model of images at each budget, by the config `my-model`; numbers are to be fit.
+
+    What it has without a budget is left out.
+    """
+    # By its path: a user may have a file of that name.
+    fields = read_yaml(shipped_config("tradeoff/my-model") or "my-model")
+    candidates = []
+    for series, known in fields["routers"].items():
+        for budget, changes in known.pop("budgets", {}).items():
+            control = fields["controls"].get(series)
+            candidate = Candidate(
+                f"{series}-{budget:g}",
+                routing={**known, **changes},
+                series=series,
+                budget=budget,
+                control=control and f"{control}-{budget:g}",
+            )
+            candidates.append(candidate)
+    for series, methods in fields["baselines"].items():
+        for budget, method in methods.items():
+            if method["kind"] == "resolution":
+                # A study prepares smaller images anew, and advice resizes those of the model.
+                method = {"kind": "resize", "size": method["image_size"]}
+            candidates.append(Candidate(f"{series}-{budget:g}", methods=(method,), series=series, budget=budget))
+    return candidates
 
 
 def image_candidates(
@@ -60,13 +77,13 @@ def image_candidates(
         faster: A wanted speed-up, of which few candidates come at three shares of the FLOPs: that of the factor, and
             less, as time falls less than FLOPs on small models.
     """
-    series = _SERIES
-    budgets: dict[str, tuple[float, ...]] = {}
-    for name in _SERIES:
-        budgets[name] = (0.85, 0.7, 0.55) if name in _MILD else (0.7, 0.55)
+    series = image_series()
     if faster is not None:
-        series = _FASTER
-        budgets = dict.fromkeys(_FASTER, tuple(round(share / faster, 2) for share in (1, 0.85, 0.65)))
+        of_series = {one.series: dataclasses.replace(one, control=None) for one in series if one.series in _FASTER}
+        series = []
+        for name, one in of_series.items():
+            for budget in (round(share / faster, 2) for share in (1, 0.85, 0.65)):
+                series.append(dataclasses.replace(one, name=f"{name}-{budget:g}", budget=budget))
     is_only = len(find_stacks(model)) <= 1
     inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
     size: Any = tuple(image.shape[1:]) if is_only else inputs
@@ -91,16 +108,11 @@ def image_candidates(
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
     candidates: list[Candidate] = []
     left_out: dict[str, str] = {}
-    for name, fields in series.items():
-        if patch is None and "methods" in fields:
-            left_out[name] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
-            continue
-        for budget in budgets[name]:
-            # The same plan with random tokens.
-            control = None
-            if name == "gradual" and faster is None:
-                control = f"random-{budget:g}"
-            candidates.append(Candidate(f"{name}-{budget:g}", series=name, budget=budget, control=control, **fields))
+    for one in series:
+        if patch is None and one.methods:
+            left_out[one.series] = "its sizes and numbers follow from the patches, and the model shows no grid of them"
+        else:
+            candidates.append(one)
     fitted, unfitted = at_budgets(candidates, flops_of, sizes, patches, strict=False)
     # Its cost follows from the images, so that no budget is fitted.
     pixelprune = Candidate("pixelprune", routing={"preset": "pixelprune"})

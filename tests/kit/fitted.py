@@ -41,7 +41,7 @@ def fit_once(monkeypatch: pytest.MonkeyPatch, whole: tuple[str, ...] = ("smaller
     def fitted(
         model: nn.Module, part: str, depth: int, image: Tensor, patch: Any, faster: float | None
     ) -> tuple[list[Any], dict[str, str]]:
-        series = [*untrained._SERIES, *untrained._FASTER]
+        series = [one.name for one in untrained.image_series()]
         key = f"{model} {getattr(model, 'dynamic_img_size', None)} {part} {tuple(image.shape)} {faster} {series}"
         if key not in _KNOWN:
             _KNOWN[key] = untrained.image_candidates(model, part, depth, image, patch, faster)
@@ -68,9 +68,8 @@ def count_candidates_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def few_series(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Let advice try some series of candidates alone: for tests that ask for nothing of the others."""
-    for table in ("_SERIES", "_FASTER"):
-        known = getattr(untrained, table)
-        monkeypatch.setattr(untrained, table, {name: known[name] for name in names if name in known})
+    known = untrained.image_series
+    monkeypatch.setattr(untrained, "image_series", lambda: [one for one in known() if one.series in names])
 
 
 def count_once(monkeypatch: pytest.MonkeyPatch) -> None:
