@@ -304,6 +304,11 @@ class LockedError(RuntimeError):
     """Another process holds the lock of a folder."""
 
 
+def lock_file(path: Path) -> Path:
+    """Return the file that a lock of a file or folder is held on."""
+    return path.parent / f".{path.name}.lock"
+
+
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a folder: a file next to it, which the system releases when the process ends or crashes.
@@ -315,7 +320,7 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = Path(folder).absolute()
-    file = path.parent / f".{path.name}.lock"
+    file = lock_file(path)
     lock = FileLock(file, blocking=wait)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
