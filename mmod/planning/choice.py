@@ -195,7 +195,7 @@ class Recommendation:
         figures = f"{named.speedup:[.2f} times as fast, {self._lost(named)}"
         if self.used is not None:
             at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
-            return f"Use {named.label} for {self.where}: {figures}{at_speed}{self.harm}."
+            return f"Use {named.label} for {self.where}: {figures}{at_speed}{self.harm}.{self._undecided_by_speed}"
         if self.speed is None:
             return (
                 f"Keep the dense model for {self.where} for now: {named.label} is probably within {self.limit}, and "
@@ -210,6 +210,25 @@ class Recommendation:
         return (
             f"Nothing that is {self.speed:g} times as fast for {self.where} is surely within {self.limit}. Least is "
             f"lost by {named.label}: {figures}."
+        )
+
+    @property
+    def _undecided_by_speed(self) -> str:
+        """Say between which models the quartiles of speeds leave the choice open; empty where they do not."""
+        models = self._within
+        if self.speed is not None:
+            models = [model for model in self._advised if keeps(model.loss, self.tolerance)]
+        fastest = max(models, key=lambda model: model.speedup.median)
+        low, high = (fastest.speedup.low, fastest.speedup.high) if self.speed is None else (self.speed, self.speed)
+        # As fast at the worse end of their speeds, and at the better one.
+        surely = [model for model in models if model is fastest or NOISE * model.speedup.low >= high]
+        perhaps = [model for model in models if NOISE * model.speedup.high >= low]
+        one, other = (min(group, key=lambda model: model.worst) for group in (surely, perhaps))
+        if one.worst == other.worst:
+            return ""
+        return (
+            f" Undecided between {one.label} and {other.label}, which loses less: whether it is as fast is within the "
+            "spread of the times."
         )
 
     def _at_speed(self, speed: float, named: AdviceRow) -> str:

@@ -127,6 +127,23 @@ def test_without_anything_to_compare_the_dense_model_is_kept() -> None:
         assert verdict_of([choice]).named == []
 
 
+def test_where_quartiles_of_speeds_overlap_the_choice_is_undecided_whichever_is_measured_as_faster() -> None:
+    def of(name: str, low: float, median: float, high: float, lost: float) -> AdviceRow:
+        model = alternative(name, median, Estimate(lost, lost - 0.001, lost + 0.001))
+        return dataclasses.replace(model, speedup=Spread(median, low, high))
+
+    undecided = "Undecided between quick and mild, which loses less: whether it is as fast is within the spread of the"
+    lossy = of("lossy", 2.0, 2.1, 2.2, 0.05)
+    for mild, used in ((of("mild", 1.44, 1.47, 1.5, 0.01), "mild"), (of("mild", 1.42, 1.44, 1.48, 0.01), "quick")):
+        models = [lossy, of("quick", 1.47, 1.5, 1.53, 0.015), mild]
+        for choice in (among(models), among(models, speed=1.5)):
+            assert choice.used is not None
+            assert (choice.used.name, undecided in choice.sentence) == (used, True)
+    # What is as fast at any time, never as fast, or loses more, leaves nothing open.
+    for clear in (("mild", 1.49, 1.5, 1.53, 0.01), ("mild", 1.3, 1.35, 1.4, 0.01), ("mild", 1.42, 1.44, 1.48, 0.017)):
+        assert "Undecided" not in among([lossy, of("quick", 1.47, 1.5, 1.53, 0.015), of(*clear)]).sentence
+
+
 def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_is_named_first() -> None:
     risky = alternative("risky", 2.0, Estimate(0.04, -0.04, 0.12), 60)
     fast = alternative("fast", 1.7, Estimate(0.0, -0.04, 0.06), 60)
