@@ -6,6 +6,7 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
@@ -93,7 +94,7 @@ class Exit(Method):
             convert(block, ExitBlock, state, state.call.shell)
             if index in heads:
                 block.exit = heads[index]
-        stack.own_(model, ExitClassifier if hasattr(model, "reset_classifier") else ExitModel)
+        stack.own_(model, ExitModel)
 
 
 class ExitHead(Added):
@@ -322,6 +323,13 @@ class ExitModel(BlockOwner):
     optional = False
     running = ("forward",)
 
+    @classmethod
+    def complete(cls, converted: type[nn.Module], host: type[nn.Module]) -> None:
+        """Let the exits of a timm model have its classes."""
+        super().complete(converted, host)
+        if hasattr(host, "reset_classifier"):
+            converted.reset_classifier = _as_reset(converted, host.reset_classifier)  # type: ignore[attr-defined]
+
     def new_call(self, name: str, outer: StackCall) -> StackCall:
         """Return a call in which images exit."""
         return ExitCall(outer)
@@ -358,17 +366,18 @@ def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
     return output
 
 
-class ExitClassifier(ExitModel):
-    """Mixin of a timm model, whose exits have its classes."""
+def _as_reset(converted: type[nn.Module], host_reset: Callable[..., Any]) -> Callable[..., Any]:
+    """Return timm's `reset_classifier` as one that gives each exit a copy of the new classifier."""
 
-    def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
-        """Reset the model's classifier as the host does, and give each exit a copy of it."""
+    @functools.wraps(host_reset)
+    def reset_classifier(self: Any, num_classes: int, *args: Any, **kwargs: Any) -> None:
         if not num_classes:
             raise ValueError("early exit needs class probabilities: call mmod.undo_ before reset_classifier(0)")
-        host: Any = super()
-        host.reset_classifier(num_classes, *args, **kwargs)
+        super(converted, self).reset_classifier(num_classes, *args, **kwargs)
         for module in self.modules():
             if isinstance(module, ExitHead):
                 for name in _CLASSIFIER:
                     if name in module._modules:
                         module.copy_module(name)
+
+    return reset_classifier
