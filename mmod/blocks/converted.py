@@ -14,7 +14,7 @@ from mmod.blocks.branches import Branch, running
 from mmod.blocks.conversion import Mixin
 from mmod.config import CHANGE
 from mmod.ops import capture_importance
-from mmod.ops.intercept import AttentionIntercept, unseen_attention
+from mmod.ops.intercept import AttentionIntercept
 from mmod.routing import token_change
 
 EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
@@ -40,9 +40,7 @@ class ConvertedBlock(Mixin):
             return y, token_change(x, y)
         captured = capture_importance(queries_BN, importance)
         y = self.run_observed(run, captured)
-        if captured.importance_BN is None:
-            raise unseen_attention("importance cannot be read from it")
-        return y, captured.importance_BN
+        return y, captured.read()
 
     def run_observed(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
         """Run what contains the host's attention, inside a mode that reads it."""

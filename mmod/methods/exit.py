@@ -194,22 +194,20 @@ class ExitCall(StackCall):
     def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor) -> Any:
         """Return what an exit's head makes of the tokens of some images."""
 
-        def of_images(value: Any) -> Any:
-            has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-            if has_rows and index_B.shape[0] < self.total:
-                return value.index_select(0, index_B)
+        args = tuple(self.of_images(index_B, value) for value in self.args)
+        return head(y_BND, args, {name: self.of_images(index_B, value) for name, value in self.kwargs.items()})
+
+    def of_images(self, index_B: Tensor | None, value: Any) -> Any:
+        """Return the rows of some images of a tensor with a row for each; None for all, and others as they are."""
+        has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
+        if index_B is None or not has_rows or index_B.shape[0] == self.total:
             return value
+        return value.index_select(0, index_B)
 
-        args = tuple(map(of_images, self.args))
-        return head(y_BND, args, {name: of_images(value) for name, value in self.kwargs.items()})
-
-    def of_remaining(self, x_BND: Tensor, argument: Any) -> Any:
-        """Return the remaining images' part of a mask of all (B, H, N, N); other arguments are unchanged."""
-        if not isinstance(argument, Tensor) or argument.ndim != 4 or argument.shape[0] in (1, x_BND.shape[0]):
-            return argument
-        if self.index_B is None:
-            return argument
-        return argument.index_select(0, self.index_B)
+    def mask_of(self, argument: Any) -> Any:
+        """Return the remaining images' part of a mask of all (B, H, N, N); other arguments of a block are unchanged."""
+        is_mask = isinstance(argument, Tensor) and argument.ndim == 4
+        return self.of_images(self.index_B, argument) if is_mask else argument
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""
@@ -258,8 +256,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
-            masks = {name: call.of_remaining(x, value) for name, value in kwargs.items()}
-            y = super().forward(x, *(call.of_remaining(x, value) for value in args), **masks)
+            y = super().forward(x, *map(call.mask_of, args), **{name: call.mask_of(kwargs[name]) for name in kwargs})
         if state.is_last:
             # The code behind the blocks may read masks of all images.
             return call.whole(y)

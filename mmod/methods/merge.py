@@ -19,7 +19,6 @@ from mmod.methods.base import register_method
 from mmod.methods.reduction import Reducing, Reduction
 from mmod.ops import capture_inputs, gather_rows
 from mmod.ops.casting import without_autocast
-from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
 from mmod.values import brief
 
@@ -99,9 +98,7 @@ def merge_tokens(
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
         return None
-    if attention.key is None:
-        raise unseen_attention("tokens cannot be matched by its keys")
-    stay_BK, gone_BR, into_BR = match(attention.key, prefix, merged)
+    stay_BK, gone_BR, into_BR = match(attention.read_keys(), prefix, merged)
     if size_BN is None:
         weighed_BND = x_BND
         one_BK = x_BND.new_ones(stay_BK.shape)

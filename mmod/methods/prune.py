@@ -19,7 +19,6 @@ from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import Reducing, Reduction, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
-from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
 
 
@@ -95,13 +94,7 @@ def prune_tokens(
     kept = math.ceil(share * patches)
     if kept == patches:
         return None
-    if isinstance(attention, capture_inputs):
-        score_BN = attention.class_attention()
-    elif attention.importance_BN is None:
-        raise unseen_attention("importance cannot be read from it")
-    else:
-        score_BN = attention.importance_BN
-    score_BN = score_BN[:, prefix:]
+    score_BN = attention.read()[:, prefix:]
     order_BN = best_first(score_BN) + prefix
     index_BK = order_BN[:, :kept].sort(dim=1).values
     if prefix:

@@ -47,6 +47,16 @@ class capture_importance(AttentionIntercept):
         self.average = average
         self.importance_BN: Tensor | None = None
 
+    def read(self) -> Tensor:
+        """Return the importance (B, N).
+
+        Raises:
+            RuntimeError: No attention was seen.
+        """
+        if self.importance_BN is None:
+            raise unseen_attention("importance cannot be read from it")
+        return self.importance_BN
+
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Read a square map from a host's softmax."""
         # Other softmaxes of a block, such as that of a gate, are no map of its tokens.
@@ -143,7 +153,7 @@ class capture_inputs(AttentionIntercept):
         >>> q = k = v = torch.zeros(1, 1, 2, 8)
         >>> with capture_inputs() as captured:
         ...     _ = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        >>> captured.key is k, captured.class_attention()
+        >>> captured.read_keys() is k, captured.read()
         (True, tensor([[0.5000, 0.5000]]))
     """
 
@@ -153,7 +163,17 @@ class capture_inputs(AttentionIntercept):
         self._last: AttentionCall | None = None
         self._row: Tensor | None = None
 
-    def class_attention(self) -> Tensor:
+    def read_keys(self) -> Tensor:
+        """Return the keys.
+
+        Raises:
+            RuntimeError: No attention was seen.
+        """
+        if self.key is None:
+            raise unseen_attention("tokens cannot be matched by its keys")
+        return self.key
+
+    def read(self) -> Tensor:
         """Return the attention of the first token to all tokens (B, N), averaged over heads, with its gradient."""
         if self._last is not None:
             call = self._last

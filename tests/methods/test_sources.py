@@ -152,7 +152,7 @@ def test_pruning_keeps_what_is_attended_to(case: str, method: Prune) -> None:
 
 def test_a_fused_token_has_the_place_of_the_dropped_one_with_the_most_attention() -> None:
     score_BN = torch.rand(2, 9)
-    attention: Any = SimpleNamespace(importance_BN=score_BN)
+    attention: Any = SimpleNamespace(read=lambda: score_BN)
     step = prune_tokens(0.5, True, 1, torch.randn(2, 9, 4), None, attention)
     assert step is not None
     # Of eight patches, four are kept.
