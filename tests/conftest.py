@@ -5,7 +5,7 @@
 - OpenMP has one thread, which waits without spinning; matplotlib has no screen.
 - Without a GPU, Triton interprets its kernels, and seeds of absent devices are not stored.
 - Each test starts from `torch.manual_seed(0)`; hypothesis draws 15 fixed examples, without a deadline.
-- `os.fsync` does nothing.
+- `os.fsync` does nothing, and `datasets` tells no server what is opened.
 - SIGINT is not ignored, as it is in a shell's background jobs.
 - Garbage collection is off, and what was imported, or left by the files of tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
@@ -32,6 +32,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Without a connection, `datasets` waits five seconds for a server that counts what is opened.
+os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
 # Asked of the driver, a GPU stays free for the processes that tests fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
