@@ -28,7 +28,7 @@ ROUTERS = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks"
 def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
     folder = tmp_path_factory.mktemp("study")
     fields = vlm_config(folder).to_dict()
-    fields["trainer"]["save_strategy"] = "no"
+    fields["trainer"] |= {"save_strategy": "no", "max_steps": 1}
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
     return ChatStudyConfig(
         output=str(folder / "out"),

@@ -74,8 +74,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "text": {"routing": PREDICTOR},
     "text, elastic": {"routing": SCORE, "elastic": True},
     "chat": {"routing": P_MOD, "optim": "muon"},
-    "chat, shared router": {"routing": GAMMA},
-    "chat, LoRA": {"routing": P_MOD, "lora": LORA},
+    "chat, LoRA and a shared router": {"routing": GAMMA, "lora": LORA},
 }
 
 

@@ -147,16 +147,16 @@ def test_questions_asked_in_training_change_no_weight(folder: Path) -> None:
 def test_the_weights_with_the_most_right_answers_are_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
 ) -> None:
-    trainer = {"lr_scheduler_type": "constant", "max_steps": 6}
+    trainer = {"lr_scheduler_type": "constant", "max_steps": 3, "save_steps": 1}
     name = f"best-{lora is None}"
     changes = {"routing": P_MOD, "lora": lora}
     data = replace(vlm_config(folder).data, val=None)
-    short = fit(vlm_config(folder, f"{name}-short", {**trainer, "max_steps": 4}, data=data, **changes), progress=False)
+    short = fit(vlm_config(folder, f"{name}-short", {**trainer, "max_steps": 2}, data=data, **changes), progress=False)
     shares = iter([10.0, 30.0, 20.0])
     monkeypatch.setattr(EvalResult, "columns", lambda self: {"right": next(shares)})
-    keep = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    keep = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
     best = fit(vlm_config(folder, name, {**trainer, **keep}, **changes), progress=False)
-    assert best.steps == 6
+    assert best.steps == 3
     assert same(weights(best), weights(short))
 
 

@@ -114,7 +114,7 @@ def test_folders_that_hold_no_image_text_model_are_refused(saved: tuple[Path, An
 
 def test_a_study_compares_a_folder_routed_and_dense(tmp_path: Path) -> None:
     save_pair_model("clip", tmp_path / "clip")
-    dense = config_of(tmp_path / "clip", tmp_path / "unused")
+    dense = config_of(tmp_path / "clip", tmp_path / "unused", epoch_steps=1)
     (tmp_path / "dense.yaml").write_text(yaml.safe_dump(dense.to_dict()))
     study = PairsStudyConfig(
         output=str(tmp_path / "out"),
