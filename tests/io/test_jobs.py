@@ -80,38 +80,43 @@ def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch
     assert not ended.exists()
 
 
-@pytest.mark.slow
 def test_a_killed_study_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     assert run_processes(be_killed, pids) == [-signal.SIGKILL]
-    until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+    until(lambda: not is_running(int(pids.read_text())))
 
 
 def be_killed(pids: Path) -> None:
     def kill() -> None:
-        until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        until(lambda: pids.exists() and bool(pids.read_text()))
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill).start()
-    list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], linger))
+    # One of two processes, since each is a new one, which imports torch.
+    list(Runner(2, False).run([Job("base", 0, str(pids))], linger))
 
 
 # Of a terminal and of a scheduler, which may signal all processes: a second signal of these would end a run at once.
-@pytest.mark.parametrize(
-    ("number", "everywhere"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGUSR1, True)]
-)
-def test_a_study_ends_after_its_runs_have_saved(number: signal.Signals, everywhere: bool, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    (code,) = run_processes(stopped_study, tmp_path / "pids", number, everywhere, log=log)
-    assert code == 128 + number
-    assert "Traceback" not in log.read_text()
-    ends = {f"{number.name}: saved", f"study: {number.name}; runs are saved, and the same command goes on"}
-    assert set(log.read_text().splitlines()) == ends
-    assert log.read_text().count(": saved") == 2
+STOPPED = ((signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGUSR1, True))
 
 
-def stopped_study(pids: Path, number: int, everywhere: bool) -> None:
+def test_a_study_ends_after_its_runs_have_saved(tmp_path: Path) -> None:
+    # The studies stop side by side, since each waits for a second.
+    codes = run_processes(stopped_study, tmp_path, world=len(STOPPED))
+    for code, (number, _) in zip(codes, STOPPED, strict=True):
+        said = (tmp_path / number.name).read_text()
+        assert code == 128 + number
+        assert "Traceback" not in said
+        ends = {f"{number.name}: saved", f"study: {number.name}; runs are saved, and the same command goes on"}
+        assert set(said.splitlines()) == ends
+        assert said.count(": saved") == 2
+
+
+def stopped_study(folder: Path) -> None:
     jobs.multiprocessing = FORKING  # type: ignore[assignment]
+    number, everywhere = STOPPED[int(os.environ["RANK"])]
+    os.dup2(os.open(folder / number.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    pids = folder / f"{number.name} pids"
 
     def stop() -> None:
         until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
