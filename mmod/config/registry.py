@@ -60,11 +60,12 @@ class Registry(Generic[Entry]):
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
             elsewhere = f"for a name of another package, import the module that calls mmod.{self._register}"
-            told = [
-                f"{self._noun} must be one of {valid}, got {name!r}",
-                near_names(name, self) or self._others,
-                elsewhere,
-            ]
+            near = near_names(name, self)
+            if near:
+                # A misspelt name first, which few read behind a long list.
+                told = [f"{self._noun} {name!r} is unknown; {near}", f"valid ones are {valid}", elsewhere]
+            else:
+                told = [f"{self._noun} must be one of {valid}, got {name!r}", self._others, elsewhere]
             raise ValueError("; ".join(filter(None, told)))
 
     def __iter__(self) -> Iterator[str]:

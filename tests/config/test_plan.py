@@ -101,7 +101,10 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     good = PLAN.to_dict(complete=True)
     for wrong, message in (
         ({**good, "score": "linear"}, "unknown routing option score"),
-        ({**good, "router": "strid"}, "router must be one of 'attention', .*'stride', .*got 'strid'"),
+        (
+            {**good, "router": "strid"},
+            "router 'strid' is unknown; near ones: stride; valid ones are 'attention', .*'stride'",
+        ),
         (
             {**good, "router": {"name": "attention", "importance": "first"}},
             "router.importance must be one of 'per_viewer'",

@@ -344,7 +344,7 @@ def test_a_picture(tmp_path: Path) -> None:
             {"router": {"name": "attention", "importance": "first"}},
             "router.importance must be one of 'per_viewer', 'mean', 'class_token', 'last_token'",
         ),
-        ({"router": "sturdy"}, "router must be one of 'attention', .*'stride'"),
+        ({"router": "sturdy"}, "router .*'attention', .*'stride'"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: str) -> None:

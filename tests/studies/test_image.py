@@ -582,7 +582,7 @@ UNTUNED = {"tune": False}
         ({"train_dense": False, **UNTUNED}, ValueError, "dense config starts from no weights, .* does not train it"),
         ({"changes": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
         ({"finetune": {"methods": [{"kind": "merge", "r": 2}]}}, ValueError, "has no methods and .*, got merge: leave"),
-        ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
+        ({"routers": {"x": {"router": "atention"}}}, ValueError, "router 'atention' is unknown"),
         (
             {"routers": {"x": {"router": "norm", "tune": "no"}}},
             TypeError,
