@@ -234,7 +234,8 @@ class _Trainer:
         done = self._done
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
-        bar.set_description_str(f"epoch {self.epoch + 1}/{self.epochs}", refresh=False)
+        # The bar counts over the whole run, whose time left it tells.
+        bar.set_description_str(f"epoch {self.epoch + 1}/{self.epochs}, run", refresh=False)
         # The time since the epoch before went into its evaluation.
         bar.unpause()
         # The last group of an epoch may be shorter.

@@ -72,7 +72,7 @@ class FitResult(Generic[Result]):
     def __str__(self) -> str:
         state = "finished earlier," if self.reused else "finished"
         lines = [f"{self.folder}: {state} after epoch {self.epochs:g}, step {self.steps}"]
-        results = {"weights": self.evaluation, "moving average": self.average}
+        results = {"final weights": self.evaluation, "moving average": self.average}
         lines += [f"{name}: {result}" for name, result in results.items() if result is not None]
         if self.evaluation is not None and self.evaluation.baseline:
             lines.append(self.evaluation.baseline)

@@ -54,7 +54,7 @@ def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
     assert len(epochs) == 6
     for number, (trained, validated, averaged) in enumerate((epochs[:3], epochs[3:]), 1):
         # Done and left are those of the run.
-        done = rf"epoch {number}/2: {256 * number} of 512 samples, .*"
+        done = rf"epoch {number}/2, run: {256 * number} of 512 samples, .*"
         assert re.match(rf"{done}loss=[\d.]+, top1=[\d.]+, lr=[\d.e-]+", trained)
         assert validated.startswith(f"epoch {number}/2: validation top-1 ")
         assert averaged.startswith(f"epoch {number}/2: validation of the moving average top-1 ")
@@ -86,7 +86,7 @@ def test_an_epoch_says_how_many_samples_it_leaves_out(
     fit(replace(config, data=replace(config.data, batch_size=batch_size)))
     *told, line = itertools.takewhile(lambda line: "validation" not in line, lines_of(capsys))
     assert told == ([f"each epoch leaves out {256 - whole} of 256 samples, which fill no batch"] if whole < 256 else [])
-    assert line.startswith(f"epoch 1/1: {seen} of {seen} samples, ")
+    assert line.startswith(f"epoch 1/1, run: {seen} of {seen} samples, ")
 
 
 def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
