@@ -387,7 +387,10 @@ def _saving(library: str) -> Saving:
         return _OWN_SAVING
     saving: Saving | None = load_adapter(library).SAVING
     if saving is None:
-        raise ValueError(f"models of {library} are saved by their own save_pretrained, which keeps the routing too")
+        raise ValueError(
+            f"models of {library} are saved by their own save_pretrained, which keeps routing and methods too: "
+            "model.save_pretrained(FOLDER)"
+        )
     return saving
 
 

@@ -129,6 +129,8 @@ class Trace(Mapping[str, Routing]):
             ValueError: No pass was traced, or its images had no common grid, or the model shows none.
         """
         if self._seen.grid is None:
+            if not self._routings():
+                raise ValueError("no pass was traced: call the model inside the `with` block")
             raise ValueError("the model showed no grid of patches in this trace: pass rows and columns, grid=(10, 10)")
         return self._seen.grid
 

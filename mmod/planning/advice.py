@@ -27,7 +27,7 @@ from mmod.planning.samples import AGREEMENT, ALONE
 # From `python -m scripts.gradual_size`.
 _GRADUAL_PAYS = (
     "No `gradual` saves time here: decisions take longer than what they save. As a rule of thumb, of one idle CPU "
-    "thread, it breaks even where a dense pass takes 12 ms, and pays from 25 ms."
+    "thread, it breaks even where a dense pass takes 12 ms, and pays from 25 ms; this one took {ms:.1f} ms{busy}."
 )
 WRITTEN = ("advice.json", "advice.md", "advice.png")
 """Names of the files of advice in its folder."""
@@ -194,7 +194,10 @@ class Advice:
                 else " Answers are generated greedily; one is right as a whole or not."
             )
         gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
-        too_small = [_GRADUAL_PAYS] if gradual and max(gradual) < NOISE else []
+        too_small = []
+        if gradual and max(gradual) < NOISE:
+            busy = ", on a machine that was not idle" if self.caution else ""
+            too_small = [_GRADUAL_PAYS.format(ms=self.milliseconds, busy=busy)]
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
         front = ""
         if any(row.on_front for row in self.rows):

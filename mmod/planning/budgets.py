@@ -210,7 +210,7 @@ def named_by_share(candidates: Sequence[Candidate], share_of: Share) -> tuple[li
         else:
             # What it is the control of is compared with the same model.
             names[candidate.name] = equal.name
-            left_out[candidate.name] = f"it would be the same model as {equal.name}, the nearest there is"
+            left_out[candidate.name] = f"the nearest model to this budget is {equal.name}, which is there already"
     return [dataclasses.replace(one, control=names.get(one.control or "", one.control)) for one in named], left_out
 
 

@@ -60,7 +60,8 @@ def test_of_equal_models_of_several_budgets_one_stays_with_its_share() -> None:
         ("a-0.5", 64, "small-0.68"),
     ]
     assert left_out == {
-        f"small-{budget}": "it would be the same model as small-0.68, the nearest there is" for budget in (0.71, 0.64)
+        f"small-{budget}": "the nearest model to this budget is small-0.68, which is there already"
+        for budget in (0.71, 0.64)
     }
     # One whose name tells the truth is not renamed for one whose name does not.
     named, _ = named_by_share(smaller, lambda _: 0.71)
