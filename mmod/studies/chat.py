@@ -26,7 +26,6 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE, prior_of
 from mmod.methods.route import is_routed
-from mmod.studies.chat_config import ChatStudyConfig
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
@@ -66,14 +65,12 @@ _COLUMNS = (
 class ChatStudy(StudyKind):
     """A study of LLaVA-style models of transformers."""
 
-    config: ChatStudyConfig
-
     times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup"), _ANSWER: ("answer_ms", "answer_speedup")}
     weigh: ClassVar = {RIGHT: right_answers}
 
     def describe(self) -> Facts:
         """Return percent right for the answer that is most frequent in training, by type of question."""
-        data = self.tuned.data
+        data = (self.comparison.train or self.dense).data
         train = open_conversations(str(data.train), data)
         val = open_conversations(str(data.val), data)
         prior = prior_of(train.turns(), val.turns(last=True))
@@ -82,10 +79,10 @@ class ChatStudy(StudyKind):
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length."""
         kind = ChatKind(run.config)
-        prompts, text, image = kind.prompts(self.config.latency_batch)
+        prompts, text, image = kind.prompts(self.evaluation.batch)
         # Shares refer to the dense model's prompts; a baseline's images may be smaller.
         full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
-        _, _, full_image = ChatKind(full).prompts(self.config.latency_batch)
+        _, _, full_image = ChatKind(full).prompts(self.evaluation.batch)
         kept = needed_shares(model, rows.kept)
         routed = flops(model, Prompt(text, image), kept).routed
         dense = flops(model, Prompt(text, full_image), kept).dense
@@ -106,7 +103,7 @@ class ChatStudy(StudyKind):
         if not is_routed(model):
             return {}
         kind = ChatKind(run.config)
-        figure = draw_kept(model, kind.collator, kind.chats(self.config.maps))
+        figure = draw_kept(model, kind.collator, kind.chats(self.evaluation.maps))
         return {} if figure is None else {f"maps-{run.name}": figure}
 
     def readings(self, kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
@@ -144,8 +141,8 @@ class ChatStudy(StudyKind):
             rows=rows,
             measure="right answers",
             columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
-            axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"},
-            parts=[significance(table, self.config.score, list(runs))],
+            axes={"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.evaluation.batch}"},
+            parts=[significance(table, self.evaluation.score, list(runs))],
             last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
             pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from mmod.studies.config import StudyConfig
+from mmod.studies.config import Evaluation, StudyConfig
 from mmod.values import one_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ class ChatStudyConfig(StudyConfig):
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
     """
 
-    score = "right"
     opens_names: ClassVar[bool] = True
     kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
@@ -34,6 +34,11 @@ class ChatStudyConfig(StudyConfig):
     maps: Annotated[int, "[0, inf)"] = 4
     latency_batch: int = 8
     latency_rounds: int = 5
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """How its models are evaluated, timed and drawn."""
+        return dataclasses.replace(self.evaluated_by("right"), maps=self.maps)
 
     def check_settings(self) -> None:
         """Refuse baselines other than smaller images; see `StudyConfig.check_settings`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,45 @@ def naming_dense() -> Iterator[None]:
         raise FileNotFoundError(
             f"{error}: name the dense model's training run by --dense RUN, or its weights by --dense.model.checkpoint"
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How the models of a study are evaluated, timed and drawn; a `Comparison` says what they are.
+
+    Args:
+        kind: The kind of study.
+        score: The figure by which models are compared.
+        before: Also evaluate models before they are fine-tuned.
+        batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
+        batches: Further batch sizes whose latency is measured.
+        rounds: Interleaved rounds of the measurement.
+        maps: Samples for which kept tokens are drawn.
+        rates: Factors of the learning rate, of which every model uses the best; None searches none.
+        rate_split: Split on which `rates` are compared.
+    """
+
+    kind: str
+    score: str
+    before: bool
+    batch: int
+    batches: Sequence[int]
+    rounds: int
+    maps: int = 0
+    rates: Sequence[float] | None = None
+    rate_split: str = ""
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """How models are compared, besides what they are: one table has one."""
+        return {"kind": self.kind, "score": self.score}
+
+    @property
+    def size_suffixes(self) -> dict[int, str]:
+        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
+        sizes = sorted({*self.batches, self.batch})
+        # The size that is drawn has the plain names, as where it is the only one.
+        return {size: "" if size == self.batch else f"_b{size}" for size in sizes}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,11 +335,6 @@ class StudyConfig(Checked):
         """The kind of its runs."""
         return self.kind
 
-    @property
-    def evaluation(self) -> Mapping[str, object]:
-        """How its models are compared, besides what they are: one table has one."""
-        return {"kind": self.kind, "score": self.score}
-
     def fields_of_dense(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
         # Each run sets a folder of its own in place of the output.
@@ -313,20 +347,21 @@ class StudyConfig(Checked):
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
 
-    # Of kinds that draw what models keep it is a key.
-    maps = 0
-
     @property
-    def score(self) -> str:
-        """The figure by which models are compared."""
+    def evaluation(self) -> Evaluation:
+        """How its models are evaluated, timed and drawn."""
         raise NotImplementedError
 
-    @property
-    def size_suffixes(self) -> dict[int, str]:
-        """The batch sizes whose latency is measured, and what follows the name of a column of times of each."""
-        sizes = sorted({*self.latency_batches, self.latency_batch})
-        # The size that is drawn has the plain names, as where it is the only one.
-        return {size: "" if size == self.latency_batch else f"_b{size}" for size in sizes}
+    def evaluated_by(self, score: str) -> Evaluation:
+        """Return what all kinds share of their `evaluation`, by the figure that compares models."""
+        return Evaluation(
+            kind=self.kind,
+            score=score,
+            before=self.before,
+            batch=self.latency_batch,
+            batches=self.latency_batches,
+            rounds=self.latency_rounds,
+        )
 
 
 def _name_of(dense: str | Mapping[str, Any]) -> str:

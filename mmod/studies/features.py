@@ -24,7 +24,7 @@ from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.plain import from_plain
 from mmod.studies.compare import Measurer, identity_of
-from mmod.studies.features_config import FeaturesStudyConfig
+from mmod.studies.features_config import FeaturesEvaluation
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
 from mmod.studies.kind import BEFORE, Facts, Lines, Load, Runs, Told, fit, load_start
 from mmod.studies.report import listed
@@ -72,7 +72,7 @@ _COLUMNS_OF_PATCHES = (
 )
 
 
-def classify_images(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, np.ndarray]:
+def classify_images(features: Sequence[Features], evaluation: FeaturesEvaluation) -> dict[str, np.ndarray]:
     """Classify images by nearest neighbours and by a linear classifier.
 
     Args:
@@ -85,14 +85,14 @@ def classify_images(features: Sequence[Features], study: FeaturesStudyConfig) ->
     labels = torch.cat([split.label_N for split in features]).numpy()
     numbers = np.arange(len(labels))
     first = len(labels) - len(features[-1].label_N)
-    splits = [(numbers[:first], numbers[first:])] if first else split_by_class(labels, study.folds)
+    splits = [(numbers[:first], numbers[first:])] if first else split_by_class(labels, evaluation.folds)
     return {
-        "knn": nearest_neighbours(x_ND, labels, splits, study.neighbours),
-        "linear": linear_probe(x_ND, labels, splits, study.strengths),
+        "knn": nearest_neighbours(x_ND, labels, splits, evaluation.neighbours),
+        "linear": linear_probe(x_ND, labels, splits, evaluation.strengths),
     }
 
 
-def classify_patches(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, np.ndarray]:
+def classify_patches(features: Sequence[Features], evaluation: FeaturesEvaluation) -> dict[str, np.ndarray]:
     """Classify the patches of the test split by a linear classifier fitted on those of the training split.
 
     Returns:
@@ -108,7 +108,7 @@ def classify_patches(features: Sequence[Features], study: FeaturesStudyConfig) -
     label_N = fitted.label_N.numpy()[position_N]
     # All patches of an image are on the same side of the cross-validation that chooses `C`.
     folds = list(GroupKFold(3).split(x_ND, label_N, position_N // per_image))
-    regression = _regression(study.strengths, folds).fit(x_ND, label_N)
+    regression = _regression(evaluation.strengths, folds).fit(x_ND, label_N)
     predicted = regression.predict(tested.x_ND.float().numpy())
     labels = tested.label_N.numpy()
     classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
@@ -141,7 +141,7 @@ def figures_of(outcomes: Mapping[str, np.ndarray], images: int) -> dict[str, flo
 class FeaturesStudy(ImageStudy):
     """A study of features of timm's models."""
 
-    config: FeaturesStudyConfig
+    evaluation: FeaturesEvaluation
 
     weigh: ClassVar = WEIGH
     measures: ClassVar = _MEASURES
@@ -149,33 +149,33 @@ class FeaturesStudy(ImageStudy):
     @property
     def columns(self) -> Sequence[str]:  # type: ignore[override]
         """Names of the table's columns."""
-        return _COLUMNS_OF_PATCHES if self.config.feature == "patches" else _COLUMNS
+        return _COLUMNS_OF_PATCHES if self.evaluation.feature == "patches" else _COLUMNS
 
     @property
     def _figures(self) -> list[str]:
         """The figures by which features are evaluated."""
-        return ["mean_iou"] if self.config.feature == "patches" else ["knn", "linear"]
+        return ["mean_iou"] if self.evaluation.feature == "patches" else ["knn", "linear"]
 
     def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
         """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
-        config = self.config
         further: dict[str, float] = {}
         outcomes: dict[str, np.ndarray] = {}
         if run.is_trained:
-            if config.before:
-                start = _probe(config, measurer.store, run.config)
-                further[BEFORE] = start.figures[config.score]
-                outcomes = {BEFORE: start.outcomes[config.score]} if config.score in start.outcomes else {}
+            if self.evaluation.before:
+                score = self.evaluation.score
+                start = _probe(self, measurer.store, run.config)
+                further[BEFORE] = start.figures[score]
+                outcomes = {BEFORE: start.outcomes[score]} if score in start.outcomes else {}
             further["top1"] = fit(run.config, callback, measurer.store).best.top1
         classifier = self._classifier_of(run)
-        rows = _probe(config, measurer.store, run.final_config, measurer.load, callback, classifier)
+        rows = _probe(self, measurer.store, run.final_config, measurer.load, callback, classifier)
         return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
     def _classifier_of(self, run: Run) -> TrainConfig | None:
         """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
         dense: TrainConfig = self.dense
         is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
-        if self.config.classifier == "each" or not is_cheaper:
+        if self.evaluation.classifier == "each" or not is_cheaper:
             return None
         return dataclasses.replace(dense, output=str(Path(run.config.output).with_name(DENSE)))
 
@@ -201,7 +201,7 @@ class FeaturesStudy(ImageStudy):
 
     def _completed(self, table: Table, runs: Runs, rows: Lines) -> Lines:
         """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
-        dense_ND = _tested_features(self.config, runs[DENSE])
+        dense_ND = _tested_features(self, runs[DENSE])
         completed = []
         for row in rows:
             partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("baseline_")}}
@@ -209,7 +209,7 @@ class FeaturesStudy(ImageStudy):
             for figure in self._figures:
                 for column, partner in partners.items():
                     differences[f"{figure}_to_{column}"] = gap(table, figure, row["name"], partner)
-            x_ND = _tested_features(self.config, runs[row["name"]])
+            x_ND = _tested_features(self, runs[row["name"]])
             cosine = None
             if x_ND.shape == dense_ND.shape:
                 cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
@@ -218,7 +218,7 @@ class FeaturesStudy(ImageStudy):
 
 
 def _probe(
-    study: FeaturesStudyConfig,
+    study: FeaturesStudy,
     store: Store,
     config: TrainConfig,
     load: Load = load_start,
@@ -232,37 +232,38 @@ def _probe(
     """
     features = {}
     for name in _splits(config.data):
-        features[name] = identity_of_features(study, _model_of(name, config, dense), name)
+        features[name] = identity_of_features(study.evaluation.feature, _model_of(name, config, dense), name)
     identity = {
         "work": "rows of features",
         "features": features,
-        "neighbours": study.neighbours,
-        "strengths": study.strengths,
-        "folds": study.folds,
+        "neighbours": study.evaluation.neighbours,
+        "strengths": study.evaluation.strengths,
+        "folds": study.evaluation.folds,
     }
     return measured_once(store, identity, functools.partial(_evaluate, study, config, load, callback, dense))
 
 
 def _evaluate(
-    study: FeaturesStudyConfig, config: TrainConfig, load: Load, callback: Callback, dense: TrainConfig | None
+    study: FeaturesStudy, config: TrainConfig, load: Load, callback: Callback, dense: TrainConfig | None
 ) -> Measured:
     """Compute the features of the model that a run starts from, and evaluate them."""
+    evaluation = study.evaluation
     streams = {name: _decoded(fields) for name, fields in _splits(config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
         source = streams[_TESTED].reader.reader.source  # type: ignore[attr-defined]
-        split_by_class(np.asarray(source.labels()), study.folds)
+        split_by_class(np.asarray(source.labels()), evaluation.folds)
     if config.model.pretrained:
         check_published(config.model.name, config.model.args, "set checkpoint to a file of weights")
     model = load(config)
-    store = features_store(study)
+    store = features_store(study.comparison.folder)
     features = []
     for name, stream in streams.items():
         owner = _model_of(name, config, dense)
-        identity = identity_of_features(study, owner, name)
+        identity = identity_of_features(evaluation.feature, owner, name)
         if owner is config:
             extracted = extract(
-                model, stream, store, identity, study.feature, precision=config.precision, callback=callback
+                model, stream, store, identity, evaluation.feature, precision=config.precision, callback=callback
             )
             features.append(extracted)
         else:
@@ -270,16 +271,16 @@ def _evaluate(
     blocks = list(routed_blocks(model)) if is_routed(model) else []
     # Of the tested split, which comes last.
     kept = dict(zip(blocks, features[-1].kept_NL.mean(0).tolist()))
-    outcomes = (classify_patches if study.feature == "patches" else classify_images)(features, study)
+    outcomes = (classify_patches if evaluation.feature == "patches" else classify_images)(features, evaluation)
     images = len(next(iter(outcomes.values())))
     mean_kept = sum(kept.values()) / len(kept) if kept else 1.0
     skipped = sum(len(stream.report.faults) for stream in streams.values())
     return Measured({**figures_of(outcomes, images), "kept": mean_kept}, kept, images, skipped, outcomes)
 
 
-def features_store(study: FeaturesStudyConfig) -> Store:
-    """Return the store of features, apart from that of results, because they are large."""
-    return _opened(str(Path(study.output) / "features.jsonl"))
+def features_store(folder: Path) -> Store:
+    """Return the store of features in a study's folder, apart from that of results, because they are large."""
+    return _opened(str(folder / "features.jsonl"))
 
 
 # Not read anew for each model.
@@ -291,19 +292,19 @@ def _model_of(split: str, config: TrainConfig, dense: TrainConfig | None) -> Tra
     return config if dense is None or split == _TESTED else dense
 
 
-def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split: str) -> dict[str, object]:
+def identity_of_features(feature: str, config: TrainConfig, split: str) -> dict[str, object]:
     """Return what stands for the features of a split by the model that a run starts from."""
     known = identity_of(config)
     names = ("model", "routing", "methods", "precision")
     settings = {name: known["config"][name] for name in names if name in known["config"]}
     data = json.loads(_splits(config.data)[split])
-    return {**known, "config": settings, "work": "features", "feature": study.feature, "data": data}
+    return {**known, "config": settings, "work": "features", "feature": feature, "data": data}
 
 
-def _tested_features(config: FeaturesStudyConfig, run: Run) -> Tensor:
+def _tested_features(study: FeaturesStudy, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
-    identity = identity_of_features(config, run.final_config, _TESTED)
-    return read_features(features_store(config), identity).x_ND.float()
+    identity = identity_of_features(study.evaluation.feature, run.final_config, _TESTED)
+    return read_features(features_store(study.comparison.folder), identity).x_ND.float()
 
 
 def _splits(config: DataConfig) -> dict[str, str]:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.io.yaml import merged
+from mmod.studies.config import Evaluation
 from mmod.studies.image_config import TimmStudyConfig
 
 if TYPE_CHECKING:
     from mmod.training.engine.config import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeaturesEvaluation(Evaluation):
+    """How features are evaluated; the further fields are those of `FeaturesStudyConfig`."""
+
+    feature: Literal["head", "class", "mean", "patches"]
+    neighbours: int
+    strengths: Sequence[float]
+    folds: int
+    classifier: str
+
+    @property
+    def identity(self) -> Mapping[str, object]:
+        """Features are also told apart by what is taken and what classifies it."""
+        names = ("feature", "neighbours", "strengths", "folds", "classifier")
+        return {**super().identity, **{name: getattr(self, name) for name in names}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +98,16 @@ class FeaturesStudyConfig(TimmStudyConfig):
         return "image"
 
     @property
-    def evaluation(self) -> Mapping[str, object]:
-        """Features are also told apart by what is taken and what classifies it."""
-        names = ("feature", "neighbours", "strengths", "folds", "classifier")
-        return {**super().evaluation, **{name: getattr(self, name) for name in names}}
+    def evaluation(self) -> FeaturesEvaluation:
+        """How features are evaluated, timed and drawn."""
+        return FeaturesEvaluation(
+            **vars(super().evaluation),
+            feature=self.feature,
+            neighbours=self.neighbours,
+            strengths=self.strengths,
+            folds=self.folds,
+            classifier=self.classifier,
+        )
 
     def starts_trained(self, dense: RunConfig) -> bool:
         """Whether the features are trained; see `StudyConfig.starts_trained`."""

@@ -47,11 +47,9 @@ from mmod.planning.choice import (
     verdict_of,
 )
 from mmod.planning.early import shown_front
-from mmod.studies.compare import Rates
-from mmod.studies.image_config import TimmStudyConfig
 from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
-from mmod.studies.runs import BASE, Run
+from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
@@ -131,8 +129,6 @@ class ImageStudy(StudyKind):
         measures: Titles of scores.
     """
 
-    config: TimmStudyConfig
-
     times: ClassVar = {"image": ("latency_ms", "speedup")}
     weigh: ClassVar = {"mean_iou": mean_iou, "objects": right_objects, "top1": right_patches}
     columns: ClassVar[Sequence[str]] = _COLUMNS
@@ -142,18 +138,9 @@ class ImageStudy(StudyKind):
         """Return a sentence on the images."""
         return {"images": [_caption(self.dense, kind_of(self.dense).sketch())]}
 
-    def rates(self) -> Rates | None:
-        """Return the learning rates that are tried on a split of their own; None trains as configs say."""
-        config = self.config
-        if config.rates is None:
-            return None
-        # Of a trial the trained model alone counts.
-        trial = dataclasses.replace(self, config=dataclasses.replace(config, before=False))
-        return Rates(config.rates, config.score, trial.measure, {"val_split": config.rate_split})
-
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch."""
-        images = timed_images(run.config, self.config.latency_batch).to(choose_device(run.config.device))
+        images = timed_images(run.config, self.evaluation.batch).to(choose_device(run.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
         gflops = kind_of(run.config).cost(model, rows.kept)["image"] / 1e9
@@ -163,7 +150,7 @@ class ImageStudy(StudyKind):
         """Draw what a routed model keeps of sample images."""
         if not is_routed(model):
             return {}
-        return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.config, self.config.maps))}
+        return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.config, self.evaluation.maps))}
 
     def baselines(self, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
         """Return the models without a router that are as fast as each, by batch size."""
@@ -181,14 +168,14 @@ class ImageStudy(StudyKind):
 
     def significance(self, table: Table, names: Sequence[str]) -> str:
         """Return what is said before models are timed: which of them do not differ."""
-        return significance(table, self.config.score, names)
+        return significance(table, self.evaluation.score, names)
 
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Describe the images, recommend a model for each speed, and state what was not tested."""
-        config = self.config
-        score = config.score
+        comparison = self.comparison
+        score = self.evaluation.score
         names = list(runs)
-        suffixes = config.size_suffixes
+        suffixes = self.evaluation.size_suffixes
         axes = {"gflops": "GFLOPs per image"}
         axes |= {f"latency_ms{suffix}": f"ms per image, batch {size}" for size, suffix in suffixes.items()}
         shown = {name: COLUMNS[name] for name in ("name", "gflops")}
@@ -201,7 +188,7 @@ class ImageStudy(StudyKind):
         to_dense = [value for value in gaps(table, score, dict.fromkeys(names, DENSE)).values() if value is not None]
         has_intervals = any(difference.has_interval for difference in to_dense)
         is_by_sample = paired_by_sample(table, score, names)
-        is_repeated = config.train_dense or config.tune
+        is_repeated = comparison.train_dense or comparison.train is not None
         # What is fastest is not known yet, so that nothing is recommended.
         if not table.times and (is_repeated or has_intervals):
             return told._replace(parts=[*filter(None, [note, self.significance(table, names)])])
@@ -217,7 +204,7 @@ class ImageStudy(StudyKind):
                 told = told._replace(recommended=decided.named, code=code, printed=printed)
             parts += [*decided.sentences, decided.table]
         if found and rows:
-            batches = batches_of(config.latency_batch)
+            batches = batches_of(self.evaluation.batch)
             # Stars and mark are of the same batches, which need not be the largest.
             used = next(one.used for one in found if one.where == batches)
             at_random = {name for name, run in runs.items() if run.candidate.at_random}
@@ -230,12 +217,12 @@ class ImageStudy(StudyKind):
         limits = [_UNTRAINED if not is_repeated else _TRAINED]
         if any(run.candidate.image_size is not None for run in runs.values()):
             limits.append(_RESIZED)
-        if config.tune == "others":
+        if comparison.train is not None and not comparison.tunes_dense:
             limits.append("The dense model was not fine-tuned as the others were: `--tune true` trains all alike.")
         if not has_intervals or (is_by_sample and not note):
             limits.append(_of_chance(table.runs[DENSE][0], score, to_dense if is_by_sample else []))
         limits += guessing
-        if not config.train_dense:
+        if not comparison.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
             limits.append("One seed: `--seeds 5` gives confidence intervals over runs.")
@@ -245,14 +232,14 @@ class ImageStudy(StudyKind):
     def began_by_chance(self, table: Table) -> bool:
         """Return whether the dense model guessed before it was fine-tuned: no training can have done harm then."""
         is_tuned = BEFORE in table.runs[DENSE][0].figures
-        return bool(self._chance(table, BEFORE if is_tuned else self.config.score))
+        return bool(self._chance(table, BEFORE if is_tuned else self.evaluation.score))
 
     def _chance(self, table: Table, figure: str) -> list[str]:
         """Say that the dense model is hardly better than chance, if it is by a figure: nothing can be lost then."""
         classes = self.dense.model.args.get("num_classes", 0)
         images = evaluated(table, DENSE)
         # Patches of an image are no independent draws.
-        if self.config.score != "top1" or classes < 2 or not images:
+        if self.evaluation.score != "top1" or classes < 2 or not images:
             return []
         score = mean_of(table, figure, DENSE)
         chance = 1 / classes
@@ -268,9 +255,9 @@ class ImageStudy(StudyKind):
     @property
     def _opening(self) -> str:
         """The line of Python that opens the dense model which candidates are made from."""
-        if self.config.train_dense:
-            name = BASE if self.config.bases or self.config.tune is True else DENSE
-            return opening_line(f"{self.config.bases or self.config.output}/seed0/{name}")
+        base = self.comparison.base(seed=0)
+        if base is not None and base.is_trained:
+            return opening_line(base.config.output)
         model = self.dense.model
         named = model.checkpoint
         # Folders that say which model they hold.
@@ -280,9 +267,9 @@ class ImageStudy(StudyKind):
         return opening_line(model.name, checkpoint=named, args=model.args)
 
     def _python(self, candidate: Candidate) -> str:
-        if candidate.is_trained and (self.config.tune or candidate.from_scratch):
+        if self.comparison.is_trained(candidate):
             # Its weights are no longer the dense ones, so that no line on these makes it.
-            return f"model = mmod.open_model({f'{self.config.output}/seed0/{candidate.name}'!r}).model"
+            return f"model = mmod.open_model({str(self.comparison.folder_of(candidate.name, seed=0))!r}).model"
         side = candidate.image_size
         resize = [] if side is None else [{"kind": "resize", "size": side}]
         resized = dataclasses.replace(candidate, image_size=None, methods=(*resize, *candidate.methods))

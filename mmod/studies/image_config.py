@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mmod.studies.config import StudyConfig
+from mmod.studies.config import Evaluation, StudyConfig
 
 if TYPE_CHECKING:
     from mmod.data.config import DataConfig
@@ -28,6 +29,7 @@ class TimmStudyConfig(StudyConfig):
             null searches none.
         rate_split: Split on which `rates` are compared, another one than that of the evaluation.
         maps: Sample images over which routing is drawn.
+        score: Figure by which models are compared.
     """
 
     isoflop: Literal["scratch", "none"] = "none"
@@ -36,6 +38,13 @@ class TimmStudyConfig(StudyConfig):
     rate_split: str = "val"
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
     maps: Annotated[int, "[0, inf)"] = 6
+    score: str
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """How its models are evaluated, timed and drawn, and at which learning rates they are trained."""
+        shared = self.evaluated_by(self.score)
+        return dataclasses.replace(shared, maps=self.maps, rates=self.rates, rate_split=self.rate_split)
 
     def check_settings(self) -> None:
         """Refuse rates that leave nothing to choose; see `StudyConfig.check_settings`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -16,8 +17,8 @@ from mmod.io.store import Store
 from mmod.io.tables import Column, MarkdownTable
 from mmod.lazy import import_path
 from mmod.studies.compare import Measurer, Rates, identity_of
-from mmod.studies.config import StudyConfig
-from mmod.studies.runs import Run
+from mmod.studies.config import Evaluation
+from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, load
@@ -83,17 +84,20 @@ class StudyKind:
         weigh: See `Table.weigh`.
 
     Args:
-        config: The study's config.
-        dense: The training config of the dense model.
-        tuned: That of fine-tuning the dense model; the same where nothing is tuned.
+        comparison: The dense model, and what is compared with it.
+        evaluation: How models are evaluated, timed and drawn.
     """
 
-    config: StudyConfig
-    dense: Any
-    tuned: Any
+    comparison: Comparison
+    evaluation: Evaluation
 
     times: ClassVar[Mapping[str, tuple[str, str]]]
     weigh: ClassVar[Mapping[str, Weigh]] = {}
+
+    @property
+    def dense(self) -> Any:
+        """The training config of the dense model."""
+        return self.comparison.dense
 
     def describe(self) -> Facts:
         """Return what is known of the data and the dense model before anything runs."""
@@ -101,13 +105,18 @@ class StudyKind:
 
     def measure(self, run: Run, callback: Callback, measurer: Measurer) -> Measured:
         """Do a run; other processes get the study pickled."""
-        before = self.config.score if self.config.before else None
+        before = self.evaluation.score if self.evaluation.before else None
         # Models of several seeds are paired by seed.
-        return measure_run(run, callback, measurer, before=before, by_sample=self.config.seeds == 1)
+        return measure_run(run, callback, measurer, before=before, by_sample=self.comparison.seeds == 1)
 
     def rates(self) -> Rates | None:
-        """Return the learning rates that are tried first; None trains as configs say."""
-        return None
+        """Return the learning rates that are tried first, on a split of their own; None trains as configs say."""
+        evaluation = self.evaluation
+        if evaluation.rates is None:
+            return None
+        # Of a trial the trained model alone counts.
+        trial = dataclasses.replace(self, evaluation=dataclasses.replace(evaluation, before=False))
+        return Rates(evaluation.rates, evaluation.score, trial.measure, {"val_split": evaluation.rate_split})
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the costs of a candidate by column, from its final model and its rows."""

@@ -10,7 +10,6 @@ from torch import nn
 
 from mmod.analysis.table import Measured, Table
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
-from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.kinds import kind_of
@@ -39,8 +38,6 @@ _COLUMNS = (
 class PairsStudy(StudyKind):
     """A study of models of open_clip."""
 
-    config: PairsStudyConfig
-
     times: ClassVar = {"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")}
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
@@ -58,11 +55,11 @@ class PairsStudy(StudyKind):
 
     def tell(self, table: Table, runs: Runs, rows: Lines, facts: Facts) -> Told:
         """Say which models are significantly better."""
-        axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {self.config.latency_batch}"}
+        axes = {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {self.evaluation.batch}"}
         return Told(
             rows=rows,
             columns=named_columns(_COLUMNS),
             measure="recall at 1, mean of both directions,",
             axes=axes,
-            parts=[significance(table, self.config.score, list(runs))],
+            parts=[significance(table, self.evaluation.score, list(runs))],
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mmod.studies.config import RUN_FIELDS, StudyConfig
+from mmod.studies.config import RUN_FIELDS, Evaluation, StudyConfig
 from mmod.values import check_value, refuse_unknown
 
 _TOWERS = ("image", "text")
@@ -21,8 +21,12 @@ class PairsStudyConfig(StudyConfig):
             `RoutingConfig`, or `preset: NAME` with changes; beside the towers stand `changes`, `tune` and `budgets`.
     """
 
-    score = "recall1"
     kind: Literal["pairs"] = "pairs"
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """How its models are evaluated and timed."""
+        return self.evaluated_by("recall1")
 
     def check_settings(self) -> None:
         """Refuse series that do not say what they set of which tower; see `StudyConfig.check_settings`."""

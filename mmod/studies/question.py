@@ -11,7 +11,6 @@ from typing import Any
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.studies.compare import identity_of
-from mmod.studies.config import StudyConfig
 from mmod.studies.runs import Run
 
 REPORT = "tradeoff.json"
@@ -71,8 +70,8 @@ class Question:
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
 
 
-def question_of(config: StudyConfig, runs: Sequence[Run]) -> Question:
-    """Return what a study asks by its runs."""
+def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Question:
+    """Return what a study asks by its runs, and by how these are evaluated."""
     first = [run for run in runs if run.seed == 0]
     written = {run.config.output for run in first}
     free_keys = {*first[0].config.free_keys}
@@ -80,7 +79,7 @@ def question_of(config: StudyConfig, runs: Sequence[Run]) -> Question:
         # Without training it only takes memory.
         free_keys.add("data.batch_size")
     return Question(
-        config.evaluation,
+        evaluation,
         1 + max(run.seed for run in runs),
         {run.name: _model_of(run, written) for run in first},
         free_keys,

@@ -27,9 +27,8 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import TOLERANCE, beside_controls
-from mmod.studies.config import StudyConfig
 from mmod.studies.kind import BEFORE, Facts, Runs, StudyKind
-from mmod.studies.runs import Run
+from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.run_folder import epochs_and_seconds
 
 if TYPE_CHECKING:
@@ -131,30 +130,31 @@ class StudyResult:
 
 
 def write_study(
-    study: StudyKind, notes: Sequence[str], table: Table, runs: Runs, facts: Facts, machine: Mapping[str, Any]
+    study: StudyKind, table: Table, runs: Runs, facts: Facts, settings: Mapping[str, Any], machine: Mapping[str, Any]
 ) -> StudyResult:
     """Write what is known of a study so far, and return it.
 
     Args:
-        notes: What is known of the candidates before any runs, a sentence each.
+        settings: The study's config, for its record.
         machine: What the study runs on, and its CPU time so far; see `Runner.facts`.
     """
-    config = study.config
+    comparison = study.comparison
+    score = study.evaluation.score
     points = _points(study, table, runs)
     rows = [point.row() for point in points]
     epochs = study.dense.epochs
     # Where a trainer counts steps, there are no epochs to show.
     if epochs is not None:
-        before = epochs if config.train_dense else None
-        if before is None and config.tune:
+        before = epochs if comparison.train_dense else None
+        if before is None and comparison.train is not None:
             before, _ = epochs_and_seconds(study.dense.model.checkpoint)
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
     caution = timing_caution(table.times, table.waiting, DENSE)
-    harmed = [] if study.began_by_chance(table) else harm(table, config.score, names)
+    harmed = [] if study.began_by_chance(table) else harm(table, score, names)
     parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
-    parts += _of_one_seed(config, table, names)
+    parts += _of_one_seed(comparison, table, score, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
     parts = [*filter(None, parts)]
     speedups = _speedups(study, table)
@@ -162,7 +162,7 @@ def write_study(
     shown = table_of(told.columns, [*lines, *told.last_rows])
     summary = shown if told.summary is None else table_of(told.summary, lines)
     record = {
-        "config": dataclasses.asdict(config),
+        "config": settings,
         **machine,
         "rates": table.rates,
         **facts,
@@ -177,20 +177,25 @@ def write_study(
         {**row, "note": hint(runs[row["name"]].candidate, row), "recommended": row["name"] in told.recommended}
         for row in told.rows
     ]
-    pictures = {"tradeoff": draw_tradeoff(noted, config.score, told.measure, told.axes), **(told.pictures or {})}
-    folder = Path(config.output)
+    pictures = {"tradeoff": draw_tradeoff(noted, score, told.measure, told.axes), **(told.pictures or {})}
     page = write_outcome(
-        folder, "tradeoff", record, [flat(row) for row in told.rows], [shown, *parts, *notes], pictures, told.code
+        comparison.folder,
+        "tradeoff",
+        record,
+        [flat(row) for row in told.rows],
+        [shown, *parts, *comparison.notes],
+        pictures,
+        told.code,
     )
     # The notes were printed before the first run.
     paragraphs = "\n\n".join(map(str, parts)).split("\n\n")
     printed = [str(summary), *paragraphs, *told.printed]
-    return StudyResult(folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
+    return StudyResult(comparison.folder, list(points), told.rows, page, printed, machine["cpu_seconds"])
 
 
 def _points(study: StudyKind, table: Table, runs: Runs) -> list[Point]:
     """Return candidates with their differences to the dense model, to their control and to the best baselines."""
-    score = study.config.score
+    score = study.evaluation.score
     to_dense = gaps(table, score, dict.fromkeys(runs, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: run.candidate.control for name, run in runs.items()})
@@ -217,7 +222,7 @@ def _points(study: StudyKind, table: Table, runs: Runs) -> list[Point]:
 
 def _columns_of_time(study: StudyKind, table: Table) -> dict[str, dict[str, float]]:
     """Return times and speed-ups by candidate; empty before they are measured."""
-    suffixes = study.config.size_suffixes
+    suffixes = study.evaluation.size_suffixes
     by_name: dict[str, dict[str, float]] = {}
     for (inputs, size), ms in table.times.items():
         columns = [f"{column}{suffixes[size]}" for column in study.times[inputs]]
@@ -235,7 +240,7 @@ def _speedups(study: StudyKind, table: Table) -> dict[str, dict[str, Spread]]:
         _, column = study.times[inputs]
         for name, values in ms.items():
             spread = ratios(ms[DENSE], values)
-            by_name.setdefault(name, {})[f"{column}{study.config.size_suffixes[size]}"] = spread
+            by_name.setdefault(name, {})[f"{column}{study.evaluation.size_suffixes[size]}"] = spread
     return by_name
 
 
@@ -328,10 +333,10 @@ def harm(table: Table, score: str, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _of_one_seed(config: StudyConfig, table: Table, names: Sequence[str]) -> list[str]:
+def _of_one_seed(comparison: Comparison, table: Table, score: str, names: Sequence[str]) -> list[str]:
     """Say what intervals are over where models were trained with one seed."""
-    is_trained = config.train_dense or config.tune
-    if not is_trained or config.seeds > 1 or not paired_by_sample(table, config.score, names):
+    is_trained = comparison.train_dense or comparison.train is not None
+    if not is_trained or comparison.seeds > 1 or not paired_by_sample(table, score, names):
         return []
     return ["One seed: intervals are over samples, not over training runs; `--seeds 5` gives those over runs."]
 

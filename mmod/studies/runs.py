@@ -157,7 +157,7 @@ class Comparison:
     @property
     def trains(self) -> bool:
         """Whether a model is trained, which seeds repeat."""
-        return self.train_dense or any(map(self._trains, self.candidates))
+        return self.train_dense or any(map(self.is_trained, self.candidates))
 
     def checked_runs(self) -> list[Run]:
         """Return the runs; one that would be refused, perhaps after hours of the runs before it, is refused now."""
@@ -175,21 +175,31 @@ class Comparison:
         | loaded, then tuned like the others | none | the weights that `train` names |
         | loaded | "dense", which is evaluated alone | the weights that `train` names |
         """
-        base = self._base(seed)
+        base = self.base(seed)
         if base is None:
             return [self._run_from(candidate, seed, None) for candidate in self.candidates]
         others = [candidate for candidate in self.candidates if candidate.name != base.name]
         return [base, *(self._run_from(candidate, seed, base if base.is_trained else None) for candidate in others)]
 
-    def _base(self, seed: int) -> Run | None:
+    @property
+    def folder(self) -> Path:
+        """The folder of all runs."""
+        return Path(self.dense.output)
+
+    @property
+    def tunes_dense(self) -> bool:
+        """Whether the dense model is fine-tuned like the others."""
+        return any(one.name == DENSE and self.is_trained(one) for one in self.candidates)
+
+    def base(self, seed: int) -> Run | None:
         """Return the run of the dense model as its own config makes it; None where there is none."""
         dense = next((one for one in self.candidates if one.name == DENSE), None)
-        if dense is None or self._trains(dense):
+        if dense is None or self.is_trained(dense):
             if not self.train_dense:
                 return None
             dense = Candidate(BASE)
         # In a comparison that tunes its dense model, the one that all start from has this name.
-        folder = Path(self.bases, f"seed{seed}", BASE) if self.bases else self._folder(dense.name, seed)
+        folder = Path(self.bases, f"seed{seed}", BASE) if self.bases else self.folder_of(dense.name, seed)
         config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
         # It starts from what its config says, like a model from scratch.
         return _run(dataclasses.replace(dense, from_scratch=True), config, self.train_dense)
@@ -203,21 +213,23 @@ class Comparison:
             start = self.train or self.dense
         if base is not None:
             start = start.started_from(base.config.output)
-        folder = self._folder(candidate.name, seed)
+        folder = self.folder_of(candidate.name, seed)
         config = config_of(candidate, dataclasses.replace(start, seed=seed))
-        run = _run(candidate, dataclasses.replace(config, output=str(folder)), self._trains(candidate))
+        run = _run(candidate, dataclasses.replace(config, output=str(folder)), self.is_trained(candidate))
         if base is not None:
             run = dataclasses.replace(run, starts_from=(base.name, seed))
         if candidate.search is None:
             return run
         series = [other.search for other in self.candidates if other.series == candidate.series]
-        plans = self._folder(f"{candidate.series}.plans", seed)
+        plans = self.folder_of(f"{candidate.series}.plans", seed)
         return dataclasses.replace(run, searches=tuple(filter(None, series)), plans=plans)
 
-    def _folder(self, name: str, seed: int) -> Path:
-        return Path(self.dense.output, f"seed{seed}", name)
+    def folder_of(self, name: str, seed: int) -> Path:
+        """Return the folder of a run."""
+        return self.folder / f"seed{seed}" / name
 
-    def _trains(self, candidate: Candidate) -> bool:
+    def is_trained(self, candidate: Candidate) -> bool:
+        """Return whether a candidate is trained."""
         return candidate.from_scratch or (candidate.is_trained and self.train is not None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,17 +35,27 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     comparison = comparison_of(config)
     runs = comparison.checked_runs()
     check_following(config)
-    study = study_kind(config.kind)(config, comparison.dense, comparison.train or comparison.dense)
+    study = study_kind(config.kind)(comparison, config.evaluation)
+    # From here on, nothing reads the config.
+    return _compared(study, runs, Runner(config.processes, progress), dataclasses.asdict(config))
+
+
+def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: Mapping[str, object]) -> StudyResult:
+    """Do the runs of a study, and write what is known after each.
+
+    Args:
+        settings: The study's config, for its record.
+    """
+    comparison = study.comparison
     # Controls without a series are compared with, and are no rows of the table.
     names = [candidate.name for candidate in comparison.candidates if candidate.series]
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
-    store = Store(make_folder(config.output) / STORE)
-    question = question_of(config, runs)
-    question.check(Path(config.output))
-    runner = Runner(config.processes, progress)
+    store = Store(make_folder(comparison.folder) / STORE)
+    question = question_of(study.evaluation.identity, runs)
+    question.check(comparison.folder)
     facts = study.describe()
     rates = study.rates()
-    rates_folder = Path(config.output) / "rates"
+    rates_folder = comparison.folder / "rates"
     trials = {} if rates is None else trials_of(runs, rates, rates_folder)
     ahead = training_ahead([*runs, *itertools.chain.from_iterable(trials.values())])
     controls = len(comparison.candidates) - len(names)
@@ -61,8 +72,8 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
     def write() -> StudyResult:
         ordered = {name: done[name] for name in names if name in done}
-        result = write_study(study, comparison.notes, table, ordered, facts, runner.facts)
-        question.keep(Path(config.output), table.runs)
+        result = write_study(study, table, ordered, facts, settings, runner.facts)
+        question.keep(comparison.folder, table.runs)
         return result
 
     is_announced = False
@@ -77,11 +88,11 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         if len(done) > 1 and DENSE in done and (is_first or is_seed_done):
             write()
             if not is_announced:
-                runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
+                runner.say(f"table and picture, from now on: {comparison.folder}/tradeoff.{{md,png}}")
             is_announced = True
-    sizes = list(config.size_suffixes)
+    sizes = list(study.evaluation.size_suffixes)
     table.times, table.waiting = times_of(
-        done, measurer, study.readings, sizes, config.latency_rounds, shown=runner.progress
+        done, measurer, study.readings, sizes, study.evaluation.rounds, shown=runner.progress
     )
     return write()
 
@@ -150,7 +161,7 @@ def _share_of_epoch(run: Run, steps: float | None) -> float:
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
     """Return the costs of a run's final model, which are counted once."""
-    identity = {"work": "costs", "batch": study.config.latency_batch}
+    identity = {"work": "costs", "batch": study.evaluation.batch}
     rows = table.runs[run.name][run.seed]
     costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.count(run, model, rows))
     return costs
@@ -158,13 +169,13 @@ def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> di
 
 def _draw_once(study: StudyKind, run: Run, measurer: Measurer) -> None:
     """Draw what a model keeps, unless that is what its pictures in the study's folder show."""
-    maps = study.config.maps
+    maps = study.evaluation.maps
     if not maps:
         return
     name = {"work": "pictures", "name": run.name}
     shown = json.dumps({"maps": maps, **identity_of_final(run)}, sort_keys=True)
     drawn = measurer.store.get(name) or {"shown": "", "titles": []}
-    folder = Path(study.config.output)
+    folder = study.comparison.folder
     # A user may have deleted some.
     is_whole = all((folder / f"{title}.svg").exists() for title in drawn["titles"])
     if drawn["shown"] == shown and is_whole:

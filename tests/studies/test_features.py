@@ -156,9 +156,10 @@ def test_cheaper_versions_of_the_dense_model_are_evaluated_by_its_classifier(giv
     splits = {"images": str(tmp_path / "split"), "changes": {"data": {"train_split": "train", "val_split": "test"}}}
     study = config(given_files, tmp_path / "study", classifier="dense", strengths=[0.01], **splits)
     by_name = {row["name"]: row for row in run(study)[1]}
-    features, runs = features_store(study), {run.name: run.config for run in comparison_of(study).runs()}
+    features, runs = features_store(Path(study.output)), {run.name: run.config for run in comparison_of(study).runs()}
     identities = {
-        name: {split: identity_of_features(study, runs[name], split) for split in ("fitted", "tested")} for name in runs
+        name: {split: identity_of_features(study.feature, runs[name], split) for split in ("fitted", "tested")}
+        for name in runs
     }
     fitted = {name for name in runs if {**identities[name]["fitted"], "batch": 0} in features}
     others = {"small-0.5", "resolution-0.6", "both-0.5"}

@@ -38,7 +38,7 @@ from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.kind import Told
 from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.report import StudyResult, epochs_of, harm, significance
-from mmod.studies.runs import Run, read_runs
+from mmod.studies.runs import Comparison, Run, read_runs
 from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
@@ -316,7 +316,16 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 
 def image_study(config: ImageStudyConfig) -> ImageStudy:
-    return ImageStudy(config, *read_runs(config))
+    """Return a study without its candidates, which are counted to be made."""
+    dense, tuned = read_runs(config)
+    comparison = Comparison(
+        candidates=[Candidate("dense", is_trained=config.tune is True)],
+        dense=dense,
+        train=tuned if config.tune else None,
+        seeds=config.seeds,
+        train_dense=config.train_dense,
+    )
+    return ImageStudy(comparison, config.evaluation)
 
 
 def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(study: ImageStudyConfig) -> None:
@@ -524,7 +533,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         ("mean_iou", 60.0, " 20 test images: intervals come with further seeds"),
     ):
         few = dataclasses.replace(timed, runs={name: {0: Measured({score: dense}, samples=20)} for name in ms})
-        scored = dataclasses.replace(image_study(config), config=dataclasses.replace(config, score=score))
+        evaluation = dataclasses.replace(config.evaluation, score=score)
+        scored = dataclasses.replace(image_study(config), evaluation=evaluation)
         few_told = scored.tell(few, runs, [], facts)
         assert re.search(limit, few_told.text)
     untold = image_study(config).tell(table, runs, [], facts)
@@ -547,8 +557,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     (untrained, _) = image_study(config).code([dataclasses.replace(small, is_trained=False)])
     assert "mmod.apply_(model, mmod.methods.Resize(size=24))" in untrained
     # Seeds say nothing where nothing is trained, nor of other dense models.
-    untuned = dataclasses.replace(config, train_dense=False, **UNTUNED)
-    fixed = dataclasses.replace(image_study(config), config=untuned)
+    loaded = dataclasses.replace(image_study(config).comparison, train_dense=False, train=None)
+    fixed = dataclasses.replace(image_study(config), comparison=loaded)
     assert fixed.tell(timed, runs, [], facts).text.endswith("one dense model; another may rank them differently.")
     assert "--seeds" not in fixed.tell(table, runs, [], facts).text
 

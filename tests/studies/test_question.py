@@ -67,11 +67,11 @@ def test_a_table_grows_and_takes_no_other_ones_place(
     folder = Path(study.output)
     folder.mkdir()
     runs = comparison_of(study).runs()
-    question_of(study, runs).keep(folder, ["dense", "a-mod-0.5", "random-0.5"])
+    question_of(study.evaluation.identity, runs).keep(folder, ["dense", "a-mod-0.5", "random-0.5"])
     # Whichever version of mmod goes on.
     monkeypatch.setattr("mmod.io.store.__version__", "0.0")
     changed = dataclasses.replace(study, **changes)
-    other = question_of(changed, comparison_of(changed).runs())
+    other = question_of(changed.evaluation.identity, comparison_of(changed).runs())
     # Nothing is lost where there is no table yet.
     other.check(folder)
     (folder / "tradeoff.json").write_text("{}")
@@ -87,7 +87,7 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
     folder = Path(study.output)
     folder.mkdir()
     (folder / "tradeoff.json").write_text("{}")
-    unknown = question_of(study, comparison_of(study).runs())
+    unknown = question_of(study.evaluation.identity, comparison_of(study).runs())
     with pytest.raises(FolderTakenError, match=r"this study's is not known: question.json is not beside it"):
         unknown.check(folder)
     unknown.keep(folder, ["dense"])
@@ -95,7 +95,7 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
     for name, is_same in (("moved", True), ("other", False)):
         dense = merged(study.dense, {"model": {"checkpoint": str(tmp_path / f"{name}.safetensors")}})  # type: ignore[arg-type]
         renamed = dataclasses.replace(study, dense=dense)
-        question = question_of(renamed, comparison_of(renamed).runs())
+        question = question_of(renamed.evaluation.identity, comparison_of(renamed).runs())
         if is_same:
             question.check(folder)
         else:
