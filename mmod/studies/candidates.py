@@ -1,4 +1,13 @@
-"""What a study compares: from its config to every model as a candidate, routed ones, baselines and shallow ones."""
+"""What a study compares: its config becomes a `Comparison`, of the dense model and all candidates made from it.
+
+The dense model's training config, and that of fine-tuning it, are made of these, each over the one before:
+
+1. the file or run that a study's `dense` names, and the keys beside its `base`;
+2. the study's `changes`;
+3. of fine-tuning, `finetune` and the weights of the dense model, in place of its `checkpoint`, `pretrained` and `head`.
+
+Candidates are the routed models of `routers`, the baselines, and dense models of fewer blocks. `runs.py` goes on.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +15,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +23,21 @@ import torch
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
-from mmod.io.yaml import merged, read_yaml
+from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.studies.image_config import TimmStudyConfig
-from mmod.studies.runs import BASE, Comparison, config_of, read_runs
+from mmod.studies.runs import BASE, Comparison, config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished
-from mmod.training.kinds import kind_of
-from mmod.values import one_of, refuse_unknown
+from mmod.training.kinds import config_class, kind_of
+from mmod.values import check_value, one_of, refuse_unknown
 
 
 def comparison_of(config: StudyConfig) -> Comparison:
@@ -70,6 +81,70 @@ def comparison_of(config: StudyConfig) -> Comparison:
             "over samples, or set tune to true"
         )
     return comparison
+
+
+def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
+    """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
+    if config.tune and not config.finetune:
+        # A silent default would repeat the dense model's whole schedule for each model.
+        raise ValueError(
+            "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
+            "`{trainer: {max_steps: 100}}`), or set tune to false"
+        )
+    run_config = config_class(config.trains)
+    fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
+    dense = from_plain(run_config, fields, "dense")
+    start = fields
+    if config.train_dense:
+        # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
+        # seed: `Comparison.runs` puts it in place of this one.
+        start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
+    try:
+        tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
+    except ValueError as error:
+        # Read for the dense model, which has no routers to train and no teacher but one that is named.
+        if config.finetune.keys().isdisjoint(("trained", "distill")):
+            raise
+        raise ValueError(
+            f"finetune is about the dense model too: {error}; what needs routers or methods goes into `changes` of "
+            "each series"
+        ) from error
+    for run in (dense, tuned):
+        kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
+        if run.routing is not None:
+            kinds.append("routing")
+        if kinds:
+            raise ValueError(
+                f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
+                "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
+            )
+    if not config.train_dense and config.tune is not True and not config.starts_trained(dense):
+        raise ValueError(
+            "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
+            "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
+        )
+    config.check_runs(dense, tuned)
+    return dense, tuned
+
+
+def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Read a config, with the keys that differ from it where it is a `base`.
+
+    That of a run, by its folder or file, is changed to start from the run's final model.
+    """
+    changes = {BASE_KEY: named} if isinstance(named, str) else dict(named)
+    path = changes.pop(BASE_KEY, None)
+    if path is None:
+        return changes
+    check_value(f"dense.{BASE_KEY}", path, str)
+    file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
+    fields = read_yaml(str(file))
+    kinds = (kind,)
+    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
+    # What a run records besides its config.
+    if fields.pop("world_size", None) is not None:
+        fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
+    return merged(fields, changes)
 
 
 def _with_controls(config: StudyConfig, candidates: Sequence[Candidate], is_of_parts: bool) -> list[Candidate]:

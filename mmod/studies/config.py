@@ -329,7 +329,7 @@ class StudyConfig(Checked):
     opens_names: ClassVar[bool] = False
     """Whether the dense model's checkpoint may be a name of a hub."""
 
-    # What `read_runs` of `runs.py` asks, which reads the training configs.
+    # What `candidates.py` asks, which reads the training configs.
     @property
     def trains(self) -> str:
         """The kind of its runs."""

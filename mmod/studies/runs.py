@@ -2,13 +2,11 @@
 
 What the config of a run is made of, each step over the one before:
 
-1. the file or run that a study's `dense` names, and the keys beside its `base`;
-2. the study's `changes`;
-3. of a model that is fine-tuned, `finetune` and the weights of the dense one, in place of the model's `checkpoint`,
-   `pretrained` and `head`; a model from scratch has neither;
-4. the candidate's `routing` or `methods`, then its `changes`, its `image_size` as the keys that have it in its kind of
+1. that of the dense model, of one that is fine-tuned that of fine-tuning (`candidates.py` makes both), which starts
+   from the dense model's run where that is trained; a model from scratch has no weights;
+2. the candidate's `routing` or `methods`, then its `changes`, its `image_size` as the keys that have it in its kind of
    training (`data.image_size` and `model.args.img_size`), and a folder and seed of its own;
-5. just before it starts, the plan that a search has found and the best rate, see `compare`.
+3. just before it starts, the plan that a search has found and the best rate, see `compare`.
 
 In these steps null sets a key to null. Between files, where one names another as its `base`, it removes the key.
 """
@@ -16,93 +14,26 @@ In these steps null sets a key to null. Between files, where one names another a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from mmod.analysis.table import DENSE
 from mmod.io.jobs import Job
-from mmod.io.yaml import BASE_KEY, merged, read_yaml
-from mmod.opening.runs import RUN_CONFIG
-from mmod.plain import from_plain, with_keys_in
+from mmod.io.yaml import merged
+from mmod.plain import with_keys_in
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
-from mmod.studies.config import StudyConfig
 from mmod.studies.plan import check_searches
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import config_class, kind_of
-from mmod.values import check_value
+from mmod.training.kinds import kind_of
 
 BASE = "base"
 """Name of the dense model that all fine-tuning starts from; the one named dense is fine-tuned like the others."""
 # Epochs that take about as long as evaluating once.
 _EVALUATION = 0.05
 Config = TypeVar("Config", bound=RunConfig)
-
-
-def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
-    """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
-    if config.tune and not config.finetune:
-        # A silent default would repeat the dense model's whole schedule for each model.
-        raise ValueError(
-            "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
-            "`{trainer: {max_steps: 100}}`), or set tune to false"
-        )
-    run_config = config_class(config.trains)
-    fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
-    dense = from_plain(run_config, fields, "dense")
-    start = fields
-    if config.train_dense:
-        # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
-        # seed: `Comparison.runs` puts it in place of this one.
-        start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
-    try:
-        tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
-    except ValueError as error:
-        # Read for the dense model, which has no routers to train and no teacher but one that is named.
-        if config.finetune.keys().isdisjoint(("trained", "distill")):
-            raise
-        raise ValueError(
-            f"finetune is about the dense model too: {error}; what needs routers or methods goes into `changes` of "
-            "each series"
-        ) from error
-    for run in (dense, tuned):
-        kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
-        if run.routing is not None:
-            kinds.append("routing")
-        if kinds:
-            raise ValueError(
-                f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
-                "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
-            )
-    if not config.train_dense and config.tune is not True and not config.starts_trained(dense):
-        raise ValueError(
-            "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
-            "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
-        )
-    config.check_runs(dense, tuned)
-    return dense, tuned
-
-
-def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Read a config, with the keys that differ from it where it is a `base`.
-
-    That of a run, by its folder or file, is changed to start from the run's final model.
-    """
-    changes = {BASE_KEY: named} if isinstance(named, str) else dict(named)
-    path = changes.pop(BASE_KEY, None)
-    if path is None:
-        return changes
-    check_value(f"dense.{BASE_KEY}", path, str)
-    file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
-    fields = read_yaml(str(file))
-    kinds = (kind,)
-    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
-    # What a run records besides its config.
-    if fields.pop("world_size", None) is not None:
-        fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
-    return merged(fields, changes)
 
 
 @dataclass(frozen=True, kw_only=True)

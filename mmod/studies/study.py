@@ -14,13 +14,13 @@ from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
 from mmod.io.store import STORE, Store
-from mmod.studies.candidates import comparison_of
+from mmod.studies.candidates import comparison_of, read_runs
 from mmod.studies.compare import Measurer, at_rates, best_rates, identity_of_final, times_of, trials_of
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.question import question_of
 from mmod.studies.report import StudyResult, write_study
-from mmod.studies.runs import Run, read_runs
+from mmod.studies.runs import Run
 from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, steps_of_epoch
 
 
@@ -31,7 +31,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
     # Before candidates are fitted to budgets, which counts dozens of models.
-    _check_dense(config)
+    _check_weights(config)
     comparison = comparison_of(config)
     runs = comparison.checked_runs()
     check_following(config)
@@ -97,7 +97,7 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: M
     return write()
 
 
-def _check_dense(config: StudyConfig) -> None:
+def _check_weights(config: StudyConfig) -> None:
     """Raise a FileNotFoundError that says how to name the dense model if its weights are missing."""
     if config.train_dense:
         return
