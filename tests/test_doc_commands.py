@@ -24,6 +24,7 @@ from mmod.analysis import timing
 from mmod.planning import budgets
 from mmod.studies import isoflop
 from mmod.studies.candidates import comparison_of
+from mmod.training.engine.kind import create
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
@@ -284,7 +285,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                 asked = (type(config), model, config.data, *(getattr(config, name, None) for name in CREATED))
                 if repr(asked) not in known:
                     known.add(repr(asked))
-                    kind_of(dataclasses.replace(config, model=model, **untrained)).create()
+                    create(kind_of(dataclasses.replace(config, model=model, **untrained)))
         raise _MadeError
 
     def first_guess(studied: Any, _: Any, *sizes: Any, strict: bool) -> Any:

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmod.data.readers.chat import ChatCollator
-from mmod.training.chat.model import router_parameters
 from mmod.training.chat.processor import create_bpe_processor
+from mmod.training.chat.start import router_parameters
 from scripts.real_halves import learn, on_screens, photographs, rows, screens, tune
 from scripts.real_halves.__main__ import make, save
 from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded

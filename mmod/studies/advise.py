@@ -213,7 +213,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.opening.runs import find_run
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.kind import ChatKind
-    from mmod.training.chat.model import resize_images
+    from mmod.training.chat.start import resize_images
     from mmod.training.engine.arguments import parse_run
     from mmod.training.engine.kind import load
     from mmod.training.kinds import all_configs

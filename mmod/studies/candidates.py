@@ -36,6 +36,7 @@ from mmod.studies.image_config import TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished
+from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import check_value, one_of, refuse_unknown
 
@@ -305,7 +306,7 @@ def _from_scratch(plain: Candidate, epochs: int, changes: Mapping[str, object]) 
 def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
     kind = kind_of(dense.started_from(None))
-    model = kind.sketch()
+    model = sketch(kind)
     report: Any = kind.report(model)
     depth = len(find_stack(model).blocks)
     costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
@@ -329,7 +330,7 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
     # folder stands for the weights to come.
     config: Any = config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
     try:
-        counted = kind_of(config).sketch().eval()
+        counted = sketch(kind_of(config))
         image = torch.empty(1, *config.image_shape, device="meta")
         return None if by_data(counted) else pass_flops(counted, {"image": image})
     # Hosts refuse sizes of images by assertions.
@@ -352,7 +353,7 @@ def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Can
     Returns:
         The candidates, and why others are left out, by name.
     """
-    model = kind_of(dense.started_from(None)).sketch()
+    model = sketch(kind_of(dense.started_from(None)))
     height, width = patch_grid(model, (dense.data.image_size,) * 2)
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]

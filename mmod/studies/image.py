@@ -51,6 +51,7 @@ from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
+from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
 from mmod.training.image.kind import sample_images, timed_images
@@ -136,7 +137,7 @@ class ImageStudy(StudyKind):
 
     def describe(self) -> Facts:
         """Return a sentence on the images."""
-        return {"images": [_caption(self.dense, kind_of(self.dense).sketch())]}
+        return {"images": [_caption(self.dense, sketch(kind_of(self.dense)))]}
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch."""

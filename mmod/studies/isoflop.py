@@ -34,6 +34,7 @@ from mmod.studies.kind import fit, measured_of
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.studies.runs import Comparison, Run, config_of
 from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of
 from mmod.values import refuse_unknown
 
@@ -94,7 +95,7 @@ def settings_of(config: IsoflopConfig) -> list[Setting]:
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
             run = config_of(sized, dense)
             kind = kind_of(run)
-            model = kind.sketch()
+            model = sketch(kind)
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
             forward = int(kind.cost(model, {})["window"])

@@ -19,9 +19,10 @@ from mmod.lazy import import_path
 from mmod.studies.compare import Measurer, Rates, identity_of
 from mmod.studies.config import Evaluation
 from mmod.studies.runs import Comparison, Run
-from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training import kinds
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.kind import Kind, load
+from mmod.training.engine.kind import Kind, evaluate, load
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import kind_of
 
@@ -188,10 +189,8 @@ def fit(config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
     Args:
         store: That of the comparison, whose runs share the check of their evaluation samples.
     """
-    kind = kind_of(config)
-    # The check of conversations is kept beside their data.
-    shared: dict[str, Any] = {"store": store} if isinstance(config, LoopConfig) else {}
-    fitted = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total), **shared)
+    options: dict[str, Any] = {"after_step": lambda step: callback(step.done / step.total), "store": store}
+    fitted: FitResult[Any] = kinds.fit(config, progress=False, **options)  # type: ignore[call-overload]
     if fitted.best is None:
         raise ValueError("there is nothing to ask: set data.val")
     return fitted
@@ -218,7 +217,7 @@ def evaluate_start(
     identity = {"work": "rows of samples", **identity_of(config)}
 
     def measure() -> Measured:
-        result, outcomes = evaluated or kind.evaluate(load(config), progress)
+        result, outcomes = evaluated or evaluate(kind, load(config), progress)
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 

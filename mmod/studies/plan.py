@@ -39,12 +39,13 @@ def check_searches(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
     import torch
 
     from mmod.planning.search import check_reachable
+    from mmod.training.engine.start import sketch
 
     # FLOPs of prompts follow from the data, and times from the weights.
     shares = [options for options in searches if options.cost == "flops"]
     if not shares or config.image_shape is None:
         return
-    model = kind_of(config).sketch().eval()
+    model = sketch(kind_of(config))
     for options in shares:
         image = torch.empty(1, *config.image_shape, device="meta")
         check_reachable(model, image, options.budget, options.part or config.parts[0], _named(options), options.router)

@@ -27,6 +27,7 @@ from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.plan import check_searches
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.start import sketch
 from mmod.training.kinds import kind_of
 
 BASE = "base"
@@ -209,7 +210,6 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
         started = run.config
         if started.model.checkpoint in written:
             started = started.sketched_by(comparison.dense)
-        checked = kind_of(started)
         shared, tuned = comparison.keys
         keys = shared if run.candidate.from_scratch else tuned
         try:
@@ -219,7 +219,7 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
             keys = shared
             is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
             if run.seed == 0 and is_changed:
-                checked.sketch()
+                sketch(kind_of(started))
             if run.seed == 0 and run.searches:
                 check_searches(started, run.searches)
         # Hosts refuse sizes by assertions.

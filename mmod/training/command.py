@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option
 from mmod.opening.runs import RUN_CONFIG
-from mmod.training.kinds import KINDS, config_class, kind_of
+from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
 from mmod.values import check_value
 
 if TYPE_CHECKING:
-    from mmod.training.engine.kind import Kind
+    from mmod.training.engine.config import RunConfig
     from mmod.training.engine.run_folder import FitResult
 
 _DRY = "--dry-run"
@@ -31,35 +31,34 @@ def main(arguments: Sequence[str], kind: str) -> None:
     if not (Path(config.output) / RUN_CONFIG).exists():
         config.check_weights()
     if not dry:
-        run = kind_of(config)
-        result = run.fit()
+        result: FitResult[Any] = fit(config)  # type: ignore[call-overload]
         # It imports torch, which `--help` answers without.
         from mmod.training.engine.distributed import is_first_process
 
         if is_first_process():
-            print(f"{result}\n{next_commands(run, result)}")
+            print(f"{result}\n{next_commands(config, result)}")
         return
     rate = parse_option(dry[-1].partition("=")[2])
     # Before the model is made.
     check_value(_DRY, rate, float | None, "(0, inf)")
-    estimate = kind_of(config).estimate()
-    print(estimate)
+    counted = estimate(config)
+    print(counted)
     if rate is not None:
-        print(f"{estimate.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")
+        print(f"{counted.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")
 
 
-def next_commands(kind: Kind, result: FitResult[Any]) -> str:
+def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     """Return the commands that may follow a finished run, and where its model is."""
     from mmod.methods.route import is_routed
+    from mmod.training.engine.start import sketch
 
-    config = kind.config
     folder = shlex.quote(result.folder)
     saved = "final model" if result.average is None else "final model, the moving average of the weights,"
     commands = {}
     if result.evaluation is not None:
         commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
         # Methods for training alone leave the final model dense.
-        if is_routed(kind.sketch().eval()):
+        if is_routed(sketch(kind_of(config))):
             commands[f"mmod audit {folder}"] = "what its routers learned"
         elif config.routing is None and not config.methods:
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mmod.training.chat import config as chat
     from mmod.training.chat.evaluate import EvalResult as ChatResult
     from mmod.training.engine.config import RunConfig
+    from mmod.training.engine.estimate import RunEstimate
     from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.kind import AfterStep, Kind, Streams
     from mmod.training.engine.run_folder import FitResult
@@ -137,4 +138,11 @@ def fit(config: RunConfig, **options: Any) -> FitResult[RoutedResult | None]:
         >>> result.steps, result.evaluation.samples
         (4, 64)
     """
-    return kind_of(config).fit(**options)
+    trained: FitResult[RoutedResult | None] = import_path(f"{config.engine}.loop:fit")(kind_of(config), **options)
+    return trained
+
+
+def estimate(config: RunConfig) -> RunEstimate:
+    """Count what a run would cost, without training."""
+    counted: RunEstimate = import_path(f"{config.engine}.estimate:estimate")(kind_of(config))
+    return counted

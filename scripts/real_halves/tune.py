@@ -18,7 +18,7 @@ from mmod.analysis.statistics import difference
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.planning import ratio_decay
-from mmod.training.chat.model import router_parameters
+from mmod.training.chat.start import router_parameters
 from scripts.real_halves.compare import ends
 from scripts.real_halves.evaluate import answered, halve, loaded
 from scripts.real_halves.learn import scheduled

@@ -17,7 +17,7 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods import Experts, Recursions, methods_of
 from mmod.methods.route import routing_configs
-from mmod.training.chat.model import router_parameters
+from mmod.training.chat.start import router_parameters
 from tests.kit.cover import in_turn
 from tests.kit.trap import Trap
 from tests.kit.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words

@@ -24,6 +24,7 @@ import mmod
 from mmod.config import PRESETS, Preset, preset_arguments, read_routing, rescaled
 from mmod.methods.resolve import resolve_methods, resolve_routing
 from mmod.training import TrainConfig
+from mmod.training.engine.kind import create
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip
 from tests.kit.cover import in_turn
@@ -103,7 +104,7 @@ def test_a_training_config_names_a_preset_without_its_depth(tmp_path: Path) -> N
     again = TrainConfig.load(path)
     assert again.to_dict() == config.to_dict()
     for each in (config, again):
-        model = kind_of(each).create()
+        model = create(kind_of(each))
         assert mmod.routing_config(model) == mmod.preset("gradual", depth=6, mean=0.7, router={"channels": 32})
 
 

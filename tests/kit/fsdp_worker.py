@@ -13,7 +13,8 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 from mmod.blocks import RoutedBlock
-from mmod.training.chat import kind
+from mmod.training import fit
+from mmod.training.chat import loop
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
 from tests.kit.chat_configs import GAMMA, P_MOD, vlm_config
@@ -42,7 +43,7 @@ def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
 
 def train_split(folder: Path) -> None:
     """Train every run, take its second half back, and train that again."""
-    made, split = kind.training_arguments, []
+    made, split = loop.training_arguments, []
 
     def on_cpu(config: TrainConfig) -> Any:
         arguments = made(config)
@@ -57,10 +58,10 @@ def train_split(folder: Path) -> None:
             split.append(isinstance(model, FSDPModule) and all(isinstance(block, FSDPModule) for block in blocks))
             return super().compute_loss(model, *args, **kwargs)
 
-    kind.training_arguments, kind.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
+    loop.training_arguments, loop.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
     for name in RUNS:
         config = run_config(folder, name, 2)
-        kind.ChatKind(config).fit(progress=False)
+        fit(config, progress=False)
         run = Path(config.output)
         state = PartialState()
         if state.is_main_process:
@@ -69,6 +70,6 @@ def train_split(folder: Path) -> None:
             shutil.rmtree(run / "model")
             shutil.rmtree(run / "checkpoints" / "checkpoint-2")
         state.wait_for_everyone()
-        assert not kind.ChatKind(config).fit(progress=False).reused
+        assert not fit(config, progress=False).reused
     if PartialState().is_main_process:
         (folder / "split.json").write_text(json.dumps(split))

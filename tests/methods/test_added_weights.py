@@ -14,8 +14,9 @@ from torch import Tensor
 
 import mmod
 from mmod.methods import Channels, Experts, Method, Recursions, methods_of
-from mmod.training.engine.distributed import Process
+from mmod.training import fit
 from mmod.training.engine.evaluate import read_rows
+from mmod.training.engine.kind import evaluation_data
 from mmod.training.engine.start import create_models
 from mmod.training.text.evaluate import evaluate_ways, score
 from mmod.training.text.kind import TextKind
@@ -115,7 +116,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     fields = {"experts": {"experts": 2, "capacity": 0.5}, "recursions": {"recursions": 2}}[kind]
     method = {"kind": kind, "choice": choice, "membership": 0.1, **fields}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    evaluation: Any = TextKind(config).fit(progress=False).evaluation
+    evaluation: Any = fit(config, progress=False).evaluation
     kept = {f"model.layers.{layer}.mlp.expert{number}": 0.25 for layer in range(4) for number in (1, 2)}
     assert evaluation.kept == (kept if kind == "experts" else {"model.layers.1.recursion2": 0.5})
     assert evaluation.causal_loss != evaluation.loss
@@ -124,6 +125,6 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
     again, teacher = create_models(TextKind(text_config(tmp_path / "next", model=start, methods=[method])))
     assert kind == "experts" or teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    test = TextKind(config).create_streams(Process(0, 1, torch.device("cpu")), again)[1]
+    test = evaluation_data(TextKind(config), again)
     rows = read_rows(evaluate_ways, again, test, torch.device("cpu"))
     assert score(rows, again).loss == pytest.approx(evaluation.loss)

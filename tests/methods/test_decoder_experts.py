@@ -15,7 +15,7 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods import Experts, methods_of, undo_
 from mmod.methods.base import deciding_together
-from mmod.training.text.kind import TextKind
+from mmod.training import fit
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
 from tests.kit.vlm_zoo import make_language, random_words
@@ -150,7 +150,7 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
     method = {"kind": "experts", "experts": 2, "choice": "predictor"}
     config = text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)
-    staged: Any = TextKind(config).fit(progress=False)
+    staged: Any = fit(config, progress=False)
     evaluation = staged.evaluation
     # Experts inside routed layers share the tokens of these.
     assert [name.rpartition(".")[2] for name in evaluation.kept] == [
@@ -164,7 +164,7 @@ def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_p
     assert evaluation.kept["model.layers.0.mlp.expert1"] == 0.5
     assert evaluation.causal_loss != evaluation.loss
     method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
-    tokens: Any = TextKind(text_config(tmp_path / "b", methods=[method], epochs=1)).fit(progress=False).evaluation
+    tokens: Any = fit(text_config(tmp_path / "b", methods=[method], epochs=1), progress=False).evaluation
     assert tokens.causal_loss == tokens.loss
     assert not tokens.agreement
     assert sum(tokens.kept.values()) == pytest.approx(4)

@@ -17,7 +17,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.methods import Recursions, methods_of
 from mmod.methods.base import deciding_together
 from mmod.methods.recursions import Cycle
-from mmod.training.text.kind import TextKind
+from mmod.training import fit
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import text_config
@@ -236,7 +236,7 @@ def test_flops_are_those_that_training_runs(keys: str) -> None:
 
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
     tokens, best = (
-        TextKind(text_config(tmp_path / way["choice"], methods=[way], epochs=1)).fit(progress=False).evaluation
+        fit(text_config(tmp_path / way["choice"], methods=[way], epochs=1), progress=False).evaluation
         for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "topk"})
     )
     assert tokens.causal_loss == tokens.loss

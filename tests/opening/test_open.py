@@ -335,7 +335,7 @@ def test_only_paths_of_weights_in_a_run_are_a_run(tmp_path: Path) -> None:
 MAKERS = ("timm.create_model", "open_clip.create_model", "torch.load", "load_pretrained")
 METHODS = ("from_pretrained", "from_config")
 # Adapters build what a saved folder describes, and an embedding is made of a table.
-OTHERS = {"adapters/timm.py", "adapters/transformers/saving.py", "training/chat/model.py"}
+OTHERS = {"adapters/timm.py", "adapters/transformers/saving.py", "training/chat/start.py"}
 
 
 def test_models_are_made_from_names_in_one_folder() -> None:

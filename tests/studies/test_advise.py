@@ -30,8 +30,8 @@ from mmod.training import fit
 from mmod.training.chat.config import ModelConfig as ChatModelConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.chat.kind import ChatKind
-from mmod.training.chat.model import resize_images
 from mmod.training.chat.processor import create_word_processor
+from mmod.training.chat.start import resize_images
 from mmod.training.engine.groups import ScheduleConfig
 from mmod.training.engine.kind import load
 from mmod.training.image.config import ModelConfig, TrainConfig

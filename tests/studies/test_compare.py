@@ -108,8 +108,8 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     dense = tmp_path / "study" / "dense"
     fit(tiny_config(dense), progress=False)
     start: TrainConfig = tiny_config(tmp_path / "study" / "routed").started_from(str(dense))
-    evaluate_all, calls = ImageKind.evaluate, []
-    monkeypatch.setattr(ImageKind, "evaluate", lambda *args: calls.append("") or evaluate_all(*args))  # type: ignore[func-returns-value]
+    evaluate_all, calls = ImageKind.score, []
+    monkeypatch.setattr(ImageKind, "score", lambda *args: calls.append("") or evaluate_all(*args))  # type: ignore[func-returns-value]
 
     def evaluated(folder: Path, config: TrainConfig) -> Measured:
         rows = evaluate_start(Store(folder / STORE), config)

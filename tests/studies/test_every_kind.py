@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from mmod.studies.compare import Measurer
 from mmod.studies.kind import measure_run, study_kind
 from mmod.studies.runs import Run
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.kind import Step, load
-from mmod.training.kinds import KINDS, all_configs, config_class, kind_of
+from mmod.training.engine.kind import Step, evaluate, load
+from mmod.training.kinds import KINDS, all_configs, config_class, fit, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
 from tests.kit.pairs_worker import MODEL, write_model
@@ -63,7 +64,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 ) -> None:
     training = kind_of(_tiny(kind, tmp_path))
     steps: list[Step] = []
-    trained: RoutedResult = training.fit(progress=False, after_step=steps.append).best
+    trained: RoutedResult = fit(training.config, progress=False, after_step=steps.append).best
     assert [step.done for step in steps] == [*range(1, steps[-1].total + 1)]
     done = dataclasses.replace(training.config.finished(training.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
@@ -71,7 +72,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     assert named_kind(*stack_configs([str(path), "--seed", "1"])) == kind
 
     figure = PAIRED.get(kind)
-    result, outcomes = kind_of(done).evaluate(load(kind_of(done)))
+    result, outcomes = evaluate(kind_of(done), load(kind_of(done)))
     assert bool(outcomes) == (figure is not None)
     if figure is not None:
         # What models are paired by gives what is shown, the same samples weighted alike.
@@ -82,9 +83,10 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
         assert shown == pytest.approx(result.columns()[figure], abs=1e-4)
 
     created: list[Any] = []
-    create = type(training).create
+    start = import_module(f"{done.engine}.start")
+    create = start.create
     with monkeypatch.context() as patch:
-        patch.setattr(type(training), "create", lambda kind: created.append(kind) or create(kind))  # type: ignore[func-returns-value]
+        patch.setattr(start, "create", lambda kind: created.append(kind) or create(kind))  # type: ignore[func-returns-value]
         table = assess.assess(done, progress=False)
     # Counted and timed as it was evaluated: a large model is neither read nor held twice.
     assert len(created) == 1

@@ -39,9 +39,9 @@ from mmod.studies.features import (
 from mmod.studies.features_config import FeaturesStudyConfig
 from mmod.studies.report import StudyResult
 from mmod.studies.study import run_study
+from mmod.training.engine import start
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import extract, feature_of, read_features
-from mmod.training.image.kind import ImageKind
 from mmod.training.image.opened import open_start
 from tests.kit.scripts import ROOT
 
@@ -183,7 +183,7 @@ def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
     given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr(ImageKind, "create", lambda self: made.append(self.config))
+    monkeypatch.setattr(start, "create", lambda kind: made.append(kind.config))
     study = config(given_files, tmp_path / "study", folds=EACH + 1, baselines={}, routers=ONE)
     with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
         run_study(study, progress=False)

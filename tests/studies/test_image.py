@@ -42,6 +42,7 @@ from mmod.studies.runs import Comparison, Run
 from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
+from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.fitted import count_candidates_once, fit_once, fit_roughly
@@ -773,8 +774,8 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     for job in jobs:
         # How many patches are equal, no name tells.
         if job.name != "pixelprune" and job.candidate.series:
-            kind = kind_of(job.config)
-            flops[job.name] = mmod.flops(kind.sketch(), job.config.data.image_size).routed
+            kind = sketch(kind_of(job.config))
+            flops[job.name] = mmod.flops(kind, job.config.data.image_size).routed
     assert {candidate.series for candidate in candidates} - {""} == {"dense", *series}
     for name, count in flops.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0

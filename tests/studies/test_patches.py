@@ -16,6 +16,7 @@ from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.runs import config_of
 from mmod.studies.study import run_study
 from mmod.training import TrainConfig
+from mmod.training.engine.kind import create
 from mmod.training.image.kind import ImageKind
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
@@ -74,7 +75,7 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
     for candidate in comparison_of(config).candidates:
         config = config_of(candidate, dense)
         size = config.data.image_size
-        costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
+        costs[candidate.name] = flops(create(ImageKind(config)), (1, size, size)).routed
     assert len(costs) == 14
     # Narrow models take more time than their FLOPs, so theirs are fewer. Comparing tokens within cells costs little.
     shares = {"dense": 1.0, "resolution-0.5": 0.6, "narrow-0.25": 0.3, "cells, merged": 0.43}

@@ -103,7 +103,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
 
 def _evaluate(kind: Kind, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Return loss and accuracy of every sample of a batch."""
-    rows = kind.evaluate_batch(model, _on_device(kind, batch))
+    rows = kind.evaluate(model, _on_device(kind, batch))
     if "labels" in rows:
         check_classes(rows["labels"])
     return rows["loss"], rows["outcome"]
@@ -125,7 +125,7 @@ def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
     kept = {}
     if by_data(model):
         with torch.inference_mode():
-            parts = [kind.evaluate_batch(model, _on_device(kind, labelled.batch)) for labelled in batches]
+            parts = [kind.evaluate(model, _on_device(kind, labelled.batch)) for labelled in batches]
         kept = kept_means(joined(parts))
     return float(sum(kind.cost(model, kept).values()))
 

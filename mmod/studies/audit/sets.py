@@ -21,8 +21,7 @@ from mmod.audits.contexts import LabelledBatch
 from mmod.data.loader import scenes_of
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import is_routed, routing_configs
-from mmod.training.engine.distributed import Process
-from mmod.training.engine.kind import Kind, LoopKind, device_of
+from mmod.training.engine.kind import Kind, LoopKind, evaluation_data
 from mmod.training.kinds import kind_of
 from mmod.values import IGNORED, refuse_unknown
 
@@ -47,7 +46,7 @@ class Batches:
 
 def _streamed(kind: LoopKind, model: nn.Module, label: Callable[[Any], LabelledBatch] = LabelledBatch) -> Batches:
     """Return the batches that training evaluates, with labels."""
-    stream = kind.create_stream(Process(0, 1, device_of(kind)), model)
+    stream = evaluation_data(kind, model)
     return Batches(lambda: map(label, stream.batches(0)), stream.steps_per_epoch)
 
 

@@ -141,6 +141,8 @@ class TrainConfig(RunConfig):
     eval_batch_size: Annotated[int, "[1, inf)"] = 32
     max_new_tokens: Annotated[int, "[1, inf)"] = 16
 
+    engine = "mmod.training.chat"
+
     def __post_init__(self) -> None:
         self.check()
         for group, limits in _LIMITS.items():

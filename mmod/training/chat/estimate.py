@@ -22,8 +22,8 @@ from mmod.data.readers.conversations import check_conversations, open_conversati
 from mmod.data.readers.lengths import open_checked
 from mmod.methods.route import capacities, is_routed, routed_blocks
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.model import create_with_processor, router_parameters
 from mmod.training.chat.preflight import check_start, step_samples, steps_of
+from mmod.training.chat.start import create_with_processor, router_parameters
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of
 from mmod.values import IGNORED
@@ -73,8 +73,9 @@ class ChatEstimate(RunEstimate):
         return "\n".join(lines)
 
 
-def estimate(config: TrainConfig) -> ChatEstimate:
+def estimate(kind: Any) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
+    config: TrainConfig = kind.config
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
     check_conversations(config.data)

@@ -103,6 +103,8 @@ class RunConfig:
     routing: Any = None
     methods: list[dict[str, Any]] = field(default_factory=list)
 
+    engine: ClassVar[str]
+    """The package that trains such a run by `start.create`, `loop.fit` and `estimate.estimate`."""
     part: ClassVar[str] = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
@@ -128,6 +130,21 @@ class RunConfig:
     def image_shape(self) -> tuple[int, int, int] | None:
         """Channels, height and width of a sample, where it is an image; None where costs follow from the data."""
         return None
+
+    @cached_property
+    def applied(self) -> tuple[Method, ...]:
+        """The methods that the run applies to its model, in order."""
+        return resolve_methods(self.methods, self.routing_parts(), self.depths())
+
+    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
+        """Return the fields of `routing` by part of the model."""
+        if self.part:
+            return {self.part: self.routing}
+        return self.routing or {}
+
+    def depths(self) -> Mapping[str, int]:
+        """Return the known numbers of blocks by part of the model."""
+        return {}
 
     def check_weights(self) -> None:
         """Raise a FileNotFoundError if the weights that the run starts from are missing; no hub is asked."""
@@ -266,6 +283,8 @@ class LoopConfig(RunConfig):
     trained: Literal["routers"] | None = None
     training_only_epochs: Annotated[int | None, "[1, inf)"] = None
 
+    engine = "mmod.training.engine"
+
     def __post_init__(self) -> None:
         self.check()
         if self.distill.teacher == "dense" and not self.model.has_weights:
@@ -315,11 +334,6 @@ class LoopConfig(RunConfig):
         steps = -(-batches // self.accumulate)
         return steps if self.epoch_steps is None else min(steps, self.epoch_steps)
 
-    @cached_property
-    def applied(self) -> tuple[Method, ...]:
-        """The methods that the run applies to its model, in order."""
-        return resolve_methods(self.methods, self.routing_parts(), self.depths())
-
     @property
     def routings(self) -> dict[str, RoutingConfig]:
         """The routing of each routed part; empty for a dense model."""
@@ -355,22 +369,16 @@ class LoopConfig(RunConfig):
         teacher = type(self.distill)(teacher="none")
         return dataclasses.replace(self, distill=teacher, grad_checkpointing=False)
 
-    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
-        """Return the fields of `routing` by part of the model."""
-        if self.part:
-            return {self.part: self.routing}
-        return self.routing or {}
-
-    def depths(self) -> Mapping[str, int]:
-        """Return the known numbers of blocks by part of the model."""
-        return {}
-
     def teacher(self) -> str | None:
         """Return the teacher, with "auto" resolved; None for no distillation."""
         if self.distill.teacher == "auto":
             changed = any(not method.training_only for method in self.applied)
             return "dense" if changed and self.model.has_weights else None
         return None if self.distill.teacher == "none" else self.distill.teacher
+
+    def named_teacher(self, name: str) -> Self | None:
+        """Return the config of a teacher that has a model of its own; None for a checkpoint of the run's model."""
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values with resolved methods, as the run folder keeps them."""

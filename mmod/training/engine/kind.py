@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from mmod.analysis import FlopReport
 from mmod.analysis.timing import Reading
+from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
+from mmod.lazy import import_path
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.evaluate import Columns, Evaluated, RoutedResult
-from mmod.training.engine.run_folder import FitResult
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
@@ -49,7 +50,8 @@ AfterStep = Callable[[Step], object]
 class Kind(Protocol):
     """A kind of training, made from the config of a run. Models that its functions take are on the run's device.
 
-    A kind is a frozen dataclass that inherits nothing. `mmod.training.kinds` lists the kinds.
+    A kind is a frozen dataclass that inherits nothing; all else is a function over a kind. `mmod.training.kinds` lists
+    the kinds.
     """
 
     @property
@@ -60,23 +62,26 @@ class Kind(Protocol):
     def result(self) -> type[RoutedResult]:
         """The dataclass that evaluations return, a `RoutedResult`."""
 
-    def create(self) -> nn.Module:
-        """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
+    def prepare(self, weights: bool = True) -> nn.Module:
+        """Create the dense model with published weights, or random ones, on the CPU; it fits the data.
 
-    def sketch(self) -> nn.Module:
-        """Create that model on the meta device, from names and sizes alone; a ValueError if methods do not fit it."""
+        Without `weights` it is a sketch or a teacher's: names and sizes count alone.
+        """
 
-    def fit(self, *, progress: bool = True, after_step: AfterStep = ...) -> FitResult[RoutedResult | None]:
-        """Train, or read the result of a finished run; see `mmod.training.fit`."""
+    def data(self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None) -> Any:
+        """Open the evaluation samples of one process, or with a seed the shuffled training samples.
 
-    def estimate(self) -> Any:
-        """Count what the run would cost, without training; the result's text is for the terminal."""
+        Raise a ValueError unless the model fits them.
 
-    def evaluate_batch(self, model: nn.Module, batch: Any) -> Columns:
+        Args:
+            classes: Those of the training data beside which a run is evaluated, where these have any.
+        """
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Columns:
         """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
-    def evaluate(self, model: nn.Module, progress: bool = False) -> Evaluated:
-        """Evaluate a model on the full evaluation set, in this process."""
+    def score(self, model: nn.Module, data: Any, process: Process, progress: bool) -> Evaluated:
+        """Evaluate a model over the evaluation samples of this process, as `data` opened them."""
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a sample by input: an "image", a caption ("text"), a "window" or a "prompt".
@@ -95,35 +100,24 @@ class Kind(Protocol):
 
 
 class LoopKind(Kind, Protocol):
-    """A kind that the training loop trains; `start.py` and `loop.py` have the functions that all of them share."""
+    """A kind that the training loop trains."""
 
     @property
     def config(self) -> LoopConfig:
         """The config of the run."""
 
-    def prepare(self, weights: bool = True) -> nn.Module:
-        """Create the dense model with published weights, or random ones, on the CPU; it fits the data."""
+    def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
+        """Load the dense part of a checkpoint into a dense model; return the weights that methods added.
 
-    def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load the dense part of a checkpoint into a dense model; return the weights that methods added."""
+        Args:
+            methods: The run's, of which some replace dense weights; None for a teacher, which is taken as it is.
+        """
 
-    def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
-        """Create the teacher that a config names, by default from a checkpoint of the model's architecture."""
-
-    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
-        """Create the stream of evaluation batches of one process, or with a seed of shuffled training batches."""
-
-    def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Create the streams of training and evaluation batches of one process; raise unless the model fits them."""
-
-    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
+    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
         """Create the training objective of a model, on its device, and its frozen teacher."""
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
-        """Evaluate a model, on its device, over the evaluation batches of this process."""
-
-    def export(self, model: nn.Module, folder: Path) -> None:
-        """Write the final weights into a folder that does not exist yet."""
+    def save(self, model: nn.Module, folder: Path) -> None:
+        """Write a model into a folder that does not exist yet, as its host reads it, or `mmod.load_pretrained`."""
 
 
 def device_of(kind: Kind) -> torch.device:
@@ -131,11 +125,31 @@ def device_of(kind: Kind) -> torch.device:
     return choose_device(getattr(kind.config, "device", "auto"))
 
 
+def create(kind: Kind) -> nn.Module:
+    """Create the model that a run starts from, methods applied, on the CPU and in training mode."""
+    created: nn.Module = import_path(f"{kind.config.engine}.start:create")(kind)
+    return created
+
+
 def load(kind: Kind) -> nn.Module:
     """Create the model that a run starts from, drawn as in training, on its device and in evaluation mode."""
     # A new head is drawn here, with the draws that `fit` gives it.
     seed_draws(kind.config.seed, 0, 0)
-    return kind.create().to(device_of(kind)).eval()
+    return create(kind).to(device_of(kind)).eval()
+
+
+def evaluation_data(kind: Kind, model: nn.Module) -> Any:
+    """Open the evaluation samples, all of them in this process: one command evaluates, also where several trained."""
+    return kind.data(model, _alone(kind))
+
+
+def evaluate(kind: Kind, model: nn.Module, progress: bool = False) -> Evaluated:
+    """Evaluate a model on the full evaluation set, in this process."""
+    return kind.score(model, evaluation_data(kind, model), _alone(kind), progress)
+
+
+def _alone(kind: Kind) -> Process:
+    return Process(0, 1, device_of(kind))
 
 
 def seed_draws(seed: int, step: int, rank: int) -> None:

@@ -130,7 +130,7 @@ class _Trainer:
         self.average: nn.Module | None = None if self.ema is None else self.ema.module
         share = Shards if sharded else Replicas
         self.parallel = share(self.model, self.average, process, config.precision, compiled=config.compile)
-        self.task: Task = kind.create_task(self.model, teacher, process).to(process.device)
+        self.task: Task = kind.task(self.model, teacher, process).to(process.device)
         self.wrapped = self.parallel.wrap(self.task)
 
         self.steps_per_epoch = config.steps_of_epoch(train.steps_per_epoch)
@@ -365,7 +365,7 @@ class _Trainer:
 
     def _evaluate_model(self, model: nn.Module) -> Evaluated:
         with self.parallel.full_weights(model) as gathered_model:
-            return self.kind.evaluate_set(gathered_model, self.test_stream, self.process, self.progress)
+            return self.kind.score(gathered_model, self.test_stream, self.process, self.progress)
 
     @property
     def _checkpoints(self) -> Path:
@@ -459,5 +459,5 @@ class _Trainer:
             # An earlier start may have ended between weights and result.
             shutil.rmtree(self.folder / name, ignore_errors=True)
             with as_evaluated(gathered_model), replacing(self.folder / name) as folder:
-                self.kind.export(gathered_model, folder)
+                self.kind.save(gathered_model, folder)
                 write_sums(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import image_facts
 from mmod.data.labels import Classes
 from mmod.data.loader import check_files
 from mmod.io.tensors import some_keys
@@ -19,8 +21,7 @@ from mmod.model import change_, freeze_dense_
 from mmod.opening.weights import load_weights
 from mmod.pretrained import Unfilled
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import Evaluated
-from mmod.training.engine.kind import LoopKind, Streams, device_of, seed_draws
+from mmod.training.engine.kind import Kind, LoopKind, Streams, seed_draws
 from mmod.training.engine.run_folder import check_recorded
 
 Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
@@ -28,7 +29,7 @@ Adapt = Callable[[nn.Module, dict[str, Tensor]], Mapping[str, Tensor]]
 
 
 def create(kind: LoopKind) -> nn.Module:
-    """Create the model that a run starts from; see `Kind.create`."""
+    """Create the model that a run starts from; see `mmod.training.engine.kind.create`."""
     return create_models(kind, copied=False)[0]
 
 
@@ -53,7 +54,7 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
             "with `routing: null` and no methods"
         )
     # What methods added is set aside, and loaded once the methods have made its modules.
-    added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
+    added = {} if checkpoint is None else kind.load(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
     teacher = _create_teacher(kind, model, copied)
     # What methods add is what the model does not have yet.
@@ -77,8 +78,11 @@ def create_models(kind: LoopKind, copied: bool = True) -> tuple[nn.Module, nn.Mo
     return model, teacher
 
 
-def sketch(kind: LoopKind) -> nn.Module:
-    """Create the model without weights; see `Kind.sketch`."""
+def sketch(kind: Kind) -> nn.Module:
+    """Create the model that a run starts from on the meta device, from names and sizes alone, in evaluation mode.
+
+    A ValueError if methods do not fit it.
+    """
     with torch.device("meta"), Unfilled():
         model = kind.prepare(weights=False)
         for method in kind.config.applied:
@@ -98,7 +102,8 @@ def begin(
     seed_draws(kind.config.seed, 0, 0)
     model, teacher = create_models(kind)
     if streams is None:
-        return model, teacher, kind.create_streams(process, model)
+        train = kind.data(model, process, kind.config.seed)
+        return model, teacher, (train, kind.data(model, process, classes=train.classes))
     # Streams of a caller may name no classes; those of a kind compare them themselves.
     classes: Classes | None = getattr(streams[0], "classes", None)
     if classes is not None:
@@ -107,12 +112,17 @@ def begin(
 
 
 def load_dense(
-    model: nn.Module, state: dict[str, Tensor], checkpoint: str, methods: Sequence[Method], adapt: Adapt | None = None
+    model: nn.Module,
+    state: dict[str, Tensor],
+    checkpoint: str,
+    methods: Sequence[Method] | None,
+    adapt: Adapt | None = None,
 ) -> dict[str, Tensor]:
-    """Load the dense part of a checkpoint's weights into a dense model; return the weights that methods added.
+    """Load the dense part of a checkpoint's weights into a dense model; see `LoopKind.load`.
 
     Methods whose weights replace dense ones in the checkpoint are applied first.
     """
+    methods = methods or ()
     replacing = [number for number, method in enumerate(methods) if method.replaced_in(state)]
     # A method that replaces dense weights comes before loading: the checkpoint's names have no place without it.
     for method in methods[: max(replacing, default=-1) + 1]:
@@ -124,11 +134,18 @@ def load_dense(
     return added
 
 
-def create_teacher(kind: LoopKind, name: str, model: nn.Module) -> nn.Module:
-    """Create the dense model of a checkpoint of the model's architecture; see `LoopKind.create_teacher`."""
-    teacher = kind.prepare(weights=False)
-    if kind.load_dense(teacher, name):
-        raise ValueError(f"teacher {name!r} is routed; distill from a dense model")
+def create_teacher(kind: Any, name: str, model: nn.Module) -> nn.Module:
+    """Create the dense teacher of a `LoopKind` by its name: a checkpoint of the model's architecture, or another."""
+    named = kind.config.named_teacher(name)
+    if named is not None:
+        teacher = dataclasses.replace(kind, config=named).prepare()
+    else:
+        teacher = kind.prepare(weights=False)
+        if kind.load(teacher, name, None):
+            raise ValueError(f"teacher {name!r} is routed; distill from a dense model")
+    classes, expected = (image_facts(one).classes for one in (teacher, model))
+    if classes != expected:
+        raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
     return teacher
 
 
@@ -144,7 +161,7 @@ def _create_teacher(kind: LoopKind, model: nn.Module, copied: bool) -> nn.Module
         name = None
     if name is None or (name == "dense" and not copied):
         return None
-    teacher = copy.deepcopy(model) if name == "dense" else kind.create_teacher(name, model)
+    teacher = copy.deepcopy(model) if name == "dense" else create_teacher(kind, name, model)
     return teacher.eval().requires_grad_(False)
 
 
@@ -155,18 +172,6 @@ def _checkpoint_gradients(model: Any) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     else:
         model.set_grad_checkpointing(True)
-
-
-def evaluate(kind: LoopKind, model: nn.Module, progress: bool = False) -> Evaluated:
-    """Evaluate a model on the full evaluation set, in this process; see `Kind.evaluate`."""
-    # Alone, also where several processes train: what evaluates is one command.
-    process = Process(0, 1, device_of(kind))
-    return kind.evaluate_set(model, kind.create_stream(process, model), process, progress)
-
-
-def create_streams(kind: LoopKind, process: Process, model: nn.Module) -> Streams:
-    """Create the streams of training and evaluation batches; see `LoopKind.create_streams`."""
-    return kind.create_stream(process, model, kind.config.seed), kind.create_stream(process, model)
 
 
 def task_options(kind: LoopKind, teacher: nn.Module | None) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
+from mmod.io.files import is_of_transformers
 from mmod.training.engine import config as engine
 from mmod.training.engine.groups import TeacherConfig
 from mmod.values import Checked
@@ -199,6 +201,12 @@ class TrainConfig(engine.LoopConfig):
     def keys_of_size(self, side: int) -> dict[str, Any]:
         """Return the keys of the data's images, and of the model that reads them."""
         return {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
+
+    def named_teacher(self, name: str) -> Self | None:
+        """Return the config of a teacher in a folder of transformers or by a name of timm's registry, with weights."""
+        if Path(name).exists() and not is_of_transformers(name):
+            return None
+        return dataclasses.replace(self, model=ModelConfig(name, {"in_chans": self.data.channels}, pretrained=True))
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

@@ -21,23 +21,19 @@ from mmod.analysis import FlopReport
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.timing import Reading, image_reading
-from mmod.data.labels import ModelClasses, read_classes
+from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.loader import BatchStream, evaluation_fields, image_stream
-from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
-from mmod.opening.open import open_model
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
-from mmod.opening.weights import converted, load_weights
+from mmod.opening.weights import converted
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Streams, device_of
-from mmod.training.engine.loop import fit
+from mmod.training.engine.kind import device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
@@ -53,12 +49,6 @@ class ImageKind:
 
     config: TrainConfig
     result = EvalResult
-    # What all kinds of the loop share.
-    create = start.create
-    sketch = start.sketch
-    fit = fit
-    estimate = estimate
-    evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; with published weights it is checked that it can read the images."""
@@ -68,89 +58,55 @@ class ImageKind:
             check_input(model, self.config.data, config.pretrained)
         return model
 
-    def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint by timm's names, with a new classifier if one is requested; see `LoopKind.load_dense`."""
-        adapt = partial(self._adapted, checkpoint=checkpoint)
+    def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
+        """Load a checkpoint by timm's names, with a new classifier if the run asks for one; see `LoopKind.load`."""
+        is_fresh = methods is not None and self.config.model.head == "fresh"
+        adapt = partial(_adapted, checkpoint=checkpoint, is_fresh=is_fresh)
         return start.load_dense(model, read_state(checkpoint), checkpoint, methods, adapt)
 
-    def _adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
-        """Return weights as timm converts them, with a new classifier if a fresh one is requested."""
-        current = model.state_dict()
-        head = image_facts(model).head
-        state = converted(state, model)
-        if self.config.model.head == "fresh":
-            state = {name: value for name, value in state.items() if not name.startswith(head)}
-            # The new classifier was drawn with the model.
-            state |= {name: value for name, value in current.items() if name.startswith(head)}
-        differing = current.keys() ^ state.keys()
-        if differing and all(name.startswith(head) for name in differing):
-            has, needs = ("a", "none") if differing & state.keys() else ("no", "one")
-            raise ValueError(
-                f"checkpoint {checkpoint!r} does not fit the model: it has {has} classifier and the model {needs}; "
-                "model.head='fresh' takes the other weights alone"
-            )
-        return state
-
-    def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
-        """Create the teacher of a checkpoint, of a folder of transformers, or of a name of timm's registry."""
-        if Path(name).exists() and not is_of_transformers(name):
-            teacher = self.prepare(weights=False)
-            load_weights(teacher, converted(read_state(name), teacher), name)
-        else:
-            advice = "set distill.teacher to a run folder or a file of weights"
-            teacher = open_model(name, args={"in_chans": self.config.data.channels}, advice=advice).model
-            check_input(teacher, self.config.data, pretrained=True)
-        classes = image_facts(teacher).classes
-        expected = image_facts(model).classes
-        if classes != expected:
-            raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
-        return teacher
-
-    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
-        """Create the stream of evaluation or training images, whose classes are those of the model by name.
+    def data(
+        self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
+    ) -> BatchStream:
+        """Open the images, whose classes are those of the model by name, or of the training data; see `Kind.data`.
 
         Raises:
-            ValueError: The model does not know a class, or its names are not known and it has another number of them.
+            ValueError: The model does not know a class, or its names are not known and it has another number of them;
+                in training, the teacher or the run folder numbers them in another way.
         """
-        stream = self._stream(process, model_classes(self.config, model), seed)
-        # Of evaluations alone: what training needs of the model's outputs is checked by `create_streams`.
-        if seed is None and stream.classes is not None:
-            stream.classes.check_ranks(image_facts(model).classes)
-        return stream
-
-    def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Create the streams of training and evaluation images; those of evaluation have the classes of training.
-
-        Raises:
-            ValueError: The model has another number of outputs than the training data has classes, or the teacher or
-                the run folder numbers them in another way.
-        """
-        train = self.create_stream(process, model, self.config.seed)
-        trained = train.classes
-        if trained is None:
-            return train, self._stream(process, None)
-        check_recorded(Path(self.config.output), trained.numbers)
+        open_stream = partial(image_stream, self.config.data, seed, process.rank, process.world)
+        if classes is not None:
+            stream = open_stream(model=ModelClasses(classes.numbers, "the training data"))
+            self._warn_of_few(stream, classes, process)
+            return stream
+        stream = open_stream(model=model_classes(self.config, model))
+        outputs = image_facts(model).classes
+        if stream.classes is None:
+            return stream
+        if seed is None:
+            stream.classes.check_ranks(outputs)
+            return stream
+        check_recorded(Path(self.config.output), stream.classes.numbers)
         model_config = self.config.model
         from_checkpoint = model_config.checkpoint is not None and model_config.head is None
-        check_outputs(trained, image_facts(model).classes, from_checkpoint=from_checkpoint)
+        check_outputs(stream.classes, outputs, from_checkpoint=from_checkpoint)
         teacher = self.config.teacher()
         if teacher is not None:
-            check_same_classes(trained.numbers, teacher, "the teacher")
-        test = self._stream(process, ModelClasses(trained.numbers, "the training data"))
-        present = None if test.classes is None else test.classes.present
+            check_same_classes(stream.classes.numbers, teacher, "the teacher")
+        return stream
+
+    @staticmethod
+    def _warn_of_few(stream: BatchStream, trained: Classes, process: Process) -> None:
+        """Warn of evaluation images that have few of the classes of training."""
+        present = None if stream.classes is None else stream.classes.present
         known = trained.present or len(trained.numbers)
         if process.is_first and present is not None and present < known:
             warnings.warn(
                 f"the evaluation images have {present} of the {known} classes of the training images: their score says "
                 "nothing of the others",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return train, test
 
-    def _stream(self, process: Process, classes: ModelClasses | None, seed: int | None = None) -> BatchStream:
-        return image_stream(self.config.data, seed, process.rank, process.world, model=classes)
-
-    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Create the task with the config's criterion, mixup and distillation."""
         config = self.config
         mixup = None
@@ -166,17 +122,17 @@ class ImageKind:
             **start.task_options(self, teacher),
         )
 
-    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Columns:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
         rows = evaluate_batch(model, batch, self.config.precision)
         check_labels(rows)
         return rows
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
-        measure = partial(evaluate_set, model, stream, process.device, config.precision, progress=progress)
+        measure = partial(evaluate_set, model, data, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return measure()
         results = {}
@@ -213,7 +169,7 @@ class ImageKind:
         prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
         return [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""
         prepared = evaluation_fields(self.config.data)
         numbers = run_classes(self.config.output)
@@ -231,6 +187,25 @@ class ImageKind:
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
+
+
+def _adapted(model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fresh: bool) -> Mapping[str, Tensor]:
+    """Return weights as timm converts them, with the classifier that was drawn with the model if it is to be fresh."""
+    current = model.state_dict()
+    head = image_facts(model).head
+    state = converted(state, model)
+    if is_fresh:
+        state = {name: value for name, value in state.items() if not name.startswith(head)}
+        # The new classifier was drawn with the model.
+        state |= {name: value for name, value in current.items() if name.startswith(head)}
+    differing = current.keys() ^ state.keys()
+    if differing and all(name.startswith(head) for name in differing):
+        has, needs = ("a", "none") if differing & state.keys() else ("no", "one")
+        raise ValueError(
+            f"checkpoint {checkpoint!r} does not fit the model: it has {has} classifier and the model {needs}; "
+            "model.head='fresh' takes the other weights alone"
+        )
+    return state
 
 
 def sample_images(config: TrainConfig, count: int) -> Tensor:

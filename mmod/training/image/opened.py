@@ -13,7 +13,9 @@ from mmod.opening.runs import run_classes
 
 def open_start(model: Mapping[str, Any], weights: bool = True) -> Opened:
     """Open the model that fields of `ModelConfig` name; without `weights` they are drawn at random."""
-    advice = "set model.checkpoint to a file of weights and model.pretrained to false"
+    advice = (
+        "set model.checkpoint to a file of weights and model.pretrained to false, or distill.teacher to such a file"
+    )
     pretrained = weights and bool(model.get("pretrained"))
     return open_model(model["name"], pretrained=pretrained, args=model.get("args"), advice=advice)
 

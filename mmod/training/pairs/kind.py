@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mmod.analysis import FlopReport, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
+from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
 from mmod.io.tensors import write_tensors
@@ -29,10 +30,8 @@ from mmod.opening.weights import read_weights
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import device_of
-from mmod.training.engine.loop import fit
+from mmod.training.engine.kind import device_of, evaluation_data
 from mmod.training.engine.task import Batch
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
@@ -47,14 +46,6 @@ class PairsKind:
 
     config: TrainConfig
     result = EvalResult
-    # What all kinds of the loop share.
-    create = start.create
-    sketch = start.sketch
-    create_teacher = start.create_teacher
-    create_streams = start.create_streams
-    fit = fit
-    estimate = estimate
-    evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model, with published weights or an image tower's; refuse a loss that does not fit."""
@@ -76,8 +67,8 @@ class PairsKind:
             model.lock_image_tower()
         return model
 
-    def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopKind.load_dense`."""
+    def load(self, model: Any, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
+        """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopKind.load`."""
         file = find_weights(checkpoint)
         if isinstance(model, TwoTowers):
             # A folder may hold open_clip's weights beside a config of transformers.
@@ -93,29 +84,31 @@ class PairsKind:
         load_clip(model, checkpoint, known)
         return {}
 
-    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
-        """Create the stream of evaluation or training pairs, for the model's image size and context length."""
+    def data(
+        self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
+    ) -> BatchStream:
+        """Open the pairs, for the model's image size and context length; see `Kind.data`."""
         config = self.config
         augment = None if seed is None else config.augment
         transform, tokenizer = create_transforms(model, config.model.name, augment)
         return pairs_stream(config.data, transform, tokenizer, seed, process.rank, process.world)
 
-    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Create the task with the config's loss and distillation."""
         distiller = None if teacher is None else create_loss("distill", process)
         criterion = create_loss(self.config.loss, process)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
-    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Columns:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate_set`."""
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate_set(
             model,
-            stream,
+            data,
             tokenizer,
             process.device,
             self.config.precision,
@@ -148,21 +141,21 @@ class PairsKind:
         """Return training pairs, prepared as for evaluation; see `Kind.calibration`."""
         data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
         prepared = PairsKind(dataclasses.replace(self.config, data=data))
-        stream = prepared.create_stream(Process(0, 1, device_of(self)), model)
+        stream = evaluation_data(prepared, model)
         # Spread over the set, whose shards are often sorted.
         step = max(1, stream.steps_per_epoch // batches)
         return [self._moved(batch) for batch in islice(stream.batches(0), 0, step * batches, step)]
 
     def _samples(self, model: nn.Module, count: int) -> dict[str, Tensor]:
         """Return the first evaluation images and captions."""
-        batch = self.create_stream(Process(0, 1, device_of(self)), model).first_batch()
+        batch = evaluation_data(self, model).first_batch()
         return {tower: inputs[:count] for tower, inputs in self._moved(batch).items()}
 
     def _moved(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, texts = batch
         return {"image": images.to(device_of(self)), "text": texts.to(device_of(self))}
 
-    def export(self, model: nn.Module, folder: Path) -> None:
+    def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for open_clip's `local-dir:` if the model is dense."""
         if isinstance(model, TwoTowers):
             save_model(model, self.config.model.name, folder)

@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.timing import Reading
+from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream, text_stream
 from mmod.methods import Method
 from mmod.methods.base import deciding_together
 from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Columns, Evaluated, read_rows
 from mmod.training.engine.kind import device_of
-from mmod.training.engine.loop import fit
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
@@ -37,21 +36,13 @@ class TextKind:
 
     config: TrainConfig
     result = EvalResult
-    # What all kinds of the loop share.
-    create = start.create
-    sketch = start.sketch
-    create_teacher = start.create_teacher
-    create_streams = start.create_streams
-    fit = fit
-    estimate = estimate
-    evaluate = start.evaluate
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model, drawn at random for any `weights`: none are published. See `LoopKind.prepare`."""
         return create_dense(self.config.model)
 
-    def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint, which leaves out weights that are tied to others; see `LoopKind.load_dense`."""
+    def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
+        """Load a checkpoint, which leaves out weights that are tied to others; see `LoopKind.load`."""
 
         def adapt(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
             tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -60,22 +51,24 @@ class TextKind:
 
         return start.load_dense(model, read_weights(checkpoint), checkpoint, methods, adapt)
 
-    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
-        """Create the stream of evaluation or training windows."""
+    def data(
+        self, model: nn.Module, process: Process, seed: int | None = None, classes: Classes | None = None
+    ) -> BatchStream:
+        """Open the windows of evaluation or training; see `Kind.data`."""
         return text_stream(self.config.data, seed, process.rank, process.world)
 
-    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
+    def task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Create the task with the config's distillation and auxiliary losses."""
         return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))
 
-    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Columns:
+    def evaluate(self, model: nn.Module, batch: Batch) -> Columns:
         """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
         return evaluate_batch(model, batch, self.config.precision)
 
-    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Evaluated:
+    def score(self, model: nn.Module, data: BatchStream, process: Process, progress: bool) -> Evaluated:
         """Measure the losses of a model in every way in which it can decide; see `evaluate_ways`."""
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
-        return Evaluated(score(read_rows(read, model, stream, process.device, progress=progress), model))
+        return Evaluated(score(read_rows(read, model, data, process.device, progress=progress), model))
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""
@@ -98,7 +91,7 @@ class TextKind:
         data = dataclasses.replace(self.config.data, val_split=split, val_limit=count, batch_size=size)
         return [tokens.to(device_of(self)) for tokens, _ in text_stream(data).batches(0)]
 
-    def export(self, model: Any, folder: Path) -> None:
+    def save(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` if the model is routed."""
         model.save_pretrained(folder, save_original_format=False)
 

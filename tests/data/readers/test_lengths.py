@@ -20,6 +20,8 @@ from mmod.data.readers.lengths import open_checked
 from mmod.training import fit
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.processor import create_word_processor
+from mmod.training.engine.kind import create
+from mmod.training.kinds import estimate
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import said
 from tests.kit.processors import qwen
@@ -274,7 +276,7 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch
         fit(config, progress=False)
     assert not (tmp_path / "run").exists()
     with pytest.raises(CorruptDataError, match="leaves no answer"):
-        ChatKind(config).estimate()
+        estimate(config)
     config = replace(config, data=replace(data, on_corrupt="skip"))
     with monkeypatch.context() as patch:
         patch.setattr(transformers.TrainingArguments, "world_size", 3)
@@ -284,5 +286,5 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch
     assert result.skipped == {"train": {data.train: 1}, "val": {}}
     assert result.evaluation is not None
     assert sum(result.evaluation.questions.values()) == 2, "prompts are not cut"
-    batches = list(ChatKind(config).calibration(ChatKind(config).create(), 4, 4))
+    batches = list(ChatKind(config).calibration(create(ChatKind(config)), 4, 4))
     assert sum(len(batch["input_ids"]) for batch in batches) == 7

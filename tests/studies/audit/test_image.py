@@ -93,14 +93,14 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
     (uninterrupted,) = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
-    left, evaluate = itertools.count(18, -1), ImageKind.evaluate_batch
+    left, evaluate = itertools.count(18, -1), ImageKind.evaluate
 
     def stopping(*args: Any) -> Any:
         if not next(left):
             raise KeyboardInterrupt
         return evaluate(*args)
 
-    monkeypatch.setattr(ImageKind, "evaluate_batch", stopping)
+    monkeypatch.setattr(ImageKind, "evaluate", stopping)
     with pytest.raises(KeyboardInterrupt):
         main(cut)
     monkeypatch.setattr(ImageKind, "evaluate", evaluate)

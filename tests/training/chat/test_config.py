@@ -9,7 +9,7 @@ import pytest
 
 import mmod
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.model import create_with_processor
+from mmod.training.chat.start import create_with_processor
 from mmod.training.chat.trainer import training_arguments
 
 ROOT = Path(__file__).parents[3]

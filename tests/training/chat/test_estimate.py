@@ -19,9 +19,10 @@ from mmod.adapters.probe import BlockInputs
 from mmod.adapters.proven import Proof
 from mmod.adapters.trial import prove
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
-from mmod.training.chat.model import create_with_processor
+from mmod.training.chat.estimate import ChatEstimate, count_patches
 from mmod.training.chat.processor import create_word_processor
+from mmod.training.chat.start import create_with_processor
+from mmod.training.kinds import estimate
 from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
 from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 

@@ -16,8 +16,8 @@ from PIL import Image
 from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.model import create_with_processor
 from mmod.training.chat.processor import create_bpe_processor, create_processor
+from mmod.training.chat.start import create_with_processor
 from mmod.training.kinds import kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import write_own

@@ -20,7 +20,7 @@ import mmod
 from mmod.data.readers.chat import ChatCollator, LengthSampler
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import UnwrittenError
-from mmod.training.chat.model import create_with_processor
+from mmod.training.chat.start import create_with_processor
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from mmod.training.engine.health import RouterHealth
 from tests.kit.chat_configs import vlm_config

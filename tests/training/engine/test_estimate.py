@@ -14,7 +14,9 @@ from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
 from mmod.training.command import main
-from mmod.training.kinds import kind_of
+from mmod.training.engine.kind import create
+from mmod.training.kinds import estimate as estimate_of
+from mmod.training.kinds import fit, kind_of
 from tests.kit.engine_worker import MODEL
 
 
@@ -31,10 +33,10 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
         device="cpu",
     )
     kind: Any = kind_of(config)
-    estimate = kind.estimate()
+    estimate = estimate_of(kind.config)
     assert not (tmp_path / "run").exists()
 
-    model = kind.create().train()
+    model = create(kind).train()
     images = next(iter(image_stream(config.data, 0).batches(0)))[0]
     with ActivationMemory([images, *model.parameters(), *model.buffers()]) as memory:
         logits = model(images)
@@ -46,7 +48,7 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
     image_flops = mmod.flops(model, (1, 32, 32)).routed
     assert estimate.flops == {"image": image_flops}
     assert estimate.step_flops == 3 * 3 * 64 * image_flops
-    result = kind.fit(progress=False)
+    result = fit(kind.config, progress=False)
     assert (estimate.epochs, estimate.steps) == (result.epochs, result.steps)
 
 
@@ -60,7 +62,7 @@ def test_shards_are_counted_by_the_number_of_processes(tmp_path: Path, monkeypat
         "device": "cpu",
     }
     unsharded, shards = (
-        kind_of(TrainConfig.from_dict({**fields, "distributed": {"kind": kind}})).estimate() for kind in ("ddp", "fsdp")
+        estimate_of(TrainConfig.from_dict({**fields, "distributed": {"kind": kind}})) for kind in ("ddp", "fsdp")
     )
     weights = 4 * unsharded.parameters
     assert (unsharded.weight_bytes, unsharded.training_bytes, unsharded.full_bytes) == (2 * weights, 3 * weights, 0)

@@ -22,7 +22,7 @@ from mmod.opening.open import open_model
 from mmod.opening.open_clip import load_clip
 from mmod.opening.weights import read_weights
 from mmod.training import ModelConfig, TrainConfig
-from mmod.training.engine.start import create_models
+from mmod.training.engine.start import create_models, create_teacher
 from mmod.training.image.kind import ImageKind
 from tests.kit.pairs_worker import MODEL
 from tests.kit.trap import Trap
@@ -120,7 +120,7 @@ def test_timm_chooses_the_same_weights(layout: str, tmp_path: Path) -> None:
 def test_a_teacher_is_read_in_the_same_way(tmp_path: Path) -> None:
     torch.save(LAYOUTS["DeiT"][0], tmp_path / "teacher.pth")
     kind = ImageKind(config(tmp_path, model=ModelConfig(NAME, SMALL)))
-    teacher = kind.create_teacher(str(tmp_path / "teacher.pth"), kind.prepare(weights=False))
+    teacher = create_teacher(kind, str(tmp_path / "teacher.pth"), kind.prepare(weights=False))
     same(teacher.state_dict(), AVERAGE)
 
 

@@ -15,7 +15,7 @@ from mmod.training import TrainConfig, fit
 from mmod.training.chat.preflight import check_words
 from mmod.training.engine.groups import ScheduleConfig, check_warmup
 from mmod.training.image.preflight import check_outputs
-from mmod.training.kinds import config_class, kind_of
+from mmod.training.kinds import config_class, estimate, kind_of
 from tests.kit.engine_worker import MODEL, TensorStream, run, tiny_config
 from tests.kit.sets import SETS
 
@@ -33,7 +33,7 @@ def refused(tmp_path: Path, fields: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         fit(config, progress=False)
     with pytest.raises(ValueError, match=match):
-        kind_of(config).estimate()
+        estimate(config)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

@@ -28,7 +28,7 @@ from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.records import FolderTakenError
 from mmod.opening.runs import find_weights, list_checkpoints
 from mmod.training import EmaConfig, TrainConfig, evaluate
-from mmod.training.engine.kind import Step
+from mmod.training.engine.kind import Step, create
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
@@ -308,7 +308,7 @@ def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: py
     config = tiny_config(output=tmp_path / "run", epochs=2, ema=EmaConfig(decay=0.9))
     expected = run(replace(config, output=str(tmp_path / "other")))
     kind = type(kind_of(config))
-    evaluate: Any = kind.evaluate_set  # type: ignore[attr-defined]
+    evaluate: Any = kind.score  # type: ignore[attr-defined]
     calls = iter(range(10**6))
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -318,7 +318,7 @@ def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: py
         return evaluate(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kind, "evaluate_set", failing)
+        patch.setattr(kind, "score", failing)
         with pytest.raises(OSError, match="a damaged image"):
             run(config)
     kept = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
@@ -348,7 +348,7 @@ def test_the_final_model_is_what_is_scored(tmp_path: Path, average: EmaConfig | 
     scores = {"model": finished.best} | ({} if average is None else {"last": finished.evaluation})
     assert {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()} == set(scores)
     for folder, expected in scores.items():
-        model = kind_of(config).create()
+        model = create(kind_of(config))
         model.load_state_dict(weights(tmp_path / "run" / folder))
         assert evaluate(model, TensorStream(8, seed=None)) == expected  # type: ignore[arg-type]
     assert (finished.best == finished.evaluation) == (average is None)

@@ -14,6 +14,7 @@ import torch
 from mmod.io.files import DamagedFileError
 from mmod.opening.runs import list_checkpoints
 from mmod.opening.weights import read_weights
+from mmod.training.engine.kind import create
 from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import main, run, tiny_config, weights
 from tests.kit.processes import run_processes
@@ -51,7 +52,7 @@ def test_shards_of_two_processes_go_on_in_one_and_in_three(tmp_path: Path) -> No
         f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)
     ]
     # Dense keys and shapes: a model that is not sharded loads them.
-    kind_of(alone).create().load_state_dict(read_weights(tmp_path / "two"))
+    create(kind_of(alone)).load_state_dict(read_weights(tmp_path / "two"))
     for world in (1, 3):
         shutil.copytree(tmp_path / "two", tmp_path / f"on-{world}")
         options = {**two, "output": str(tmp_path / f"on-{world}"), "batch_size": 12 // world}

@@ -26,9 +26,9 @@ from mmod.studies.advise import read_images
 from mmod.studies.audit.sets import read_set
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.kind import load
+from mmod.training.engine.kind import create, evaluate, load
 from mmod.training.image.kind import ImageKind
-from mmod.training.kinds import kind_of
+from mmod.training.kinds import estimate
 from tests.kit.processes import run_processes
 
 NAMES = ["9", "10", "ant", "bee", "cow", "dog"]
@@ -64,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
     kind = ImageKind(config)
     model = load(kind)
-    return kind.evaluate(model).result, model
+    return evaluate(kind, model).result, model
 
 
 def of_run(trained: Path, data: Path, **changes: Any) -> TrainConfig:
@@ -130,7 +130,7 @@ def test_training_on_a_subset_goes_on_with_the_outputs_of_the_run(trained: Path,
     result = fit(config, progress=False)
     assert result.evaluation.classes == "2 of 6 classes, matched by name"
     assert read_classes(tmp_path / "run" / "classes.json") == read_classes(trained / "run" / "classes.json")
-    stream = ImageKind(config).create_stream(Process(0, 1, torch.device("cpu")), ImageKind(config).create(), seed=0)
+    stream = ImageKind(config).data(create(ImageKind(config)), Process(0, 1, torch.device("cpu")), seed=0)
     assert {int(label) for _, labels in stream.batches(0) for label in labels} == {3, 5}
     # Of the classes that are trained, not of those that the run knows.
     shutil.rmtree(tmp_path / "val" / "dog")
@@ -281,7 +281,7 @@ def test_a_process_without_a_readable_sample_waits_for_no_one(tmp_path: Path, pa
                 Image.new("L", (16, 16), number % 3).save(tmp_path / "data" / "labels" / split / f"{number}.png")
             if split == "val" and number % 2:
                 (folder / f"{number}.png").write_bytes(b"no picture")
-    refuse_unreadable(lambda config: kind_of(config).estimate(), tmp_path, patches)
+    refuse_unreadable(estimate, tmp_path, patches)
     log = tmp_path / "log"
     assert run_processes(refuse_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()
     assert run_processes(evaluate_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()

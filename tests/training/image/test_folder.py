@@ -23,7 +23,7 @@ from mmod.opening.opened import Options
 from mmod.opening.transformers import create_images, processor_fields
 from mmod.studies.assess import assess, described
 from mmod.training import fit
-from mmod.training.engine.kind import load
+from mmod.training.engine.kind import create, load
 from mmod.training.engine.start import create_models
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import feature_of
@@ -145,7 +145,7 @@ def test_a_folder_or_a_run_of_transformers_teaches(images: Path) -> None:
 def test_gradients_are_the_same_if_activations_are_recomputed(images: Path) -> None:
     gradients = []
     for recomputes in (False, True):
-        model = ImageKind(config(images, routing=GRADUAL, grad_checkpointing=recomputes)).create()
+        model = create(ImageKind(config(images, routing=GRADUAL, grad_checkpointing=recomputes)))
         torch.manual_seed(0)
         image_output(model, torch.randn(2, 3, 32, 32)).square().sum().backward()
         gradients.append({name: value.grad for name, value in model.named_parameters()})

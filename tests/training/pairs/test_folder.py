@@ -16,7 +16,7 @@ import mmod
 from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.study import run_study
 from mmod.training import fit
-from mmod.training.engine.kind import load
+from mmod.training.engine.kind import evaluate, load
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.kind import PairsKind
 from mmod.training.pairs.model import create_dense, create_transforms
@@ -80,7 +80,7 @@ def test_a_routed_run_is_trained_evaluated_and_reopened(saved: tuple[Path, Any],
     assert isinstance(reopened, type(host))
     again = config_of(tmp_path / "run" / "model", tmp_path / "again", loss=loss)
     kind = PairsKind(again)
-    assert kind.evaluate(load(kind)).result.columns() == pytest.approx(result.evaluation.columns())
+    assert evaluate(kind, load(kind)).result.columns() == pytest.approx(result.evaluation.columns())
     dense = config_of(folder, tmp_path / "dense", model={"name": str(folder), "checkpoint": str(tmp_path / "run")})
     with pytest.raises(ValueError, match="router"):
         load(PairsKind(dense))
@@ -91,7 +91,7 @@ def test_capacity_1_is_evaluated_as_the_dense_model(saved: tuple[Path, Any], tmp
     results = []
     for name, routing in {"dense": None, "routed": {"image": {"router": "linear", "capacity": 1.0}}}.items():
         kind = PairsKind(config_of(folder, tmp_path / name, routing=routing))
-        results.append(kind.evaluate(load(kind)).result.columns())
+        results.append(evaluate(kind, load(kind)).result.columns())
     dense, routed = ({key: value for key, value in columns.items() if "kept" not in key} for columns in results)
     assert routed == pytest.approx(dense)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import mmod
 from mmod.data.corrupt import CorruptDataError
 from mmod.training.engine.kind import load
-from mmod.training.engine.start import create_models
+from mmod.training.engine.start import create_models, sketch
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.kind import PairsKind
 from mmod.training.pairs.model import create_transforms
@@ -129,7 +129,7 @@ class TestStartingWeights:
         for name, value in weights(folder / "dense/model").items():
             assert torch.equal(value, loaded[name])
         assert not torch.equal(drawn["visual.conv1.weight"], loaded["visual.conv1.weight"])
-        assert next(again.sketch().parameters()).is_meta
+        assert next(sketch(again).parameters()).is_meta
         run(clip_config(folder, "routed", routing=ROUTED))
         routed = mmod.load_pretrained(folder / "routed/model")
         assert mmod.is_routed(routed)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import mmod
 from mmod.training import fit
+from mmod.training.engine.kind import create
 from mmod.training.engine.start import create_models
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import TextKind
@@ -78,7 +79,7 @@ def test_what_is_routed_in_training_alone_is_left_dense(tmp_path: Path) -> None:
         assert (result.evaluation.kept, result.evaluation.causal_loss) == ({}, result.evaluation.loss)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
         assert type(model).__name__ == "LlamaForCausalLM"
-        again = TextKind(text_config(tmp_path / "next", model={"checkpoint": str(tmp_path / name)})).create()
+        again = create(TextKind(text_config(tmp_path / "next", model={"checkpoint": str(tmp_path / name)})))
         assert again.state_dict().keys() == model.state_dict().keys()
     routed, ended, dense = (
         weights(tmp_path / name / "model") for name in ("routed", "ended", quiet(tmp_path / "dense").folder)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.adapters import find_parts, used_parameters
+from mmod.adapters import used_parameters
 from mmod.blocks import model_hooks
-from mmod.methods.resolve import resolve_methods
 from mmod.methods.route import is_routed, routed_blocks, routers_of
+from mmod.model import change_
 from mmod.opening.open import TRANSFORMERS, open_model
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
@@ -32,13 +32,18 @@ _PREFIXES = {
 }
 
 
+def create(kind: Any) -> nn.Module:
+    """Create the model that a run starts from; see `mmod.training.engine.kind.create`."""
+    created: nn.Module = create_with_processor(kind.config)[0]
+    return created
+
+
 def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters."""
     processor = create_processor(config)
     model = create_dense(config, processor, on_meta)
-    if config.model.image_size is not None:
-        resize_images(model, config.model.image_size)
-    apply_methods(model, config)
+    for method in config.applied:
+        change_(model, method)
     if config.data.protected is not None:
         _check_protected(model, config.data.protected)
     freeze_parts(model, config.frozen)
@@ -77,17 +82,6 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
     options.modules_to_save = [*(options.modules_to_save or ()), *learning]
     return get_peft_model(model, options)
-
-
-def apply_methods(model: Any, config: TrainConfig) -> None:
-    """Apply the methods and the routing of a config to its dense model, in place."""
-    if config.routing is not None and is_routed(model):
-        raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
-    if config.routing is not None or config.methods:
-        parts = set(config.routing or {}).union(*(method.get("parts", ()) for method in config.methods))
-        depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
-        for method in resolve_methods(config.methods, config.routing or {}, depths):
-            method.apply_(model)
 
 
 def resize_images(model: Any, side: int) -> None:
@@ -150,6 +144,15 @@ def check_routers_learn(model: nn.Module) -> None:
 
 def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     """Create the model before methods are applied; a processor of None leaves the vocabulary to its config."""
+    model = _opened(config, processor, on_meta)
+    if config.routing is not None and is_routed(model):
+        raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
+    if config.model.image_size is not None:
+        resize_images(model, config.model.image_size)
+    return model
+
+
+def _opened(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     source = config.model
     spec: Any = source.config
     if source.checkpoint is not None:

@@ -19,8 +19,8 @@ from mmod.io.files import DamagedFileError
 from mmod.io.tensors import read_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.model import create_with_processor, freeze_parts, resize_images, router_parameters
 from mmod.training.chat.processor import create_processor
+from mmod.training.chat.start import create_with_processor, freeze_parts, resize_images, router_parameters
 from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, PREDICTOR, VISION, vlm_config
 from tests.kit.processors import qwen
 from tests.kit.vlm_zoo import JOINT, make_joint
