@@ -215,7 +215,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.training.chat.kind import ChatKind
     from mmod.training.chat.start import resize_images
     from mmod.training.engine.arguments import parse_run
-    from mmod.training.engine.kind import load
+    from mmod.training.engine.kind import calibration, load
     from mmod.training.kinds import all_configs
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
@@ -236,7 +236,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     opened = open_model(load(kind), dense=True)
     # Batches are whole: the last may go beyond the number.
     number = -(-options.number // options.batch_size)
-    prompts = _a_fifth_first(kind.calibration(opened.model, number, options.batch_size))
+    prompts = _a_fifth_first(calibration(kind, opened.model, number, options.batch_size))
     tokenizer = kind.collator.processor.tokenizer
 
     def is_right(given_A: Tensor, answer_A: Tensor) -> bool:
@@ -246,7 +246,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
 
     def at_size(model: nn.Module, side: int) -> Iterable[Any]:
         resize_images(model, side)
-        return _a_fifth_first(ChatKind(config.at_size(side)).calibration(model, number, options.batch_size))
+        return _a_fifth_first(calibration(ChatKind(config.at_size(side)), model, number, options.batch_size))
 
     return opened.model, prompts, is_right, at_size, f"The model is {opened.sentence}."
 

@@ -73,10 +73,12 @@ def _dense_of(model: nn.Module) -> nn.Module | None:
 
 def _costs(kind: Kind, model: nn.Module, dense: nn.Module | None, kept: Mapping[str, float]) -> dict[str, float]:
     """Count the FLOPs of a sample by its type, and parameters."""
+    from mmod.training.engine.kind import cost
+
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    costs = {_PARAMETERS: parameters, **kind.cost(model, kept)}
+    costs = {_PARAMETERS: parameters, **cost(kind, model, kept)}
     if dense is not None:
-        costs |= {sample + _DENSE: flops for sample, flops in kind.cost(dense, {}).items()}
+        costs |= {sample + _DENSE: flops for sample, flops in cost(kind, dense, {}).items()}
     return costs
 
 
@@ -84,11 +86,13 @@ def _full_batches(
     dense: nn.Module | None, kind: Kind, model: nn.Module, size: int, batches: int
 ) -> Mapping[str, Reading]:
     """Return the pass over one batch by type of sample; a set may have fewer samples than that."""
-    readings = dict(kind.readings(model, size))
+    from mmod.training.engine.kind import readings
+
+    timed = readings(kind, model, size)
     if dense is not None:
-        readings |= {sample + _DENSE: reading for sample, reading in kind.readings(dense, size).items()}
+        timed |= {sample + _DENSE: reading for sample, reading in readings(kind, dense, size).items()}
     # A set may end within a batch, whose time is not that of a full one.
-    return {name: reading for name, reading in readings.items() if reading.samples == size}
+    return {name: reading for name, reading in timed.items() if reading.samples == size}
 
 
 def described(table: Table) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from mmod.adapters import find_stack, image_facts, patch_grid
+from mmod.analysis import flops
 from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
 from mmod.io.yaml import BASE_KEY, merged, read_yaml
@@ -305,9 +306,9 @@ def _from_scratch(plain: Candidate, epochs: int, changes: Mapping[str, object]) 
 
 def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
-    kind = kind_of(dense.started_from(None))
-    model = sketch(kind)
-    report: Any = kind.report(model)
+    model = sketch(kind_of(dense.started_from(None)))
+    assert dense.image_shape is not None
+    report = flops(model, dense.image_shape)
     depth = len(find_stack(model).blocks)
     costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
     depths = set()

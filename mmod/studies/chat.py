@@ -108,7 +108,7 @@ class ChatStudy(StudyKind):
 
     def readings(self, kind: Any, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
         """Return the prefill of a batch of prompts, and their prefill with some decoded tokens."""
-        prefill = kind.readings(model, size, batches)["prompt"]
+        prefill = super().readings(kind, model, size, batches)["prompt"]
         prompts = kind.prompts(size)[0]
         answer = partial(generate, model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
         return {"prompt": prefill, _ANSWER: Reading(answer, prefill.samples)}

@@ -243,7 +243,7 @@ def times_of(
 
     Args:
         runs: By name; that of the dense model among them.
-        readings: The passes that are timed, as `Kind.readings`, whose first argument is the kind.
+        readings: The passes that are timed, as `mmod.training.engine.kind.readings`.
     """
     kinds = {name: kind_of(run.final_config) for name, run in runs.items()}
     identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(sizes)}

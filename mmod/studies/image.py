@@ -51,6 +51,7 @@ from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device
+from mmod.training.engine.kind import cost
 from mmod.training.engine.start import sketch
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION, iou_of
@@ -144,7 +145,7 @@ class ImageStudy(StudyKind):
         images = timed_images(run.config, self.evaluation.batch).to(choose_device(run.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        gflops = kind_of(run.config).cost(model, rows.kept)["image"] / 1e9
+        gflops = cost(kind_of(run.config), model, rows.kept)["image"] / 1e9
         return {"gflops": gflops, "peak_mb": peak / 1e6}
 
     def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:

@@ -36,6 +36,7 @@ from mmod.studies.runs import Comparison, Run, config_of
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of
+from mmod.training.text.kind import window_flops
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
@@ -94,11 +95,10 @@ def settings_of(config: IsoflopConfig) -> list[Setting]:
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
             run = config_of(sized, dense)
-            kind = kind_of(run)
-            model = sketch(kind)
+            model = sketch(kind_of(run))
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
-            forward = int(kind.cost(model, {})["window"])
+            forward = window_flops(model, run.data.length)
             window = training_flops(model, run.data.length)
             for budget in config.budgets:
                 step = window * run.data.batch_size * run.accumulate

@@ -22,7 +22,7 @@ from mmod.studies.runs import Comparison, Run
 from mmod.training import kinds
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.kind import Kind, evaluate, load
+from mmod.training.engine.kind import Kind, evaluate, load, readings
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import kind_of
 
@@ -81,7 +81,7 @@ class StudyKind:
     """What a kind of model contributes to a study; a kind overrides what differs.
 
     Attributes:
-        times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
+        times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.inputs`.
         weigh: See `Table.weigh`.
 
     Args:
@@ -128,8 +128,8 @@ class StudyKind:
         return {}
 
     def readings(self, kind: Kind, model: nn.Module, size: int, batches: int) -> Mapping[str, Reading]:
-        """Return the passes that are timed, see `Kind.readings`."""
-        return kind.readings(model, size, batches)
+        """Return the passes that are timed, see `mmod.training.engine.kind.readings`."""
+        return readings(kind, model, size, batches)
 
     def derive(self, times: Mapping[str, dict[str, float]]) -> None:
         """Add columns that follow from those of times, by candidate."""

@@ -12,6 +12,7 @@ from mmod.analysis.table import Measured, Table
 from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
+from mmod.training.engine.kind import cost
 from mmod.training.kinds import kind_of
 
 _COLUMNS = (
@@ -43,8 +44,8 @@ class PairsStudy(StudyKind):
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image, of one caption, and of both."""
         # By tower: what both save together hides which of them does.
-        cost = kind_of(run.config).cost(model, rows.kept)
-        by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
+        costs = cost(kind_of(run.config), model, rows.kept)
+        by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in costs.items()}
         return {**by_tower, "gflops": sum(by_tower.values())}
 
     def derive(self, times: Mapping[str, dict[str, float]]) -> None:

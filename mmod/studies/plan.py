@@ -69,7 +69,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
     from mmod.config import RoutingConfig
     from mmod.io.store import STORE
     from mmod.planning.search import search_plan
-    from mmod.training.engine.kind import load
+    from mmod.training.engine.kind import calibration, load
 
     kind = kind_of(config)
     if getattr(config, "routing", None) is not None:
@@ -85,7 +85,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
             make_folder(folder)
             search = search_plan(
                 model,
-                kind.calibration(model, options.batches, options.batch_size),
+                calibration(kind, model, options.batches, options.batch_size),
                 options.budget,
                 part=options.part or config.parts[0],
                 options=_named(options),

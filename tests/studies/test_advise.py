@@ -33,7 +33,7 @@ from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.processor import create_word_processor
 from mmod.training.chat.start import resize_images
 from mmod.training.engine.groups import ScheduleConfig
-from mmod.training.engine.kind import load
+from mmod.training.engine.kind import calibration, load
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip, small_config
@@ -336,7 +336,7 @@ def test_prompts_with_smaller_images_are_compared_with_the_same_dense_answers(
     config = ChatConfig(output="run", model=ChatModelConfig(str(tmp_path / "llava")), data=data)
     kinds = [ChatKind(config), ChatKind(config.at_size(4))]
     models: list[Any] = [load(kind) for kind in kinds]
-    batches = [list(kind.calibration(model, 4, 2)) for kind, model in zip(kinds, models)]
+    batches = [list(calibration(kind, model, 4, 2)) for kind, model in zip(kinds, models)]
     image = models[0].config.image_token_id
 
     def answers(model: Any, batch: dict[str, Any]) -> torch.Tensor:

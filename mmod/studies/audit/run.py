@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from mmod.analysis import FlopReport, flops
 from mmod.analysis.counting import by_data
 from mmod.analysis.evaluations import check_classes
 from mmod.analysis.statistics import published
@@ -39,7 +40,7 @@ from mmod.studies.audit.sets import Batches, read_set, sets_of
 from mmod.training.engine.arguments import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
-from mmod.training.engine.kind import Kind, device_of, load
+from mmod.training.engine.kind import Kind, cost, device_of, load
 from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.kind import sample_images
 from mmod.training.image.preflight import check_same_classes
@@ -127,7 +128,15 @@ def _cost(kind: Kind, model: nn.Module, batches: Batches) -> float:
         with torch.inference_mode():
             parts = [kind.evaluate(model, _on_device(kind, labelled.batch)) for labelled in batches]
         kept = kept_means(joined(parts))
-    return float(sum(kind.cost(model, kept).values()))
+    return float(sum(cost(kind, model, kept).values()))
+
+
+def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
+    """Count the FLOPs of a sample by part; None for models of text, which are counted by lengths alone."""
+    if "language" in kind.config.parts:
+        return None
+    samples = {name: next(iter(one.batches)) for name, one in kind.inputs(model, 1).items()}
+    return flops(model, {name: batch[:1] for name, batch in samples.items()})
 
 
 def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generation | None:
@@ -159,17 +168,17 @@ def _write(
     command: str,
 ) -> None:
     """Write pictures, text and record of an audit."""
-    counted = kind.report(model)
-    cost = None if counted is None else dict(counted.to_dict())
+    counted = _counted(kind, model)
+    by_part = None if counted is None else dict(counted.to_dict())
     generation = _generation(kind, model, options)
     maps = _maps(kind, model, options.maps)
     if maps is not None:
         save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)
     text = f"{report}\n"
-    if cost is not None and baseline_costs:
+    if by_part is not None and baseline_costs:
         others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in baseline_costs.items())
-        routed = cost["routed"] / 1e6
+        routed = by_part["routed"] / 1e6
         text += f"\nMFLOPs of a sample, as counted on these: this model {routed:.2f}, {others}.\n"
     if generation is not None:
         text += f"\n{generation}\n"
@@ -179,7 +188,7 @@ def _write(
         "command": command,
         "environment": environment(),
         "audit": report.to_dict(),
-        "flops": cost,
+        "flops": by_part,
         "baseline_flops": baseline_costs,
         "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
     }

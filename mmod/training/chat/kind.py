@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,7 +16,6 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.evaluations import evaluate_answers
-from mmod.analysis.timing import Reading
 from mmod.data.labels import Classes
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
@@ -27,7 +26,7 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_dense
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
-from mmod.training.engine.kind import device_of
+from mmod.training.engine.kind import Input, device_of
 
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8
@@ -71,26 +70,28 @@ class ChatKind:
         size = config.eval_batch_size
         return ask(model, collator, questions, batch_size=size, max_new_tokens=config.max_new_tokens, progress=progress)
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+        """Return one batch of prompts with one image, or whole training conversations; see `Kind.inputs`."""
+        parts: Any
+        if training:
+            parts = self._spread(batches * size, size)
+            samples = len(parts.dataset)
+        else:
+            parts = [self.prompts(size)[0]]
+            samples = len(parts[0]["input_ids"])
+        return {"prompt": Input(parts, samples, partial(fill_cache, model), partial(self._flops, model))}
+
+    def _flops(self, model: nn.Module, kept: Mapping[str, float]) -> float:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
         _, text, image = self.prompts(_COUNTED)
-        return {"prompt": flops(model, Prompt(text, image), needed_shares(model, kept)).routed}
+        return flops(model, Prompt(text, image), needed_shares(model, kept)).routed
 
-    def report(self, model: nn.Module) -> None:
-        """Count nothing by part."""
-
-    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
-        """Return the prefill of a batch of prompts with one image."""
-        prompts = self.prompts(size)[0]
-        return {"prompt": Reading(partial(fill_cache, model, prompts), len(prompts["input_ids"]))}
-
-    def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
-        """Return training conversations; see `Kind.calibration`."""
+    def _spread(self, count: int, size: int) -> DataLoader[Any]:
+        """Return encoded training conversations in batches, evenly over the data, the first among them."""
         collator = self.collator
         device = device_of(self)
-        chats = self.data(model, Process(0, 1, device), self.config.seed)
-        count = min(len(chats), batches * size)
-        # Evenly over the data, with the first conversation among them.
+        chats = open_checked(self.config.data.train, self.config.data, collator)
+        count = min(len(chats), count)
         chosen = [number * len(chats) // count for number in range(count)]
 
         def encoded(batch: list[ChatSample]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from mmod.analysis.memory import ActivationMemory
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
-from mmod.training.engine.kind import LoopKind, device_of
+from mmod.training.engine.kind import LoopKind, cost, device_of
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.preflight import check_evaluation
 from mmod.training.engine.start import begin
@@ -107,7 +107,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
         epochs=epochs,
         steps=epochs * epoch_steps,
         batch=batch,
-        flops=kind.cost(model.eval(), kept_means(kept_rows(decisions))),
+        flops=cost(kind, model.eval(), kept_means(kept_rows(decisions))),
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
         processes=world,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis import FlopReport
 from mmod.analysis.timing import Reading
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
@@ -45,6 +45,24 @@ class Step(NamedTuple):
 
 AfterStep = Callable[[Step], object]
 """A function that a run calls after each optimiser step, in every process."""
+
+
+class Input(NamedTuple):
+    """What a model reads, and what is counted, timed and calibrated of it.
+
+    Attributes:
+        batches: Batches on the model's device. A plan is searched on them, or where a model reads several inputs, on
+            mappings of these by name.
+        samples: Number of samples in all of them.
+        read: A forward pass over a batch.
+        flops: The FLOPs of one sample. Where these depend on the data, they follow from the kept shares of an
+            evaluation, see `RoutedResult.kept`.
+    """
+
+    batches: Iterable[Any]
+    samples: int
+    read: Callable[[Any], object]
+    flops: Callable[[Mapping[str, float]], float]
 
 
 class Kind(Protocol):
@@ -83,20 +101,14 @@ class Kind(Protocol):
     def score(self, model: nn.Module, data: Any, process: Process, progress: bool) -> Evaluated:
         """Evaluate a model over the evaluation samples of this process, as `data` opened them."""
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
-        """Count the FLOPs of a sample by input: an "image", a caption ("text"), a "window" or a "prompt".
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+        """Return what the model reads by name: an "image", a caption ("text"), a "window" or a "prompt".
 
-        Where the cost depends on the data, it follows from the kept shares of an evaluation, see `RoutedResult.kept`.
+        Args:
+            size: Samples in a batch, where the set has as many.
+            batches: At most so many; one is enough, of evaluation samples.
+            training: Take training samples, prepared as for evaluation and spread evenly over the set.
         """
-
-    def report(self, model: nn.Module) -> FlopReport | None:
-        """Count the FLOPs of a sample by part; None for models that `mmod.flops` does not count."""
-
-    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
-        """Return forward passes over at most so many batches of `size` evaluation samples, by input as in `cost`."""
-
-    def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
-        """Return so many batches of `size` training samples for `mmod.search_plan`, spread evenly over the set."""
 
 
 class LoopKind(Kind, Protocol):
@@ -136,6 +148,30 @@ def load(kind: Kind) -> nn.Module:
     # A new head is drawn here, with the draws that `fit` gives it.
     seed_draws(kind.config.seed, 0, 0)
     return create(kind).to(device_of(kind)).eval()
+
+
+def cost(kind: Kind, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
+    """Count the FLOPs of a sample by input, from the kept shares of an evaluation where they depend on the data."""
+    return {name: one.flops(kept) for name, one in kind.inputs(model, 1).items()}
+
+
+def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
+    """Return forward passes over at most so many batches of `size` evaluation samples, by input."""
+
+    def run(one: Input) -> None:
+        for batch in one.batches:
+            one.read(batch)
+
+    inputs = kind.inputs(model, size, batches)
+    return {name: Reading(partial(run, one), one.samples) for name, one in inputs.items()}
+
+
+def calibration(kind: Kind, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
+    """Return so many batches of `size` training samples for `mmod.search_plan`, spread evenly over the set."""
+    by_name = {name: one.batches for name, one in kind.inputs(model, size, batches, training=True).items()}
+    if len(by_name) == 1:
+        return next(iter(by_name.values()))
+    return [dict(zip(by_name, together)) for together in zip(*by_name.values())]
 
 
 def evaluation_data(kind: Kind, model: nn.Module) -> Any:

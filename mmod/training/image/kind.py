@@ -16,11 +16,9 @@ from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, image_facts
-from mmod.analysis import FlopReport
+from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops, inference_flops
-from mmod.analysis.timing import Reading, image_reading
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.methods import Method, methods_of
@@ -33,7 +31,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import device_of
+from mmod.training.engine.kind import Input, device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import TrainConfig
@@ -146,28 +144,18 @@ class ImageKind:
         result, outcomes = results[chosen]
         return Evaluated(dataclasses.replace(result, capacities=accuracies), outcomes)
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
-        """Count the FLOPs of an image, the mean if they depend on the data."""
-        if by_data(model):
-            return {"image": flops(model, self.config.image_shape, kept=kept).routed}
-        image = torch.empty(1, *self.config.image_shape, dtype=next(model.parameters()).dtype, device="meta")
-        return {"image": inference_flops(model, {"image": image})}
-
-    def report(self, model: nn.Module) -> FlopReport:
-        """Count the FLOPs of an image by part."""
-        return flops(model, self.config.image_shape)
-
-    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
-        """Return forward passes over evaluation images of all classes, which are repeated where there are too few."""
-        images = timed_images(self.config, size * batches).to(device_of(self))
-        return {"image": image_reading(model, images, size)}
-
-    def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
-        """Return training images, prepared as for evaluation; see `Kind.calibration`."""
-        data = self.config.data
-        # As an evaluation set, because training images are augmented.
-        prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
-        return [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+        """Return images of all classes; those of evaluation are repeated where there are too few. See `Kind.inputs`."""
+        if training:
+            data = self.config.data
+            # As an evaluation set, because training images are augmented.
+            prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
+            parts = [images for images, _ in image_stream(prepared).batches(0)]
+        else:
+            parts = list(timed_images(self.config, size * batches).split(size))
+        moved = [images.to(device_of(self)) for images in parts]
+        count = partial(_flops, model, self.config.image_shape)
+        return {"image": Input(moved, sum(map(len, moved)), partial(image_output, model), count)}
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""
@@ -206,6 +194,14 @@ def _adapted(model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fre
             "model.head='fresh' takes the other weights alone"
         )
     return state
+
+
+def _flops(model: nn.Module, shape: tuple[int, int, int], kept: Mapping[str, float]) -> float:
+    """Count the FLOPs of an image, the mean if they depend on the data."""
+    if by_data(model):
+        return flops(model, shape, kept=kept).routed
+    image = torch.empty(1, *shape, dtype=next(model.parameters()).dtype, device="meta")
+    return inference_flops(model, {"image": image})
 
 
 def sample_images(config: TrainConfig, count: int) -> Tensor:

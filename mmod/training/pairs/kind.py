@@ -14,9 +14,8 @@ import open_clip
 from open_clip.push_to_hf_hub import save_config_for_hf
 from torch import Tensor, nn
 
-from mmod.analysis import FlopReport, flops
+from mmod.analysis import flops
 from mmod.analysis.counting import needed_shares
-from mmod.analysis.timing import Reading
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream, pairs_stream
 from mmod.io.files import is_of_transformers, make_folder
@@ -31,7 +30,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import device_of, evaluation_data
+from mmod.training.engine.kind import Input, device_of, evaluation_data
 from mmod.training.engine.task import Batch
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
@@ -118,42 +117,23 @@ class PairsKind:
             progress=progress,
         )
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
-        """Count the FLOPs of one image and of one caption."""
-        shares = needed_shares(model, kept)
-        return {
-            tower: flops(model, {tower: inputs}, kept=shares).routed
-            for tower, inputs in self._samples(model, 1).items()
-        }
-
-    def report(self, model: nn.Module) -> FlopReport:
-        """Count the FLOPs of a pair by part."""
-        return flops(model, self._samples(model, 1))
-
-    def readings(self, model: Any, size: int, batches: int = 1) -> dict[str, Reading]:
-        """Return a forward pass of each tower over a batch."""
-        return {
-            tower: Reading(partial(getattr(model, f"encode_{tower}"), inputs), len(inputs))
-            for tower, inputs in self._samples(model, size).items()
-        }
-
-    def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:
-        """Return training pairs, prepared as for evaluation; see `Kind.calibration`."""
-        data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
-        prepared = PairsKind(dataclasses.replace(self.config, data=data))
-        stream = evaluation_data(prepared, model)
-        # Spread over the set, whose shards are often sorted.
-        step = max(1, stream.steps_per_epoch // batches)
-        return [self._moved(batch) for batch in islice(stream.batches(0), 0, step * batches, step)]
-
-    def _samples(self, model: nn.Module, count: int) -> dict[str, Tensor]:
-        """Return the first evaluation images and captions."""
-        batch = evaluation_data(self, model).first_batch()
-        return {tower: inputs[:count] for tower, inputs in self._moved(batch).items()}
-
-    def _moved(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        images, texts = batch
-        return {"image": images.to(device_of(self)), "text": texts.to(device_of(self))}
+    def inputs(self, model: Any, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+        """Return images and captions, each for its tower; those of evaluation are the first. See `Kind.inputs`."""
+        if training:
+            data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
+            stream = evaluation_data(PairsKind(dataclasses.replace(self.config, data=data)), model)
+            # Spread over the set, whose shards are often sorted.
+            step = max(1, stream.steps_per_epoch // batches)
+            pairs = list(islice(stream.batches(0), 0, step * batches, step))
+        else:
+            images, texts = evaluation_data(self, model).first_batch()
+            pairs = [(images[:size], texts[:size])]
+        inputs = {}
+        for number, tower in enumerate(("image", "text")):
+            parts = [pair[number].to(device_of(self)) for pair in pairs]
+            count = partial(_flops, model, {tower: parts[0][:1]})
+            inputs[tower] = Input(parts, sum(map(len, parts)), getattr(model, f"encode_{tower}"), count)
+        return inputs
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for open_clip's `local-dir:` if the model is dense."""
@@ -167,3 +147,8 @@ class PairsKind:
         make_folder(folder)
         save_config_for_hf(model, folder / "open_clip_config.json", model_config=described)
         write_tensors(folder / "open_clip_model.safetensors", model.state_dict())
+
+
+def _flops(model: nn.Module, sample: Mapping[str, Tensor], kept: Mapping[str, float]) -> float:
+    """Count the FLOPs of one image, or of one caption."""
+    return flops(model, sample, kept=needed_shares(model, kept)).routed

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
-from mmod.analysis.timing import Reading
 from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream, text_stream
 from mmod.methods import Method
@@ -22,7 +21,7 @@ from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated, read_rows
-from mmod.training.engine.kind import device_of
+from mmod.training.engine.kind import Input, device_of
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
@@ -70,30 +69,23 @@ class TextKind:
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
         return Evaluated(score(read_rows(read, model, data, process.device, progress=progress), model))
 
-    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
-        """Count the FLOPs of a window with the decisions of training."""
-        return {"window": window_flops(model, self.config.data.length, kept)}
-
-    def report(self, model: nn.Module) -> None:
-        """Count nothing by part."""
-
-    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
-        """Return a forward pass over a batch of evaluation windows."""
-        tokens = self._windows(self.config.data.val_split, size, size)[0]
-        return {"window": Reading(partial(logits_of, model, tokens), len(tokens))}
-
-    def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:
-        """Return windows of the training text; see `Kind.calibration`."""
-        windows = self._windows(self.config.data.train_split, batches * size, size)
-        return [{"input_ids": tokens} for tokens in windows]
-
-    def _windows(self, split: str, count: int, size: int) -> list[Tensor]:
-        data = dataclasses.replace(self.config.data, val_split=split, val_limit=count, batch_size=size)
-        return [tokens.to(device_of(self)) for tokens, _ in text_stream(data).batches(0)]
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+        """Return windows, one batch of evaluation; see `Kind.inputs`. Costs are those with decisions of training."""
+        data = self.config.data
+        split, count = (data.train_split, batches * size) if training else (data.val_split, size)
+        limited = dataclasses.replace(data, val_split=split, val_limit=count, batch_size=size)
+        windows = [{"input_ids": tokens.to(device_of(self))} for tokens, _ in text_stream(limited).batches(0)]
+        samples = sum(len(batch["input_ids"]) for batch in windows)
+        read = partial(_logits, model)
+        return {"window": Input(windows, samples, read, partial(window_flops, model, data.length))}
 
     def save(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` if the model is routed."""
         model.save_pretrained(folder, save_original_format=False)
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return logits_of(model, batch["input_ids"])
 
 
 def create_dense(config: ModelConfig) -> Any:

@@ -20,7 +20,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.training import fit
 from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.processor import create_word_processor
-from mmod.training.engine.kind import create
+from mmod.training.engine.kind import calibration, create
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import said
@@ -286,5 +286,5 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch
     assert result.skipped == {"train": {data.train: 1}, "val": {}}
     assert result.evaluation is not None
     assert sum(result.evaluation.questions.values()) == 2, "prompts are not cut"
-    batches = list(ChatKind(config).calibration(create(ChatKind(config)), 4, 4))
+    batches = list(calibration(ChatKind(config), create(ChatKind(config)), 4, 4))
     assert sum(len(batch["input_ids"]) for batch in batches) == 7
