@@ -12,7 +12,7 @@ from PIL import Image
 import mmod
 from mmod.data.loader import _transform
 from mmod.training import TrainConfig
-from mmod.training.image.opened import open_start
+from mmod.training.image.kind import open_start
 from mmod.training.image.preflight import check_input
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ def test_config_builds_and_routes_its_model(path: Path) -> None:
     config = TrainConfig.load(path)
     assert config.output == f"runs/{path.parent.name}/{path.stem}"
     with torch.device("meta"):
-        model = open_start(vars(config.model), weights=False).model
+        model = open_start(config.model, weights=False)
     check_input(model, config.data, config.model.pretrained)
     routing = config.image_routing
     if routing is not None:

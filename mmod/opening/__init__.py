@@ -2,6 +2,6 @@
 
 `open.py` tells the forms of a name apart. `timm.py`, `open_clip.py`, `transformers.py` (image models) and `language.py`
 (models that read text) make the model, `runs.py` knows the folder of a training run, and `weights.py` and `foreign.py`
-read checkpoints. What a kind of training knows of its runs is in `opened.py` of its folder. Folders that mmod saved are
+read checkpoints. What configs know of their runs is in `mmod/training/opened.py`. Folders that mmod saved are
 built again by the adapters (`mmod.load_pretrained`).
 """

@@ -14,22 +14,18 @@ from torch import nn
 
 from mmod.adapters import find_library
 from mmod.io.files import is_of_transformers, read_json_object
-from mmod.io.yaml import read_yaml
 from mmod.lazy import import_path
 from mmod.methods.base import methods_of, undo_
-from mmod.methods.resolve import resolve_methods
 from mmod.opening.opened import NAME_A_FILE, Opened, Options
 from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder
-from mmod.opening.weights import load_weights, read_weights
 from mmod.pretrained import CONFIG, HUB, has_changed, load_pretrained, local_folder
-from mmod.values import brief, check_module, one_of
+from mmod.values import brief, check_module
 
 OPEN_CLIP = "open_clip:"
 TRANSFORMERS = "transformers:"
 CLIP_CONFIG = "open_clip_config.json"
-# The package with a folder of each kind of training, in which `opened.py` says how the runs of a kind are opened. It
-# stands above and is imported when a run is opened.
-_TRAINING = "mmod.training"
+# It stands above, and is imported when a run is opened.
+_RUNS = "mmod.training.opened"
 
 
 def open_model(
@@ -184,45 +180,20 @@ def _module(model: nn.Module) -> Opened:
 
 def _run(run: Path, path: Path, options: Options) -> Opened:
     """Open the model of a run: what it has saved, or a checkpoint with the architecture in its config."""
-    fields = read_yaml(run / RUN_CONFIG)
-    kind = fields.get("kind", "image")
     folder = model_folder(path)
     if folder is not None:
         opened = _folder(folder, options)
     else:
         options.refuse_changes(path, "weights of a run")
-        opened = _checkpoint(kind, fields, path)
+        opened = import_path(f"{_RUNS}:open_checkpoint")(run, path)
     is_final = folder == run / FINAL_MODEL
     name = f"the weights {path} of the run {run}"
     if is_final:
         name = f"the final model of the run {run}"
     elif path == run:
         name = f"the last checkpoint of the run {run}, which is not finished"
-    opened = opened._replace(sentence=name)
-    named: Opened = import_path(f"{_folder_of(kind)}.opened:of_run")(opened, fields, run)
+    named: Opened = import_path(f"{_RUNS}:of_run")(opened._replace(sentence=name), run)
     return named
-
-
-def _folder_of(kind: str) -> str:
-    """Return the package of a kind of training; a ValueError for a name of none."""
-    one_of("kind", kind, tuple(import_path(f"{_TRAINING}.kinds:KINDS")))
-    return f"{_TRAINING}.{kind}"
-
-
-def _checkpoint(kind: str, fields: Mapping[str, Any], path: Path) -> Opened:
-    """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
-    folder = _folder_of(kind)
-    opened: Opened = import_path(f"{folder}.opened:open_start")(fields["model"], weights=False)
-    routing = fields.get("routing") or {}
-    # Kinds with one part have its fields in `routing` itself.
-    part = import_path(f"{folder}.config:TrainConfig").part
-    by_part = {part: routing} if part else routing
-    for method in resolve_methods(fields.get("methods") or [], {name: of for name, of in by_part.items() if of}):
-        method.apply_(opened.model)
-    state = read_weights(path)
-    # Training calls models of pairs in folders of transformers through a wrapper.
-    load_weights(opened.model, {name.removeprefix("inner."): value for name, value in state.items()}, path)
-    return opened
 
 
 def _with_methods(opened: Opened, dense: bool) -> Opened:

@@ -189,8 +189,7 @@ def fit(config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
     Args:
         store: That of the comparison, whose runs share the check of their evaluation samples.
     """
-    options: dict[str, Any] = {"after_step": lambda step: callback(step.done / step.total), "store": store}
-    fitted: FitResult[Any] = kinds.fit(config, progress=False, **options)  # type: ignore[call-overload]
+    fitted = kinds.fit(config, progress=False, after_step=lambda step: callback(step.done / step.total), store=store)
     if fitted.best is None:
         raise ValueError("there is nothing to ask: set data.val")
     return fitted

@@ -3,13 +3,13 @@
 Each kind of training is a folder with these files and more of its own:
 
 - `config.py`: the options, as `ModelConfig` and `TrainConfig`. It is imported without torch, so that `--help` is fast.
-- `opened.py`: opens the model of a run for `mmod.open_model`.
 - `task.py`: the objective, a subclass of `engine.task.Task`; conversations have transformers' Trainer, `trainer.py`.
 - `evaluate.py`: evaluates one batch, and sums up an evaluation as `EvalResult`.
-- `kind.py`: the object whose functions the loop and all commands call (`engine.kind.Kind`).
+- `kind.py`: the object whose ten members all commands call (`engine.kind.LoopKind`).
 
-`engine` holds what the kinds share: run folders, checkpoints, logs, processes, checks before the first step, and the
-training loop. A new kind is such a folder, a row in `mmod/training/kinds.py`, and the same folder of tests.
+`engine` holds what the kinds share: functions over a kind, run folders, checkpoints, logs, processes, checks before the
+first step, and the training loop. `opened.py` opens their runs for `mmod.open_model`. A new kind is one file or such a
+folder, and a row in `mmod/training/kinds.py`.
 """
 
 from typing import TYPE_CHECKING

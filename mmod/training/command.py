@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
     if not (Path(config.output) / RUN_CONFIG).exists():
         config.check_weights()
     if not dry:
-        result: FitResult[Any] = fit(config)  # type: ignore[call-overload]
+        result = fit(config)
         # It imports torch, which `--help` answers without.
         from mmod.training.engine.distributed import is_first_process
 

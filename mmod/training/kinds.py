@@ -14,6 +14,7 @@ from mmod.lazy import import_path
 from mmod.values import one_of
 
 if TYPE_CHECKING:
+    from mmod.io.store import Store
     from mmod.training.chat import config as chat
     from mmod.training.chat.evaluate import EvalResult as ChatResult
     from mmod.training.engine.config import RunConfig
@@ -33,12 +34,14 @@ class Row(NamedTuple):
     """A kind of training.
 
     Attributes:
-        kind: Name of the `Kind` in the file `kind.py` of its folder, which imports the libraries that it needs.
+        config: Path of the config of its runs, imported without torch, so that `--help` is fast.
+        kind: Path of its `Kind`, imported with the libraries that it needs.
         purpose: What `mmod train KIND` does.
         example: A config that comes with mmod.
         advised: What `mmod advise` reads besides a model of this kind; empty where it gives no advice.
     """
 
+    config: str
     kind: str
     purpose: str
     example: str
@@ -46,18 +49,40 @@ class Row(NamedTuple):
 
 
 KINDS = {
-    "image": Row("ImageKind", "train an image classifier", "digits/dense", "--images FOLDER"),
-    "pairs": Row("PairsKind", "train a CLIP model on image-text pairs", "clip/scenes"),
-    "chat": Row("ChatKind", "fine-tune a vision-language model on conversations", "vlm/tiny-llava", "--prompts FILE"),
-    "text": Row("TextKind", "train a causal language model on text, byte by byte", "text/mod"),
+    "image": Row(
+        "mmod.training.image.config:TrainConfig",
+        "mmod.training.image.kind:ImageKind",
+        "train an image classifier",
+        "digits/dense",
+        "--images FOLDER",
+    ),
+    "pairs": Row(
+        "mmod.training.pairs.config:TrainConfig",
+        "mmod.training.pairs.kind:PairsKind",
+        "train a CLIP model on image-text pairs",
+        "clip/scenes",
+    ),
+    "chat": Row(
+        "mmod.training.chat.config:TrainConfig",
+        "mmod.training.chat.kind:ChatKind",
+        "fine-tune a vision-language model on conversations",
+        "vlm/tiny-llava",
+        "--prompts FILE",
+    ),
+    "text": Row(
+        "mmod.training.text.config:TrainConfig",
+        "mmod.training.text.kind:TextKind",
+        "train a causal language model on text, byte by byte",
+        "text/mod",
+    ),
 }
-"""The kinds by name, which is also that of their folder."""
+"""The kinds by name."""
 
 
 def config_class(name: str) -> type[RunConfig]:
     """Return the config of a kind by name; imported without torch, so that `--help` is fast."""
     one_of("kind", name, tuple(KINDS))
-    config: type[RunConfig] = import_path(f"mmod.training.{name}.config:TrainConfig")
+    config: type[RunConfig] = import_path(KINDS[name].config)
     return config
 
 
@@ -86,7 +111,7 @@ def kind_of(config: object) -> Kind:
     # Configs of commands are made from those of the kinds.
     if name not in KINDS or not isinstance(config, config_class(name)):
         raise TypeError(f"a run's config must be one of {', '.join(KINDS)}, got {type(config).__name__}")
-    kind: Callable[[RunConfig], Kind] = import_path(f"mmod.training.{name}.kind:{KINDS[name].kind}")
+    kind: Callable[[RunConfig], Kind] = import_path(KINDS[name].kind)
     return kind(config)
 
 
@@ -106,6 +131,10 @@ def fit(
 def fit(
     config: chat.TrainConfig, *, progress: bool = ..., after_step: AfterStep = ...
 ) -> FitResult[ChatResult | None]: ...
+@typing.overload
+def fit(
+    config: RunConfig, *, progress: bool = ..., after_step: AfterStep = ..., store: Store = ...
+) -> FitResult[Any]: ...
 def fit(config: RunConfig, **options: Any) -> FitResult[RoutedResult | None]:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 

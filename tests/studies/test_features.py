@@ -42,7 +42,7 @@ from mmod.studies.study import run_study
 from mmod.training.engine import start
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import extract, feature_of, read_features
-from mmod.training.image.opened import open_start
+from mmod.training.image.kind import open_start
 from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
@@ -205,7 +205,7 @@ def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("weights were asked for"))
     config = ModelConfig(name="vit_small_patch14_dinov2", pretrained=True)
     with pytest.raises(ConnectionError, match=r"'vit_small_patch14_dinov2' .*: set model\.checkpoint to a file"):
-        open_start(vars(config))
+        open_start(config)
     with pytest.raises(ConnectionError, match=r"'vit_small_patch14_dinov2' .*: set checkpoint to a file of weights$"):
         check_published(config.name, config.args, "set checkpoint to a file of weights")
 

@@ -23,7 +23,7 @@ def test_a_kind_imports_the_engine_and_no_other_kind(folder: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_has_the_files_that_the_package_names(kind: str) -> None:
     named = set(re.findall(r"- `(\w+\.py)`", mmod.training.__doc__ or ""))
-    assert len(named) == 5
+    assert len(named) == 4
     missing = {name for name in named if not (ROOT / kind / name).is_file()}
     assert missing <= {"task.py"}
     assert not missing or (ROOT / kind / "trainer.py").is_file()

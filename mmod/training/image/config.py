@@ -13,6 +13,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.io.files import is_of_transformers
+from mmod.plain import from_plain
 from mmod.training.engine import config as engine
 from mmod.training.engine.groups import TeacherConfig
 from mmod.values import Checked
@@ -197,6 +198,14 @@ class TrainConfig(engine.LoopConfig):
     def model_in(cls, folder: str) -> dict[str, Any]:
         """Return the fields of `model` that stand for a saved model in a folder, which is a name too."""
         return {"name": folder, "pretrained": True}
+
+    @classmethod
+    def image_fields(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return how images are prepared for evaluation, which the data say; see `RunConfig.image_fields`."""
+        # It imports readers and torch.
+        from mmod.data.loader import evaluation_fields
+
+        return evaluation_fields(from_plain(DataConfig, data))
 
     def keys_of_size(self, side: int) -> dict[str, Any]:
         """Return the keys of the data's images, and of the model that reads them."""

@@ -23,6 +23,7 @@ from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.loader import BatchStream, evaluation_fields, image_stream
 from mmod.methods import Method, methods_of
 from mmod.model import set_capacity_
+from mmod.opening.open import open_model
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
 from mmod.opening.transformers import INTERPOLATIONS, read_state
@@ -34,9 +35,8 @@ from mmod.training.engine.evaluate import Columns, Evaluated
 from mmod.training.engine.kind import Input, device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
-from mmod.training.image.config import TrainConfig
+from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, check_labels, evaluate_batch, evaluate_set
-from mmod.training.image.opened import open_start
 from mmod.training.image.preflight import check_input, check_outputs, check_same_classes
 from mmod.training.image.task import ClassificationTask, ElasticTask, create_criterion
 
@@ -51,7 +51,7 @@ class ImageKind:
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; with published weights it is checked that it can read the images."""
         config = self.config.model
-        model = open_start(vars(config), weights).model.train()
+        model = open_start(config, weights)
         if weights:
             check_input(model, self.config.data, config.pretrained)
         return model
@@ -175,6 +175,15 @@ class ImageKind:
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
+
+
+def open_start(config: ModelConfig, weights: bool = True) -> nn.Module:
+    """Open the dense model that a config names, in training mode; without `weights` they are drawn at random."""
+    advice = (
+        "set model.checkpoint to a file of weights and model.pretrained to false, or distill.teacher to such a file"
+    )
+    pretrained = weights and config.pretrained
+    return open_model(config.name, pretrained=pretrained, args=config.args, advice=advice).model.train()
 
 
 def _adapted(model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fresh: bool) -> Mapping[str, Tensor]:

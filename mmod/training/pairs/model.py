@@ -15,10 +15,11 @@ from torch import nn
 from mmod.data.loader import Tokenizer, Transform
 from mmod.io.files import is_of_transformers
 from mmod.opening.language import open_tokenizer
+from mmod.opening.open import OPEN_CLIP, open_model
+from mmod.opening.open_clip import SCHEMES, register_config, weights_follow
 from mmod.training.engine.distributed import Process
 from mmod.training.pairs.config import ModelConfig
 from mmod.training.pairs.folder import Captions, wrap
-from mmod.training.pairs.opened import open_start
 from mmod.values import refuse_unknown
 
 
@@ -32,10 +33,15 @@ def create_dense(config: ModelConfig, weights: bool = True) -> Any:
         given = [name for name in ("config", "pretrained", "image_checkpoint") if getattr(config, name) is not None]
         if given:
             raise ValueError(f"{config.name!r} is a folder with a config and weights: leave out model.{given[0]}")
-    opened = open_start(vars(config), weights)
-    if is_of_transformers(config.name):
-        return wrap(opened, config.name)
-    return opened.model.train()
+        return wrap(open_model(config.name, pretrained=weights), config.name)
+    if config.config is not None:
+        register_config(config.config, config.name)
+    spec = f"{OPEN_CLIP}{config.name}" if config.pretrained is None else f"{OPEN_CLIP}{config.name}:{config.pretrained}"
+    published = weights and (config.pretrained is not None or config.name.startswith(SCHEMES))
+    # Where no published weights are taken, open_clip reports random ones unless others follow.
+    follow = not weights or config.checkpoint is not None or config.image_checkpoint is not None
+    with weights_follow(follow):
+        return open_model(spec, pretrained=published, args={"output_dict": True}).model.train()
 
 
 def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:

@@ -17,6 +17,8 @@ from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream, text_stream
 from mmod.methods import Method
 from mmod.methods.base import deciding_together
+from mmod.opening.open import open_model
+from mmod.opening.runs import find_weights
 from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -25,8 +27,10 @@ from mmod.training.engine.kind import Input, device_of
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
-from mmod.training.text.opened import open_start
 from mmod.training.text.task import TextTask, logits_of
+
+# A model of bytes, whose end token ends a file.
+_BYTES = {"vocab_size": BYTES, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,12 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 def create_dense(config: ModelConfig) -> Any:
     """Create the dense model without the weights of its checkpoint, in training mode; its end token ends a file."""
-    # The run's config says how the checkpoint was routed.
-    model: Any = open_start(vars(config)).model
+    if config.config is not None:
+        opened = open_model({**_BYTES, **config.config}, pretrained=False)
+    else:
+        # The run's config says how the checkpoint was routed.
+        opened = open_model(find_weights(str(config.checkpoint)).parent, pretrained=False, dense=True)
+    model: Any = opened.model
     if model.config.vocab_size != BYTES:
         raise ValueError(f"vocab_size must be {BYTES}, as many as there are bytes, got {model.config.vocab_size}")
     return model.train()

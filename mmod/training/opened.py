@@ -1,0 +1,54 @@
+"""How `mmod.open_model` opens the runs of every kind: what is known of their images, and weights of unfinished runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmod.adapters import adapted_model
+from mmod.io.yaml import read_yaml
+from mmod.opening.open import open_model
+from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.runs import RUN_CONFIG, run_classes
+from mmod.opening.weights import load_weights, read_weights
+from mmod.training.engine.config import LoopConfig
+from mmod.training.kinds import config_class, kind_of
+
+
+def of_run(opened: Opened, run: Path) -> Opened:
+    """Return the model of a run with its preprocessing and the names of its classes."""
+    fields = read_yaml(run / RUN_CONFIG)
+    classes = run_classes(run)
+
+    def prepare() -> Any:
+        images = _class_of(fields).image_fields(fields["data"])
+        if images is not None:
+            return Preprocessing(images, "of the run")
+        known = opened.preprocessing
+        # Of a model that reads text it is a processor.
+        return dataclasses.replace(known, source="of the run") if isinstance(known, Preprocessing) else known
+
+    return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
+
+
+def open_checkpoint(run: Path, path: Path) -> Opened:
+    """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
+    fields = read_yaml(run / RUN_CONFIG)
+    config = _class_of(fields).load(run / RUN_CONFIG)
+    if not isinstance(config, LoopConfig):
+        raise ValueError(
+            f"a run of kind {config.kind!r} is opened by the model that it saved, and it has not saved any"
+        )
+    # Training may call a model through a wrapper.
+    model = adapted_model(kind_of(config).prepare(weights=False))
+    for method in config.applied:
+        method.apply_(model)
+    state = read_weights(path)
+    load_weights(model, {name.removeprefix("inner."): value for name, value in state.items()}, path)
+    return open_model(model)
+
+
+def _class_of(fields: Mapping[str, Any]) -> Any:
+    return config_class(fields.get("kind", "image"))
