@@ -40,9 +40,7 @@ from mmod.studies.audit.sets import Batches, read_set, sets_of
 from mmod.training.engine.arguments import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
-from mmod.training.engine.kind import Kind, cost, device_of, load
-from mmod.training.image.config import TrainConfig as ImageConfig
-from mmod.training.image.kind import sample_images
+from mmod.training.engine.kind import COUNTED, Kind, cost, device_of, load
 from mmod.training.image.preflight import check_same_classes
 from mmod.training.kinds import kind_of
 from mmod.values import refuse_unknown
@@ -135,7 +133,7 @@ def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
     """Count the FLOPs of a sample by part; None for models of text, which are counted by lengths alone."""
     if "language" in kind.config.parts:
         return None
-    samples = {name: next(iter(one.batches)) for name, one in kind.inputs(model, 1).items()}
+    samples = {name: next(iter(one.batches)) for name, one in kind.inputs(model, COUNTED).items()}
     return flops(model, {name: batch[:1] for name, batch in samples.items()})
 
 
@@ -153,9 +151,10 @@ def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generati
 
 def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     """Draw the kept tokens of some images; None for other samples."""
-    if not isinstance(kind.config, ImageConfig) or not count:
+    if kind.config.image_shape is None or not count:
         return None
-    return draw_sample_maps(model, sample_images(kind.config, count))
+    (images,) = kind.inputs(model, count)["image"].batches
+    return draw_sample_maps(model, images.cpu())
 
 
 def _write(
@@ -209,7 +208,6 @@ def _baselines(config: RunConfig, folders: Sequence[str]) -> dict[str, nn.Module
         run = finished_run(read_config([str(root / RUN_CONFIG)], AUDITS), root, folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.baselines: {str(folder)!r} is a run of another kind than the audited one")
-        if isinstance(run, ImageConfig):
-            check_same_classes(run_classes(config.model.checkpoint), folder, "audit.baselines:")
+        check_same_classes(run_classes(config.model.checkpoint), folder, "audit.baselines:")
         models[name] = load(kind_of(run.plain()))
     return models

@@ -26,10 +26,7 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_dense
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
-from mmod.training.engine.kind import Input, device_of
-
-# Prompts whose mean length costs are counted at.
-_COUNTED = 8
+from mmod.training.engine.kind import COUNTED, Input, device_of
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,8 @@ class ChatKind:
         return {"prompt": Input(parts, samples, partial(fill_cache, model), partial(self._flops, model))}
 
     def _flops(self, model: nn.Module, kept: Mapping[str, float]) -> float:
-        """Count the FLOPs of the prefill of a prompt of mean length with one image."""
-        _, text, image = self.prompts(_COUNTED)
+        """Count the FLOPs of the prefill of a prompt with one image, of the mean length of a few."""
+        _, text, image = self.prompts(COUNTED)
         return flops(model, Prompt(text, image), needed_shares(model, kept)).routed
 
     def _spread(self, count: int, size: int) -> DataLoader[Any]:

@@ -22,6 +22,8 @@ from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.evaluate import Columns, Evaluated, RoutedResult
 from mmod.training.engine.task import Task
 
+COUNTED = 8
+"""Samples of which costs are counted: one alone may not be readable."""
 Streams = tuple[BatchStream, BatchStream]
 
 
@@ -152,7 +154,7 @@ def load(kind: Kind) -> nn.Module:
 
 def cost(kind: Kind, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
     """Count the FLOPs of a sample by input, from the kept shares of an evaluation where they depend on the data."""
-    return {name: one.flops(kept) for name, one in kind.inputs(model, 1).items()}
+    return {name: one.flops(kept) for name, one in kind.inputs(model, COUNTED).items()}
 
 
 def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
