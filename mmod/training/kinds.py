@@ -15,19 +15,13 @@ from mmod.values import one_of
 
 if TYPE_CHECKING:
     from mmod.io.store import Store
-    from mmod.training.chat import config as chat
-    from mmod.training.chat.evaluate import EvalResult as ChatResult
     from mmod.training.engine.config import RunConfig
     from mmod.training.engine.estimate import RunEstimate
     from mmod.training.engine.evaluate import RoutedResult
     from mmod.training.engine.kind import AfterStep, Kind, Streams
     from mmod.training.engine.run_folder import FitResult
-    from mmod.training.image import config as image
+    from mmod.training.image.config import TrainConfig
     from mmod.training.image.evaluate import EvalResult
-    from mmod.training.pairs import config as pairs
-    from mmod.training.pairs.evaluate import EvalResult as PairsResult
-    from mmod.training.text import config as text
-    from mmod.training.text.evaluate import EvalResult as TextResult
 
 
 class Row(NamedTuple):
@@ -117,23 +111,16 @@ def kind_of(config: object) -> Kind:
 
 @typing.overload
 def fit(
-    config: image.TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
+    config: TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
 ) -> FitResult[EvalResult]: ...
 @typing.overload
 def fit(
-    config: pairs.TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
-) -> FitResult[PairsResult]: ...
-@typing.overload
-def fit(
-    config: text.TrainConfig, *, streams: Streams = ..., progress: bool = ..., after_step: AfterStep = ...
-) -> FitResult[TextResult]: ...
-@typing.overload
-def fit(
-    config: chat.TrainConfig, *, progress: bool = ..., after_step: AfterStep = ...
-) -> FitResult[ChatResult | None]: ...
-@typing.overload
-def fit(
-    config: RunConfig, *, progress: bool = ..., after_step: AfterStep = ..., store: Store = ...
+    config: RunConfig,
+    *,
+    streams: Streams = ...,
+    progress: bool = ...,
+    after_step: AfterStep = ...,
+    store: Store = ...,
 ) -> FitResult[Any]: ...
 def fit(config: RunConfig, **options: Any) -> FitResult[RoutedResult | None]:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.

@@ -80,7 +80,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def train_until(config: RunConfig, last: int, end: Callable[[], Any]) -> None:
     """Train, and end so behind a step, before what it may save."""
-    fit(config, progress=False, after_step=lambda step: end() if step.done == last else None)  # type: ignore[call-overload]
+    fit(config, progress=False, after_step=lambda step: end() if step.done == last else None)
 
 
 def die() -> NoReturn:
@@ -169,7 +169,7 @@ def train_together(configs: list[RunConfig]) -> None:
     """Train one after the other in one group of processes, because a second one would need another port."""
     dist.init_process_group("gloo")
     for config in configs:
-        fit(config, progress=False)  # type: ignore[call-overload]
+        fit(config, progress=False)
 
 
 @pytest.mark.parametrize("kind", TOGETHER)

@@ -10,10 +10,9 @@ import torch
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
+from mmod.training.engine.evaluate import check_evaluation, decisions_of, kept_means, kept_rows
 from mmod.training.engine.kind import LoopKind, cost, device_of
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.preflight import check_evaluation
 from mmod.training.engine.start import begin
 from mmod.training.engine.task import Task
 

@@ -1,10 +1,11 @@
-"""What evaluations share: rows of samples, read in a pass over a stream, and the shares of tokens that were kept."""
+"""What evaluations share: whether samples can be read, their rows, and the shares of tokens that were kept."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmod.blocks import deciding_modules
 from mmod.data.stream import BatchStream
 from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
+from mmod.io.store import Store
 from mmod.routing import Routing
 from mmod.training.engine.task import Batch, to_device
 
@@ -94,6 +96,29 @@ def read_rows(
         report = getattr(stream, "report", None)
         raise ValueError(f"the evaluation stream holds no sample that can be read{f'; {report}' if report else ''}")
     return {name: torch.cat([rows[name] for rows in everyone]) for name in everyone[0]}
+
+
+def check_evaluation(stream: BatchStream, data: Any, store: Store | None = None, shown: bool = False) -> None:
+    """Read the evaluation samples of all processes once: those that cannot be read are counted, or raise.
+
+    The first evaluation would find them after hours of training. It takes as long as that needs to read its images.
+
+    Args:
+        data: The config of the data.
+        store: Data whose samples could all be read are noted there, and not read again. Faults are not kept, so that
+            files that were mended meanwhile are read.
+        shown: Show a progress bar.
+    """
+    identity = {
+        "work": "evaluation samples that can be read",
+        "data": dataclasses.asdict(data),
+        "process": [stream.rank, stream.world],
+    }
+    faults = [] if store is not None and identity in store else stream.faults(shown)
+    if store is not None and not faults:
+        store.put(identity, True)
+    # Of all processes, so that all of them end.
+    stream.report.add(chain.from_iterable(gathered(faults)))
 
 
 @contextmanager

@@ -39,13 +39,12 @@ from mmod.training.engine.distributed import (
     sum_over_processes,
     wait_for_all,
 )
-from mmod.training.engine.evaluate import Evaluated, RoutedResult
+from mmod.training.engine.evaluate import Evaluated, RoutedResult, check_evaluation
 from mmod.training.engine.health import RouterHealth, RouterRow, evaluation_rows, logged_figures, write_rows
 from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
-from mmod.training.engine.preflight import check_evaluation
 from mmod.training.engine.run_folder import (
     FitResult,
     read_fit,

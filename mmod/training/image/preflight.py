@@ -1,4 +1,4 @@
-"""Checks of a run on images before its first step, beside those of `engine.preflight`."""
+"""Checks of a run on images before its first step: the model, the images and the classes fit each other."""
 
 from __future__ import annotations
 
