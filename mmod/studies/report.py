@@ -156,7 +156,7 @@ def write_study(
     parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(comparison, table, score, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
-    parts = [*filter(None, parts)]
+    parts = [part for part in parts if part]
     speedups = _speedups(study, table)
     lines = [{**row, **speedups.get(row["name"], {})} for row in told.rows]
     shown = table_of(told.columns, [*lines, *told.last_rows])

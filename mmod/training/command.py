@@ -62,9 +62,11 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
             commands[f"mmod audit {folder}"] = "what its routers learned"
         elif config.routing is None and not config.methods:
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
-            advised = KINDS[config.kind].advised
-            if advised:
-                commands[f"mmod advise {folder} {advised}"] = "what makes it faster, without training"
+            row = KINDS[config.kind]
+            if row.advised:
+                commands[f"mmod advise {folder} {row.advised}"] = "what makes it faster, without training"
+            if row.study:
+                commands[f"mmod tradeoff {row.study} --dense {folder}"] = "the same, on all evaluation samples"
     width = max(map(len, commands), default=0)
     lines = [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
     return "\n".join([f"next: the {saved} is in {folder}/model", *lines])

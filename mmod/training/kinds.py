@@ -33,6 +33,7 @@ class Row(NamedTuple):
         purpose: What `mmod train KIND` does.
         example: A config that comes with mmod.
         advised: What `mmod advise` reads besides a model of this kind; empty where it gives no advice.
+        study: The config of `mmod tradeoff` that takes a run of this kind as its dense model; empty for none.
     """
 
     config: str
@@ -40,6 +41,7 @@ class Row(NamedTuple):
     purpose: str
     example: str
     advised: str = ""
+    study: str = ""
 
 
 KINDS = {
@@ -49,6 +51,7 @@ KINDS = {
         "train an image classifier",
         "digits/dense",
         "--images FOLDER",
+        "my-model",
     ),
     "pairs": Row(
         "mmod.training.pairs.config:TrainConfig",
