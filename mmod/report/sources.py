@@ -21,7 +21,7 @@ _AUDIT = "audit/audit.json"
 _RUN = "routers.csv"
 PAGE = "report.html"
 """The file of a report."""
-Cells = Sequence[Sequence[str]]
+TableCells = Sequence[Sequence[str]]
 """A table as rows of cells, the header first."""
 
 
@@ -41,10 +41,10 @@ class StudyRecord:
     title: str
     svg: str
     rows: Sequence[Mapping[str, Any]]
-    tables: Sequence[Cells]
-    verdict: Sequence[str | Cells]
+    tables: Sequence[TableCells]
+    verdict: Sequence[str | TableCells]
     environment: Mapping[str, object]
-    summary: Cells = ()
+    summary: TableCells = ()
     recommended: Sequence[str] = ()
     code: str = ""
 
