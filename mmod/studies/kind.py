@@ -70,11 +70,6 @@ class Told(NamedTuple):
     printed: Sequence[str] = ()
     pictures: Mapping[str, Figure] | None = None
 
-    @property
-    def text(self) -> str:
-        """Its parts as Markdown."""
-        return "\n\n".join(map(str, self.parts))
-
 
 @dataclass(frozen=True)
 class StudyKind:

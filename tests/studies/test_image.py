@@ -52,6 +52,10 @@ from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
 
 
+def text_of(told: Told) -> str:
+    return "\n\n".join(map(str, told.parts))
+
+
 @pytest.fixture(autouse=True)
 def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     count_candidates_once(monkeypatch)
@@ -348,14 +352,14 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     candidates = [Candidate(one, routing=routings.get(one), control=controls.get(one)) for one in table.runs]
     runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, [], {"images": []})
-    assert told.text.startswith(
+    assert text_of(told).startswith(
         "Keep the dense model for batches of 16 for now: lucky is probably within 2 points, and 270 more images would "
         "tell. It is 1.50 times as fast, 2.5 [-7.1, 12.0] points of accuracy gained."
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
-    assert "not fine-tuned as" not in told.text
+    assert "not fine-tuned as" not in text_of(told)
     unequal = image_study(dataclasses.replace(config, tune="others")).tell(table, runs, [], {"images": []})
-    assert "The dense model was not fine-tuned as the others were: `--tune true`" in unequal.text
+    assert "The dense model was not fine-tuned as the others were: `--tune true`" in text_of(unequal)
     # What another control than chance is compared with, and single images, have rows.
     candidates = {name: run.candidate for name, run in runs.items()}
     assert verdict_of(recommendations(table, "top1", "accuracy", candidates)).table.rows[1:] == [
@@ -373,7 +377,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     ]
     # All that is named has its lines.
     assert told.recommended == ["lucky", "same"]
-    (points,) = re.findall(r"the widest interval is ([0-9.]+) points", told.text)
+    (points,) = re.findall(r"the widest interval is ([0-9.]+) points", text_of(told))
     difference = gap(table, "top1", "lucky", "dense")
     assert difference.value < float(points) == pytest.approx((difference.high - difference.low) / 2, abs=0.05)
 
@@ -430,16 +434,16 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     (printed,) = told.printed
     assert printed.startswith("certain in Python:\n")
     assert printed.count("mmod.route_(model") == 1
-    assert told.text.startswith("Use certain for batches of 16: ")
-    assert "none is faster and loses less. `<- use` is chosen by whole intervals" in told.text
+    assert text_of(told).startswith("Use certain for batches of 16: ")
+    assert "none is faster and loses less. `<- use` is chosen by whole intervals" in text_of(told)
     # Larger batches are another question: the stars and the mark are of those that are drawn.
     larger = dataclasses.replace(table, times={**table.times, ("image", 64): {name: [3.0] for name in runs}})
     told = image_study(config).tell(larger, runs, rows, {"images": []})
-    assert told.text.startswith("Keep the dense model for batches of 64: ")
+    assert text_of(told).startswith("Keep the dense model for batches of 64: ")
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
     del runs["certain"], rows[1]
     undecided = image_study(config).tell(table, runs, rows, {"images": []})
-    assert not any("<- use" in text for text in (undecided.text, *(row["front"] for row in undecided.rows)))
+    assert not any("<- use" in text for text in (text_of(undecided), *(row["front"] for row in undecided.rows)))
 
 
 def test_what_intervals_over_seeds_leave_open_is_decided_by_seeds() -> None:
@@ -487,14 +491,14 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
         return study.tell(table, runs, rows, {"images": []})
 
     guessing = told_of(12.5, 64)
-    assert guessing.text.startswith("Nothing is advised for batches of ")
-    assert "The dense model is hardly better than chance, 10 %: differences to it say nothing." in guessing.text
-    assert "Use " not in guessing.text
-    assert "<- use" not in guessing.text
+    assert text_of(guessing).startswith("Nothing is advised for batches of ")
+    assert "The dense model is hardly better than chance, 10 %: differences to it say nothing." in text_of(guessing)
+    assert "Use " not in text_of(guessing)
+    assert "<- use" not in text_of(guessing)
     # A model that has learned guesses after a training that did harm, which is told.
-    assert "hardly better" in told_of(12.5, 64, before=90.0).text
-    assert "hardly better" not in told_of(90.0, 64, before=12.5).text
-    assert "hardly better" not in told_of(25.0, 10_000).text
+    assert "hardly better" in text_of(told_of(12.5, 64, before=90.0))
+    assert "hardly better" not in text_of(told_of(90.0, 64, before=12.5))
+    assert "hardly better" not in text_of(told_of(25.0, 10_000))
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
@@ -509,7 +513,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
     told = image_study(config).tell(timed, runs, [], facts)
-    lines = [re.sub("-{3,}", "-", re.sub(" +", " ", line)) for line in told.text.splitlines()]
+    lines = [re.sub("-{3,}", "-", re.sub(" +", " ", line)) for line in text_of(told).splitlines()]
     assert lines == [
         "No interval tells what is within 2 points for batches of 16: these lose least by their means.",
         "",
@@ -537,9 +541,9 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         evaluation = dataclasses.replace(config.evaluation, score=score)
         scored = dataclasses.replace(image_study(config), evaluation=evaluation)
         few_told = scored.tell(few, runs, [], facts)
-        assert re.search(limit, few_told.text)
+        assert re.search(limit, text_of(few_told))
     untold = image_study(config).tell(table, runs, [], facts)
-    assert (untold.text, untold.recommended, untold.code) == (significance(table, "top1", list(ms)), (), ())
+    assert (text_of(untold), untold.recommended, untold.code) == (significance(table, "top1", list(ms)), (), ())
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
@@ -560,8 +564,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     # Seeds say nothing where nothing is trained, nor of other dense models.
     loaded = dataclasses.replace(image_study(config).comparison, train_dense=False, train=None)
     fixed = dataclasses.replace(image_study(config), comparison=loaded)
-    assert fixed.tell(timed, runs, [], facts).text.endswith("one dense model; another may rank them differently.")
-    assert "--seeds" not in fixed.tell(table, runs, [], facts).text
+    assert text_of(fixed.tell(timed, runs, [], facts)).endswith("one dense model; another may rank them differently.")
+    assert "--seeds" not in text_of(fixed.tell(table, runs, [], facts))
 
 
 UNTUNED = {"tune": False}
