@@ -28,7 +28,7 @@ from mmod.analysis.table import (
     mean_of,
     paired_by_sample,
 )
-from mmod.analysis.timing import Spread, ratios, relative_times
+from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
@@ -295,28 +295,24 @@ def recommendations(
     Args:
         measure: Title of the score.
     """
-    sizes = sorted((size for _, size in table.times), reverse=True)
-    speedups: dict[int, dict[str, Spread]] = {}
-    for (_, size), ms in table.times.items():
-        speedups[size] = {name: ratios(ms[DENSE], ms[name]) for name in candidates}
     # More images would not narrow intervals over seeds.
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
     trained = gain(table, score, BEFORE, DENSE)
     is_harmed = trained is not None and trained.high < 0
     harm = "; but fine-tuning harmed the dense model, which this is measured by" if is_harmed else ""
-    changes = {}
-    for name, change in gaps(table, score, dict.fromkeys(candidates, DENSE)).items():
-        if change is not None:
-            changes[name] = Estimate(change.value / 100, change.low / 100, change.high / 100)
+    changes = gaps(table, score, dict.fromkeys(candidates, DENSE))
     found = []
-    for size in sizes:
+    for (_, size), ms in sorted(table.times.items(), key=lambda timed: -timed[0][1]):
         models = []
         for name, change in changes.items():
+            if change is None:
+                continue
+            share = Estimate(change.value / 100, change.low / 100, change.high / 100)
             number = evaluated(table, name) if is_by_sample else len(table.runs[name])
             one = candidates[name]
-            speedup = speedups[size][name]
-            models.append(AdviceRow(name, one.label, speedup, _NO_SCORE, change, number, at_random=one.at_random))
+            speedup = ratios(ms[DENSE], ms[name])
+            models.append(AdviceRow(name, one.label, speedup, _NO_SCORE, share, number, at_random=one.at_random))
         found.append(Recommendation(models, TOLERANCE, measure, samples, batches_of(size), harm=harm))
     return found
 
