@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mmod.adapters import BlockStack
+from mmod.adapters.base import NamedArguments
 from mmod.adapters.head import Head, find_head, logits_of
 from mmod.blocks import (
     BlockOwner,
@@ -82,8 +83,10 @@ class Exit(Method):
         heads = {index: ExitHead(model, head) for index in self.blocks}
         for index in range(first, len(stack.blocks)):
             block = stack.blocks[index]
+            call = stack.call_of(block, None)
+            assert isinstance(call, NamedArguments)
             state = ExitState(
-                call=stack.call_of(block, None),
+                call=call,
                 number=index,
                 calls=stack.calls,
                 is_last=index == len(stack.blocks) - 1,
@@ -149,6 +152,7 @@ class ExitState(BlockState):
         turns: Number of exits, including the final head.
     """
 
+    call: NamedArguments
     calls: PerThread[StackCalls] = field(repr=False)
     is_last: bool
     confidence: float
@@ -204,10 +208,12 @@ class ExitCall(StackCall):
             return value
         return value.index_select(0, index_B)
 
-    def mask_of(self, argument: Any) -> Any:
-        """Return the remaining images' part of a mask of all (B, H, N, N); other arguments of a block are unchanged."""
-        is_mask = isinstance(argument, Tensor) and argument.ndim == 4
-        return self.of_images(self.index_B, argument) if is_mask else argument
+    def narrowed(self, block: NamedArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a block for the remaining images."""
+        arguments = block.bind(args, kwargs)
+        if self.index_B is None:
+            return arguments
+        return {name: block.of_images(name, arguments[name], self.index_B, self.total) for name in arguments}
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""
@@ -256,7 +262,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
-            y = super().forward(x, *map(call.mask_of, args), **{name: call.mask_of(kwargs[name]) for name in kwargs})
+            y = super().forward(x, **call.narrowed(state.call, args, kwargs))
         if state.is_last:
             # The code behind the blocks may read masks of all images.
             return call.whole(y)
