@@ -15,6 +15,7 @@ import mmod
 from mmod.adapters import find_stack
 from mmod.methods import Exit, Merge, Method, Prune, Recursions, Resize, undo_
 from tests.kit.clip_zoo import make_captions, make_clip
+from tests.kit.conditioned_zoo import DIM, AdaLNBlock
 from tests.kit.cover import in_turn
 from tests.kit.own_vits import GRID, ROUTED, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
@@ -292,3 +293,44 @@ def test_images_without_a_name_reach_the_blocks(model_class: type[OwnViT]) -> No
     # A threshold of 1 that no image passes: the head runs on all images.
     Exit(1.0, (2,)).apply_(model)
     torch.testing.assert_close(model(images), dense)
+
+
+class TimedClassifier(nn.Module):
+    """A classifier of noisy images, whose blocks take the time of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, DIM, 4, 4)
+        self.times = nn.Linear(1, DIM)
+        self.blocks = nn.ModuleList(AdaLNBlock() for _ in range(3))
+        self.head = nn.Linear(DIM, 5)
+
+    def forward(self, image: Tensor, time: Tensor | None = None) -> Tensor:
+        time = image.new_zeros(len(image)) if time is None else time
+        c = self.times(time.unsqueeze(1))
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x, c)
+        logits: Tensor = self.head(x.mean(dim=1))
+        return logits
+
+
+@torch.no_grad()
+def test_images_that_exit_leave_the_times_to_the_others() -> None:
+    torch.manual_seed(0)
+    model: Any = TimedClassifier().eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    inputs = {"image": torch.randn(4, 3, 16, 16), "time": torch.rand(4)}
+    tokens = mmod.Tokens(example=inputs)
+    logits: list[Tensor] = []
+    mmod.apply_(model, Exit(1.0, (0,)), tokens=tokens)
+    model.blocks[0].exit.register_forward_hook(lambda *call: logits.append(call[2]))
+    model(**inputs)
+    undo_(model)
+    mmod.apply_(model, Exit(float(logits[0].softmax(-1).amax(-1).median()), (0,)), tokens=tokens)
+    with mmod.trace(model) as decisions:
+        together = model(**inputs)
+    assert 0 < decisions["blocks.1"].keep_BN.sum() < 4
+    alone = [model(**{name: value[row : row + 1] for name, value in inputs.items()}) for row in range(4)]
+    torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-4)
