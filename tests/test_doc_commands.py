@@ -26,9 +26,10 @@ from mmod.studies import isoflop
 from mmod.studies.candidates import comparison_of
 from mmod.training.engine.kind import create
 from mmod.training.kinds import kind_of
+from mmod.training.text import kind as text_kind
 from tests.kit import pages
 from tests.kit.conversations import write_own
-from tests.kit.fitted import few_series, fit_once
+from tests.kit.fitted import few_of_prompts, few_series, fit_once
 from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
@@ -218,8 +219,9 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip_train.main, "main", lambda words: print(*words))
     report = BenchmarkReport("a suite", {}, {}, {}, [])
     monkeypatch.setattr(suite, "benchmark_suite", lambda config: report)
-    # A plan of models at equal FLOPs counts a pass of each; that of a step is tested in tests/studies/test_isoflop.py.
+    # A plan of models at equal FLOPs counts a pass and a step of each: tests/studies/test_isoflop.py tests both.
     monkeypatch.setattr(isoflop, "training_flops", step_flops)
+    monkeypatch.setattr(text_kind, "window_flops", lambda model, length, _=None: step_flops(model, length) // 3)
     for output, command in RUNS.get(group, {}).items():
         run(f"{command} --output {output}")
     if group in ("chat", "data"):
@@ -234,6 +236,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_models_are_evaluated_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
     few_series(monkeypatch, "gradual", "smaller-image")
+    few_of_prompts(monkeypatch)
     monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}

@@ -20,7 +20,7 @@ from PIL import Image
 from mmod import cli
 from mmod.analysis import timing
 from mmod.studies.candidates import comparison_of
-from tests.kit.fitted import fit_once
+from tests.kit.fitted import count_candidates_once, few_of_prompts, fit_once
 from tests.kit.folders import save_image_model
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
 from tests.kit.prompts import make_prompts
@@ -71,6 +71,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with everything that the pages start from, and a small DeiT without published weights."""
     monkeypatch.chdir(tmp_path)
     fit_once(monkeypatch)
+    few_of_prompts(monkeypatch)
+    count_candidates_once(monkeypatch)
     monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     create = timm.create_model
 
