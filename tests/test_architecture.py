@@ -41,6 +41,12 @@ NAMES = names_of(SOURCES)
 EXAMPLES = {name: path for name, path in names_of([*SOURCES, *BENCHMARKS]).items() if ">>> " in path.read_text()}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file of the package, which several rules read."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> list[tuple[str, str]]:
     """Return the imports of ours, as `all_imports` returns them."""
     return [(module, name) for module, name in all_imports(path) if module.split(".")[0] == "mmod"]
@@ -50,7 +56,7 @@ def imports(path: Path) -> list[tuple[str, str]]:
 def all_imports(path: Path) -> list[tuple[str, str]]:
     """Return the module and, for `from module import name`, the name of every import, at any depth."""
     names = []
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             names += [(str(node.module), alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
@@ -104,7 +110,7 @@ def read_table(text: str) -> list[Drawn]:
 
 def imported_rooms(path: Path) -> set[str]:
     """Return the folders and top-level files that a file imports from, or whose modules it names by strings."""
-    constants = {str(node.value) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+    constants = {str(node.value) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Constant)}
     named = {name for name in constants & NAMES.keys() if name != "mmod"}
     return {module.split(".")[1] for module in named.union(module for module, _ in imports(path))}
 
@@ -170,14 +176,14 @@ def test_no_modules_import_each_other() -> None:
 def test_no_two_classes_or_aliases_share_a_name() -> None:
     named = Counter[str]()
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 named[node.name] += 1
     # Each kind of training has its own, in files of equal names.
     repeated = {name for name, count in named.items() if count > 1}
     assert repeated == {"ModelConfig", "TrainConfig", "EvalResult"}
     for path in SOURCES:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             aliases = {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)}
             assert not aliases & named.keys(), f"{path} has an alias with the name of a class: {aliases}"
 
@@ -207,7 +213,7 @@ def test_batches_stay_symbolic() -> None:
 def test_type_checkers_read_the_names_of_lazy_packages() -> None:
     packages = 0
     for path in PACKAGE.rglob("__init__.py"):
-        body = ast.parse(path.read_text()).body
+        body = tree_of(path).body
         value = getattr(body[-1], "value", None)
         if not (isinstance(value, ast.Call) and ast.unparse(value.func) == "lazy_names"):
             continue
@@ -311,7 +317,7 @@ def test_code_needs_no_second_reading(room: str) -> None:
         if name.partition("/")[0].removesuffix(".py") != room:
             continue
         text = path.read_text()
-        tree = ast.parse(text)
+        tree = tree_of(path)
         lines = dense_lines(text, tree)
         tuples += len(lines.pop("tuple"))
         code += code_lines(text, tree)
