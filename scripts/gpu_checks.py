@@ -94,7 +94,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(224, 256, 8192, 2000, 60.0, {})
-REHEARSED = Size(64, 16, 64, 32, 0.1, {"embed_dim": 48, "depth": 3, "num_heads": 3})
+REHEARSED = Size(64, 4, 16, 8, 0.1, {"embed_dim": 48, "depth": 3, "num_heads": 3})
 
 
 class Figures(NamedTuple):

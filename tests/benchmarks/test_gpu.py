@@ -23,6 +23,7 @@ from tests.kit.processes import FORKING, run_processes
 from tests.kit.scripts import ROOT, run_script
 from tools.benchmarks import suite
 from tools.benchmarks.command import config_class, main
+from tools.benchmarks.ops import case as op_case
 from tools.benchmarks.program import COLUMNS, ProgramConfig
 from tools.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from tools.benchmarks.suite import SuiteConfig, SuiteFailedError, benchmark_suite
@@ -181,6 +182,10 @@ def start_script(words: list[str], **options: Any) -> Any:
 def rehearse(folder: Path) -> None:
     suite.multiprocessing = FORKING  # type: ignore[assignment]
     subprocess.Popen = start_script  # type: ignore[misc,assignment]
+    # Rates mean nothing here, so their measurement may be quick.
+    for sizes in (op_case.COPIED_BYTES, op_case.FLUSHED_BYTES):
+        sizes["cpu"] = 1 << 16
+    op_case.PRODUCT_SIDE["cpu"] = 16
     # Tests of their own, which import nothing.
     tests = folder.with_name("tests") / "ops" / "test_one.py"
     tests.parent.mkdir(parents=True)
