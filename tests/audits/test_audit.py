@@ -30,7 +30,7 @@ SMALL = "vit_tiny_patch16_224"
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted_routers_are_told_apart(kind: str) -> None:
     config = mmod.AuditConfig(["random", "centre", "mean mask"], draws=3, resamples=300)
-    for seed in range(4):
+    for seed in range(2):
         assert mmod.audit(plant(PLANTED[kind]), batches_of(500, seed), config).kind == kind
 
 

@@ -48,9 +48,9 @@ def _backbone() -> nn.Module:
     model = timm.create_model(
         "vit_tiny_patch16_224", embed_dim=32, depth=2, num_heads=2, global_pool="avg", **arguments
     )
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), 6e-3)
     mmod.route_(model, _planted(content)).train()
-    for step in range(300):
+    for step in range(150):
         images, targets = make_set(64, 1000 + step)
         loss = nn.functional.cross_entropy(model(images), targets)
         optimizer.zero_grad()
