@@ -96,7 +96,8 @@ def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
         },
         "neighbours": 3,
         "folds": 3,
-        "strengths": [0.01, 0.1],
+        # Several would be cross-validated within each fold.
+        "strengths": [0.1],
         "latency_batch": 2,
         "latency_batches": [1],
         "latency_rounds": 1,
@@ -325,6 +326,7 @@ def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_train
         routers={"attention": {"router": "attention"}},
         baselines={},
         limit=18,
+        strengths=[0.01, 0.1],
         tune=True,
         finetune={"epochs": 1},
         before=True,

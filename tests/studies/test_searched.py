@@ -19,6 +19,7 @@ from mmod.studies.kind import measure_run
 from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.study import run_study
 from mmod.training.engine.kind import load
+from tests.kit.fitted import count_once
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -45,6 +46,7 @@ def image_study(folder: Path) -> ImageStudyConfig:
 
 
 def test_each_seed_has_plans_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count_once(monkeypatch)
     config = image_study(tmp_path)
     result = run_study(config, progress=False)
     points = {point.name: point for point in result.points}
