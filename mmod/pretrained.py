@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
@@ -21,6 +20,7 @@ from mmod.blocks import MethodWarning, host_class
 from mmod.io.files import make_folder, parse_json, replacing, write_atomically
 from mmod.io.tensors import WEIGHTS, check_fits, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
+from mmod.random_state import Unfilled
 from mmod.values import brief, check_module
 
 CONFIG = "mmod.json"
@@ -240,19 +240,6 @@ def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: P
         return model
     # What a method put aside is not saved, and `undo_` gives it back as it was drawn.
     return _build(config)
-
-
-class Unfilled(TorchFunctionMode):
-    """Leaves out the initial weights of models that are built: what fills parameters and tensors on the meta device."""
-
-    filling = frozenset(f"{name}_" for name in ("uniform", "normal", "erfinv", "mul", "add", "clamp", "fill", "zero"))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the tensor to be filled, or call the function."""
-        fills = getattr(func, "__name__", "") in self.filling and args
-        if fills and (args[0].is_meta or isinstance(args[0], nn.Parameter)):
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 def local_folder(folder: str | Path) -> Path:

@@ -1,4 +1,4 @@
-"""The random states of Python, NumPy and torch's CPU generator, and draws that are even over classes."""
+"""The random states of Python, NumPy and torch's CPU generator, even draws, and models without initial weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 
 @contextlib.contextmanager
@@ -43,3 +45,16 @@ def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
     # Of equal rank the order is random, so that no class comes first when the count runs out.
     turns = np.lexsort((np.random.default_rng([seed, 1]).permutation(len(classes)), rank))
     return np.sort(turns[:count])
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves out the initial weights of models that are built: what fills parameters and tensors on the meta device."""
+
+    filling = frozenset(f"{name}_" for name in ("uniform", "normal", "erfinv", "mul", "add", "clamp", "fill", "zero"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the tensor to be filled, or call the function."""
+        fills = getattr(func, "__name__", "") in self.filling and args
+        if fills and (args[0].is_meta or isinstance(args[0], nn.Parameter)):
+            return args[0]
+        return func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import change_, freeze_dense_
 from mmod.opening.weights import load_weights
-from mmod.pretrained import Unfilled
+from mmod.random_state import Unfilled
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import Kind, LoopKind, Streams, seed_draws
 from mmod.training.engine.run_folder import check_recorded
