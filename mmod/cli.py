@@ -1,4 +1,8 @@
-"""The command `mmod`: studies, training, audits and data sets."""
+"""The command `mmod`: studies, training, audits and data sets.
+
+It finds the module of a command, whose `main` reads the words behind it. Of a config it only asks whether it is there,
+and of which command.
+"""
 
 from __future__ import annotations
 

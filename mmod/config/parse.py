@@ -1,4 +1,8 @@
-"""Configs from YAML files and command lines, read strictly, and their `--help`."""
+"""Configs from YAML files and command lines, read strictly, and their `--help`.
+
+Plain fields come from the files of a line, the later over the earlier ones (`mmod/io/yaml.py`), and its options over
+these (`mmod/io/options.py`). `from_plain` makes the dataclass of them, which checks itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The commands that run studies: `mmod tradeoff CONFIG` and `mmod isoflop CONFIG [--dry-run]`, with `[--key value]`."""
+"""The commands that run studies: `mmod tradeoff CONFIG` and `mmod isoflop CONFIG [--dry-run]`, with `[--key value]`.
+
+The line becomes the config of a kind of study, from which `run_study` makes the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The configuration of a study: what all kinds share. `NAME_config.py` beside it has the keys of each kind."""
+"""The configuration of a study: what all kinds share. `NAME_config.py` beside it has the keys of each kind.
+
+It is plain data, which checks itself. It becomes the `Candidate` of each series at each budget, an `Evaluation`, and in
+`candidates.py` a `Comparison`; then `study.py` needs it no more.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configurations of studies of timm's image models; classifiers are the first kind."""
+"""The configurations of studies of timm's image models, and of those of classifiers, the first kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A study: its config becomes candidates, which are compared; what they cost and lose is written and told."""
+"""A study: its config becomes a comparison, and ends there; its runs are done, and what they cost and lose is written.
+
+`run_study` reads the config. What follows knows a `StudyKind`, made of the `Comparison` and the `Evaluation`.
+"""
 
 from __future__ import annotations
 
