@@ -49,14 +49,16 @@ def parse_config(
     Args:
         config_class: The class of the config; or classes by kind, of which the line names one, see `named_kind`.
         start: Plain fields that the command line changes.
-        check: Comes before the checks of the config itself, which may import torch.
+        check: Refuses what cannot be run, such as a missing file, before the checks of the config itself, which may
+            import torch. A config that is only printed needs no file.
     """
     words = [word for word in arguments if word != _PRINT]
+    is_printed = len(words) < len(arguments)
     try:
         if {"-h", "--help"} & set(words):
             print(_help(_read_line(words, config_class, start)[0]))
             sys.exit(0)
-        config = read_config(words, config_class, start, check)
+        config = read_config(words, config_class, start, None if is_printed else check)
     except BrokenPipeError:
         # The program that reads the help ended, as `head` does.
         raise
@@ -64,7 +66,7 @@ def parse_config(
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     # After all checks, so that the config that is printed can be run.
-    if len(words) < len(arguments):
+    if is_printed:
         print(yaml.safe_dump(dataclasses.asdict(typing.cast(Any, config)), sort_keys=False), end="")
         sys.exit(0)
     return config
