@@ -143,6 +143,13 @@ def test_the_table_of_folders_names_all_that_they_import(row: Drawn) -> None:
     assert actual - GROUND - {*row.rooms} == row.imports
 
 
+def test_the_config_of_a_study_ends_in_the_study() -> None:
+    readers = {path.stem for path in SOURCES for _, name in imports(path) if name.endswith("StudyConfig")}
+    configs = {f"{kind}_config" for kind in ("image", "features", "pairs", "chat")}
+    # Kinds of study, reports and what else comes later get what they need by name.
+    assert readers == {"command", "candidates", "study", *configs}
+
+
 @pytest.mark.parametrize("name", [name for name, path in NAMES.items() if path.name == "__init__.py"])
 def test_a_name_of_a_package_is_no_module_of_it_too(name: str) -> None:
     package = importlib.import_module(name)

@@ -34,7 +34,7 @@ from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.studies.image_config import TimmStudyConfig
-from mmod.studies.runs import BASE, Comparison, config_of
+from mmod.studies.runs import BASE, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished
 from mmod.training.engine.start import sketch
@@ -93,16 +93,16 @@ def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
             "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
             "`{trainer: {max_steps: 100}}`), or set tune to false"
         )
-    run_config = config_class(config.trains)
+    kind_config = config_class(config.trains)
     fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
-    dense = from_plain(run_config, fields, "dense")
+    dense = from_plain(kind_config, fields, "dense")
     start = fields
     if config.train_dense:
         # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
         # seed: `Comparison.runs` puts it in place of this one.
         start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
     try:
-        tuned = from_plain(run_config, merged(start, config.finetune), "finetune")
+        tuned = from_plain(kind_config, merged(start, config.finetune), "finetune")
     except ValueError as error:
         # Read for the dense model, which has no routers to train and no teacher but one that is named.
         if config.finetune.keys().isdisjoint(("trained", "distill")):
@@ -329,10 +329,10 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
         return None
     # Teachers and frozen weights are refused of a model from scratch, which a fine-tuned one is not: the dense model's
     # folder stands for the weights to come.
-    config: Any = config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
+    run_config: Any = run_config_of(candidate, dense.started_from(None if candidate.from_scratch else dense.output))
     try:
-        counted = sketch(kind_of(config))
-        image = torch.empty(1, *config.image_shape, device="meta")
+        counted = sketch(kind_of(run_config))
+        image = torch.empty(1, *run_config.image_shape, device="meta")
         return None if by_data(counted) else pass_flops(counted, {"image": image})
     # Hosts refuse sizes of images by assertions.
     except (ValueError, AssertionError) as error:

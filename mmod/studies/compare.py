@@ -91,10 +91,10 @@ def _start_of(runs: Sequence[Run]) -> list[Run]:
 
 def _trial(run: Run, rates: Rates, factor: float, folder: Path) -> Run:
     name = f"{run.name}-{factor:g}"
-    config = _with_rate(run.config, factor)
-    data = dataclasses.replace(config.data, **rates.data)
-    config = dataclasses.replace(config, data=data, output=str(folder / name), seed=rates.seed)
-    return dataclasses.replace(run, name=name, seed=rates.seed, config=config)
+    run_config = _with_rate(run.config, factor)
+    data = dataclasses.replace(run_config.data, **rates.data)
+    run_config = dataclasses.replace(run_config, data=data, output=str(folder / name), seed=rates.seed)
+    return dataclasses.replace(run, name=name, seed=rates.seed, config=run_config)
 
 
 def at_rates(runs: Sequence[Run], factors: Mapping[str, float]) -> list[Run]:
@@ -113,11 +113,11 @@ def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measu
         return Measured({figure: -float("inf")})
 
 
-def _with_rate(config: Any, rate: float) -> Any:
+def _with_rate(run_config: Any, rate: float) -> Any:
     """Return a config with its learning rate multiplied."""
     if rate == 1.0:
-        return config
-    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))
+        return run_config
+    return dataclasses.replace(run_config, optim=dataclasses.replace(run_config.optim, lr=rate * run_config.optim.lr))
 
 
 @dataclass(frozen=True)
@@ -148,13 +148,13 @@ class Measurer:
         # Other processes load the models that they need.
         return {**vars(self), "models": {}}
 
-    def load(self, config: RunConfig) -> nn.Module:
+    def load(self, run_config: RunConfig) -> nn.Module:
         """Return the model that a run starts from, see `Kind.load`: the same again for the same config."""
-        key = str(config)
+        key = str(run_config)
         if key not in self.models:
             if not self.keeps_all:
                 self.models.clear()
-            self.models[key] = load(kind_of(config))
+            self.models[key] = load(kind_of(run_config))
         return self.models[key]
 
     def final(self, run: Run) -> nn.Module:
@@ -185,26 +185,26 @@ class Measurer:
         part = options.part or run.config.parts[0]
         # Configs of one part have its routing itself.
         routing = plan if part == run.config.part else {part: plan}
-        config = dataclasses.replace(run.config, routing=routing)
+        run_config = dataclasses.replace(run.config, routing=routing)
         # What the study recommends is written with its plan.
         candidate = dataclasses.replace(run.candidate, routing=routing)
-        return dataclasses.replace(run, candidate=candidate, config=config, searches=())
+        return dataclasses.replace(run, candidate=candidate, config=run_config, searches=())
 
 
-def identity_of(config: RunConfig) -> dict[str, Any]:
+def identity_of(run_config: RunConfig) -> dict[str, Any]:
     """Return what stands for the model that a run starts from, and for its data: the config, and checksums of weights.
 
     The folder of the run is left out, and the path of a checkpoint is relative to it: studies can be moved.
     """
-    fields = portable(config.to_dict())
+    fields = portable(run_config.to_dict())
     del fields["output"]
     weights = {}
     for name in ("checkpoint", "image_checkpoint"):
-        path = getattr(config.model, name, None)
+        path = getattr(run_config.model, name, None)
         if path is not None:
             # A path may be written anew, with other weights.
             weights[name] = _checksum(path)
-    return {"kind": config.kind, "config": fields, "weights": weights}
+    return {"kind": run_config.kind, "config": fields, "weights": weights}
 
 
 def identity_of_final(run: Run) -> dict[str, object]:

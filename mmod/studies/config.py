@@ -310,6 +310,9 @@ class StudyConfig(Checked):
         # Read as a file is, which converts values and names an unknown key.
         return from_plain(type(self), fields)
 
+    opens_names: ClassVar[bool] = False
+    """Whether the dense model's checkpoint may be a name of a hub."""
+
     @classmethod
     def check_dense(cls, fields: Mapping[str, Any]) -> None:
         """Raise a FileNotFoundError if the dense model's file, run or weights are missing, as far as plain fields say.
@@ -329,9 +332,6 @@ class StudyConfig(Checked):
         if isinstance(checkpoint, str) and not cls.opens_names:
             with naming_dense():
                 find_weights(checkpoint)
-
-    opens_names: ClassVar[bool] = False
-    """Whether the dense model's checkpoint may be a name of a hub."""
 
     # What `candidates.py` asks, which reads the training configs.
     @property

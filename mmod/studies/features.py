@@ -220,7 +220,7 @@ class FeaturesStudy(ImageStudy):
 def _probe(
     study: FeaturesStudy,
     store: Store,
-    config: TrainConfig,
+    run_config: TrainConfig,
     load: Load = load_start,
     callback: Callback = lambda share: None,
     dense: TrainConfig | None = None,
@@ -231,8 +231,8 @@ def _probe(
         dense: Config of the dense model, whose classifier evaluates; None for one of its own features.
     """
     features = {}
-    for name in _splits(config.data):
-        features[name] = identity_of_features(study.evaluation.feature, _model_of(name, config, dense), name)
+    for name in _splits(run_config.data):
+        features[name] = identity_of_features(study.evaluation.feature, _model_of(name, run_config, dense), name)
     identity = {
         "work": "rows of features",
         "features": features,
@@ -240,30 +240,30 @@ def _probe(
         "strengths": study.evaluation.strengths,
         "folds": study.evaluation.folds,
     }
-    return measured_once(store, identity, functools.partial(_evaluate, study, config, load, callback, dense))
+    return measured_once(store, identity, functools.partial(_evaluate, study, run_config, load, callback, dense))
 
 
 def _evaluate(
-    study: FeaturesStudy, config: TrainConfig, load: Load, callback: Callback, dense: TrainConfig | None
+    study: FeaturesStudy, run_config: TrainConfig, load: Load, callback: Callback, dense: TrainConfig | None
 ) -> Measured:
     """Compute the features of the model that a run starts from, and evaluate them."""
     evaluation = study.evaluation
-    streams = {name: _decoded(fields) for name, fields in _splits(config.data).items()}
+    streams = {name: _decoded(fields) for name, fields in _splits(run_config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
         source = streams[_TESTED].reader.reader.source  # type: ignore[attr-defined]
         split_by_class(np.asarray(source.labels()), evaluation.folds)
-    if config.model.pretrained:
-        check_published(config.model.name, config.model.args, "set checkpoint to a file of weights")
-    model = load(config)
+    if run_config.model.pretrained:
+        check_published(run_config.model.name, run_config.model.args, "set checkpoint to a file of weights")
+    model = load(run_config)
     store = features_store(study.comparison.folder)
     features = []
     for name, stream in streams.items():
-        owner = _model_of(name, config, dense)
+        owner = _model_of(name, run_config, dense)
         identity = identity_of_features(evaluation.feature, owner, name)
-        if owner is config:
+        if owner is run_config:
             extracted = extract(
-                model, stream, store, identity, evaluation.feature, precision=config.precision, callback=callback
+                model, stream, store, identity, evaluation.feature, precision=run_config.precision, callback=callback
             )
             features.append(extracted)
         else:
@@ -287,17 +287,17 @@ def features_store(folder: Path) -> Store:
 _opened = functools.lru_cache(maxsize=1)(Store)
 
 
-def _model_of(split: str, config: TrainConfig, dense: TrainConfig | None) -> TrainConfig:
+def _model_of(split: str, run_config: TrainConfig, dense: TrainConfig | None) -> TrainConfig:
     """Return the config of the model that computes the features of a split."""
-    return config if dense is None or split == _TESTED else dense
+    return run_config if dense is None or split == _TESTED else dense
 
 
-def identity_of_features(feature: str, config: TrainConfig, split: str) -> dict[str, object]:
+def identity_of_features(feature: str, run_config: TrainConfig, split: str) -> dict[str, object]:
     """Return what stands for the features of a split by the model that a run starts from."""
-    known = identity_of(config)
+    known = identity_of(run_config)
     names = ("model", "routing", "methods", "precision")
     settings = {name: known["config"][name] for name in names if name in known["config"]}
-    data = json.loads(_splits(config.data)[split])
+    data = json.loads(_splits(run_config.data)[split])
     return {**known, "config": settings, "work": "features", "feature": feature, "data": data}
 
 
@@ -307,15 +307,15 @@ def _tested_features(study: FeaturesStudy, run: Run) -> Tensor:
     return read_features(features_store(study.comparison.folder), identity).x_ND.float()
 
 
-def _splits(config: DataConfig) -> dict[str, str]:
+def _splits(data: DataConfig) -> dict[str, str]:
     """Return configs, in JSON, of the tested images, and where they are another split, of those to fit on first."""
-    tested = dataclasses.replace(config, augment=None)
-    fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
+    tested = dataclasses.replace(data, augment=None)
+    fitted = dataclasses.replace(tested, val_split=data.train_split, val_limit=data.train_limit)
     # As text, by which streams of equal images are cached.
     splits = {_FITTED: fitted, _TESTED: tested}
-    if config.train_split == config.val_split:
+    if data.train_split == data.val_split:
         del splits[_FITTED]
-    return {name: json.dumps(dataclasses.asdict(data)) for name, data in splits.items()}
+    return {name: json.dumps(dataclasses.asdict(split)) for name, split in splits.items()}
 
 
 @functools.lru_cache(maxsize=2)

@@ -340,14 +340,14 @@ def _known_times(table: Table, names: Iterable[str], least: int) -> dict[int, di
     return known
 
 
-def _caption(config: TrainConfig, model: nn.Module) -> str:
+def _caption(run_config: TrainConfig, model: nn.Module) -> str:
     """Return the source, size and redundancy of the images."""
-    data = config.data
+    data = run_config.data
     images = f"Images: {data.source}, {data.image_size} px"
     patch = image_facts(model).patch
     if patch is None:
         return images
-    report = redundancy(whole_patches(sample_images(config, _MEASURED), patch[0]), patch[0])
+    report = redundancy(whole_patches(sample_images(run_config, _MEASURED), patch[0]), patch[0])
     return f"{images}; {report}."
 
 

@@ -32,7 +32,7 @@ from mmod.studies.compare import Measurer, Rates, at_rates, best_rates
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.kind import fit, measured_of
 from mmod.studies.report import StudyResult, write_outcome
-from mmod.studies.runs import Comparison, Run, config_of
+from mmod.studies.runs import Comparison, Run, run_config_of
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of
@@ -94,7 +94,7 @@ def settings_of(config: IsoflopConfig) -> list[Setting]:
     for series in _series(config):
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(series, changes={"model": {"config": changes}})
-            run = config_of(sized, dense)
+            run = run_config_of(sized, dense)
             model = sketch(kind_of(run))
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
@@ -107,7 +107,7 @@ def settings_of(config: IsoflopConfig) -> list[Setting]:
                 candidate = dataclasses.replace(
                     sized, name=f"{series.name}-{size}-{budget:g}", changes={**sized.changes, **length}
                 )
-                timed = config_of(candidate, dense)
+                timed = run_config_of(candidate, dense)
                 spent = float(step * steps)
                 settings.append(Setting(series.name, size, budget, parameters, forward, steps, spent, candidate, timed))
     _check_text(settings)
@@ -197,14 +197,14 @@ def _ahead(config: IsoflopConfig, settings: Sequence[Setting]) -> str:
     )
 
 
-def _length(config: LoopConfig, budget: float, step: int, name: str) -> dict[str, int]:
+def _length(run_config: LoopConfig, budget: float, step: int, name: str) -> dict[str, int]:
     """Return the length of a run, as fields of its config, whose steps of some FLOPs come nearest to the budget."""
     paid = budget / step
     # Epochs have whole steps: some numbers of them come nearer to the budget.
-    numbers = range(config.epochs, 2 * config.epochs)
-    if paid < config.epochs:
+    numbers = range(run_config.epochs, 2 * run_config.epochs)
+    if paid < run_config.epochs:
         raise ValueError(
-            f"budget {budget:g} pays for {paid:.1f} steps of {name}, and its run has {config.epochs} epochs: "
+            f"budget {budget:g} pays for {paid:.1f} steps of {name}, and its run has {run_config.epochs} epochs: "
             "give a larger budget, or smaller batches"
         )
     epochs = min(numbers, key=lambda number: abs(number * round(paid / number) - paid))

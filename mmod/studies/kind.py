@@ -178,26 +178,28 @@ def measure_run(
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
 
 
-def fit(config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
+def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
     """Train a run, or read the result of a finished one; refuse one without an evaluation.
 
     Args:
         store: That of the comparison, whose runs share the check of their evaluation samples.
     """
-    fitted = kinds.fit(config, progress=False, after_step=lambda step: callback(step.done / step.total), store=store)
+    fitted = kinds.fit(
+        run_config, progress=False, after_step=lambda step: callback(step.done / step.total), store=store
+    )
     if fitted.best is None:
         raise ValueError("there is nothing to ask: set data.val")
     return fitted
 
 
-def load_start(config: RunConfig) -> nn.Module:
+def load_start(run_config: RunConfig) -> nn.Module:
     """Load the model that a run starts from; see `Kind.load`."""
-    return load(kind_of(config))
+    return load(kind_of(run_config))
 
 
 def evaluate_start(
     store: Store,
-    config: RunConfig,
+    run_config: RunConfig,
     load: Load = load_start,
     progress: bool = False,
     evaluated: Evaluated | None = None,
@@ -207,11 +209,11 @@ def evaluate_start(
     Args:
         evaluated: Its evaluation, where the training that ended with it has made it.
     """
-    kind = kind_of(config)
-    identity = {"work": "rows of samples", **identity_of(config)}
+    kind = kind_of(run_config)
+    identity = {"work": "rows of samples", **identity_of(run_config)}
 
     def measure() -> Measured:
-        result, outcomes = evaluated or evaluate(kind, load(config), progress)
+        result, outcomes = evaluated or evaluate(kind, load(run_config), progress)
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 

@@ -34,7 +34,7 @@ SEARCHES = extended(Searched)
 """The configs of searches by kind: training configs, whose model and data are searched on their device."""
 
 
-def check_searches(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
+def check_searches(run_config: RunConfig, searches: Sequence[PlanOptions]) -> None:
     """Raise a ValueError for a budget that no plan reaches, where the size of images alone says what plans cost."""
     import torch
 
@@ -43,12 +43,14 @@ def check_searches(config: RunConfig, searches: Sequence[PlanOptions]) -> None:
 
     # FLOPs of prompts follow from the data, and times from the weights.
     shares = [options for options in searches if options.cost == "flops"]
-    if not shares or config.image_shape is None:
+    if not shares or run_config.image_shape is None:
         return
-    model = sketch(kind_of(config))
+    model = sketch(kind_of(run_config))
     for options in shares:
-        image = torch.empty(1, *config.image_shape, device="meta")
-        check_reachable(model, image, options.budget, options.part or config.parts[0], _named(options), options.router)
+        image = torch.empty(1, *run_config.image_shape, device="meta")
+        check_reachable(
+            model, image, options.budget, options.part or run_config.parts[0], _named(options), options.router
+        )
 
 
 def _named(options: PlanOptions) -> list[Option] | None:
@@ -59,7 +61,7 @@ def _named(options: PlanOptions) -> list[Option] | None:
     return [Option(*option) for option in options.options]
 
 
-def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[mmod.planning.PlanSearch]:
+def search_for(run_config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[mmod.planning.PlanSearch]:
     """Search plans for the model that a run would start from, which is loaded once, and write them into a folder.
 
     Args:
@@ -71,10 +73,10 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
     from mmod.planning.search import search_plan
     from mmod.training.engine.kind import calibration, load
 
-    kind = kind_of(config)
-    if getattr(config, "routing", None) is not None:
+    kind = kind_of(run_config)
+    if getattr(run_config, "routing", None) is not None:
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
-    if not config.model.has_weights:
+    if not run_config.model.has_weights:
         raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
     model = load(kind)
     found = []
@@ -87,7 +89,7 @@ def search_for(config: RunConfig, searches: Sequence[PlanOptions], folder: Path)
                 model,
                 calibration(kind, model, options.batches, options.batch_size),
                 options.budget,
-                part=options.part or config.parts[0],
+                part=options.part or run_config.parts[0],
                 options=_named(options),
                 router=options.router,
                 cost=options.cost,

@@ -132,9 +132,9 @@ class Comparison:
             dense = Candidate(BASE)
         # In a comparison that tunes its dense model, the one that all start from has this name.
         folder = Path(self.bases, f"seed{seed}", BASE) if self.bases else self.folder_of(dense.name, seed)
-        config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
+        run_config = dataclasses.replace(self.dense, output=str(folder), seed=seed)
         # It starts from what its config says, like a model from scratch.
-        return _run(dataclasses.replace(dense, from_scratch=True), config, self.train_dense)
+        return _run(dataclasses.replace(dense, from_scratch=True), run_config, self.train_dense)
 
     def _run_from(self, candidate: Candidate, seed: int, base: Run | None) -> Run:
         """Return the run of a candidate, which starts from a run that is trained before, if there is one."""
@@ -146,8 +146,8 @@ class Comparison:
         if base is not None:
             start = start.started_from(base.config.output)
         folder = self.folder_of(candidate.name, seed)
-        config = config_of(candidate, dataclasses.replace(start, seed=seed))
-        run = _run(candidate, dataclasses.replace(config, output=str(folder)), self.is_trained(candidate))
+        run_config = run_config_of(candidate, dataclasses.replace(start, seed=seed))
+        run = _run(candidate, dataclasses.replace(run_config, output=str(folder)), self.is_trained(candidate))
         if base is not None:
             run = dataclasses.replace(run, starts_from=(base.name, seed))
         if candidate.search is None:
@@ -165,13 +165,13 @@ class Comparison:
         return candidate.from_scratch or (candidate.is_trained and self.train is not None)
 
 
-def config_of(candidate: Candidate, start: Config) -> Config:
+def run_config_of(candidate: Candidate, start: Config) -> Config:
     """Return the training config of a candidate.
 
     Args:
         start: That of the model that it changes: of fine-tuning the dense one, or of training it from random weights.
     """
-    config = start
+    run_config = start
     fields: dict[str, Any] = {}
     if candidate.routing is not None:
         fields["routing"] = candidate.routing
@@ -179,20 +179,20 @@ def config_of(candidate: Candidate, start: Config) -> Config:
         fields["methods"] = [dict(method) for method in candidate.methods]
     if fields or candidate.changes:
         # As written, and read once: changes may set the depth, by which a preset chooses its blocks.
-        config = type(config).from_dict(merged({**config.as_written(), **fields}, candidate.changes))
+        run_config = type(run_config).from_dict(merged({**run_config.as_written(), **fields}, candidate.changes))
     if candidate.image_size is None:
-        return config
+        return run_config
     # A size that is still to be fitted is refused there, as any text is.
-    return config.at_size(cast(int, candidate.image_size))
+    return run_config.at_size(cast(int, candidate.image_size))
 
 
-def _run(candidate: Candidate, config: RunConfig, is_trained: bool) -> Run:
+def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool) -> Run:
     # In any unit that the runs of a comparison share.
-    work = float(config.epochs or 1) if is_trained else _EVALUATION
+    work = float(run_config.epochs or 1) if is_trained else _EVALUATION
     return Run(
         name=candidate.name,
-        seed=config.seed,
-        config=config,
+        seed=run_config.seed,
+        config=run_config,
         work=work,
         candidate=candidate,
         is_trained=is_trained,

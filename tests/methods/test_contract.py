@@ -21,7 +21,7 @@ from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
 from mmod.studies.candidates import baselines_of
 from mmod.studies.image_config import ImageStudyConfig
-from mmod.studies.runs import config_of
+from mmod.studies.runs import run_config_of
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter
 from tests.kit.engine_worker import TensorStream, run, tiny_config
@@ -253,7 +253,7 @@ def test_a_method_from_outside_is_trained_evaluated_and_studied(half: Any, tmp_p
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
     baselines = {"half": {0.5: {"kind": "half", "block": 1}}}
     (candidate,) = baselines_of(ImageStudyConfig(output="", dense={}, baselines=baselines), epochs=1)
-    assert config_of(candidate, config).applied == (half(1),)
+    assert run_config_of(candidate, config).applied == (half(1),)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from mmod.analysis.table import DENSE
 from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.kind import StudyKind, study_kind
-from mmod.studies.runs import config_of
+from mmod.studies.runs import run_config_of
 from mmod.training.kinds import KINDS
 from tests.kit.image_study import config as image_config
 
@@ -23,13 +23,13 @@ def test_a_candidate_changes_the_config_it_is_trained_by_and_nothing_else(tmp_pa
     tuned = dataclasses.replace(dense, model=start, epochs=3)
     merge = {"kind": "merge", "r": 2}
     routing = {"router": "random", "capacity": 0.5}
-    assert config_of(Candidate(DENSE), tuned) is tuned
-    both = config_of(Candidate("both", methods=({"kind": "experts"},), routing=routing), tuned)
+    assert run_config_of(Candidate(DENSE), tuned) is tuned
+    both = run_config_of(Candidate("both", methods=({"kind": "experts"},), routing=routing), tuned)
     assert (both.methods, both.routing, both.model) == ([{"kind": "experts"}], routing, start)
-    small = config_of(Candidate("small", methods=(merge,), image_size=16), tuned)
+    small = run_config_of(Candidate("small", methods=(merge,), image_size=16), tuned)
     assert (small.data.image_size, small.model.args["img_size"], small.methods) == (16, 16, [merge])
     changes = {"epochs": 5, "model": {"args": {"depth": 2}}}
-    scratch = config_of(Candidate("scratch", changes=changes), tuned.started_from(None))
+    scratch = run_config_of(Candidate("scratch", changes=changes), tuned.started_from(None))
     assert (scratch.epochs, scratch.model.checkpoint) == (5, None)
     assert scratch.model.args == {**dense.model.args, "depth": 2}
     assert [Candidate("a", **fields).is_baseline for fields in _CHANGES] == [True, False, True, False]

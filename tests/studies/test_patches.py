@@ -13,7 +13,7 @@ from mmod.analysis import flops
 from mmod.config.parse import parse_config
 from mmod.studies.candidates import comparison_of
 from mmod.studies.image_config import ImageStudyConfig
-from mmod.studies.runs import config_of
+from mmod.studies.runs import run_config_of
 from mmod.studies.study import run_study
 from mmod.training import TrainConfig
 from mmod.training.engine.kind import create
@@ -73,7 +73,7 @@ def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.M
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
     for candidate in comparison_of(config).candidates:
-        config = config_of(candidate, dense)
+        config = run_config_of(candidate, dense)
         size = config.data.image_size
         costs[candidate.name] = flops(create(ImageKind(config)), (1, size, size)).routed
     assert len(costs) == 14
