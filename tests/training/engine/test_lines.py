@@ -20,7 +20,7 @@ from mmod.config.parse import parse_config
 from mmod.training import TrainConfig, fit
 from mmod.training.command import next_commands
 from mmod.training.engine.run_folder import FitResult
-from mmod.training.kinds import KINDS, config_class, kind_of
+from mmod.training.kinds import KINDS, config_class
 from tests.kit.engine_worker import MODEL
 from tests.kit.fitted import fit_once
 from tests.kit.sets import SETS
@@ -116,7 +116,7 @@ PRUNE = {"kind": "prune", "keep": 0.5, "blocks": [1]}
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({}, ["plan", "advise"]),
+        ({}, ["plan", "advise", "tradeoff"]),
         ({"routing": ROUTED}, ["audit"]),
         ({"methods": [PRUNE]}, []),
         ({"methods": [{**PRUNE, "training_only": True}]}, []),
@@ -148,10 +148,15 @@ def test_a_finished_run_names_commands_that_can_follow(
         "plan": ["--plan.batches", "1"],
         "audit": ["--audit.draws", "1", "--audit.maps", "0"],
         "advise": ["--number", "2", "--batch_size", "1", "--output", str(tmp_path / "advice")],
+        "tradeoff": [
+            *("--output", str(tmp_path / "study"), "--changes.data.val_limit", "8", "--budgets", "[0.55]"),
+            *("--latency_batch", "1", "--latency_rounds", "1", "--maps", "0"),
+        ],
     }
     for words in commands:
         words = [str(images) if word == "FOLDER" else word for word in words]
-        main([*words[1:], *small.get(words[1], []), "--device", "cpu"])
+        device = "--dense.device" if words[1] == "tradeoff" else "--device"
+        main([*words[1:], *small.get(words[1], []), device, "cpu"])
         assert capsys.readouterr().out
 
 
@@ -174,5 +179,7 @@ def test_a_dense_run_of_each_kind_names_its_plan(kind: str) -> None:
     config = parse_config([KINDS[kind].example], config_class(kind))
     dense = replace(config, routing=None, methods=[])  # type: ignore[call-arg]
     result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
-    names = [line.split()[1] for line in next_commands(kind_of(dense), result).splitlines()[1:]]
-    assert names == ["evaluate", "plan", *(["advise"] if KINDS[kind].advised else [])]
+    names = [line.split()[1] for line in next_commands(dense, result).splitlines()[1:]]
+    row = KINDS[kind]
+    further = [name for name, given in (("advise", row.advised), ("tradeoff", row.study)) if given]
+    assert names == ["evaluate", "plan", *further]
