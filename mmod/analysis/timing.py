@@ -24,7 +24,7 @@ from mmod.io.progress import progress_bar
 from mmod.io.store import Store
 
 Name = TypeVar("Name", bound=Hashable)
-Input = TypeVar("Input")
+Timed = TypeVar("Timed")
 """Names what a timed pass reads, such as the kind of its samples and their number."""
 
 
@@ -55,9 +55,9 @@ def image_reading(model: nn.Module, images: Tensor, size: int) -> Reading:
 
 PASSES = 8
 """Passes that one timed reading of a small batch has at most: more take longer than the evaluation and tell no more."""
-Readings = Mapping[str, Mapping[Input, Reading]]
+Readings = Mapping[str, Mapping[Timed, Reading]]
 """The passes of each candidate by name."""
-Times = dict[Input, dict[str, list[float]]]
+Times = dict[Timed, dict[str, list[float]]]
 """Milliseconds of a sample by pass, candidate and round."""
 
 
@@ -105,7 +105,7 @@ def relative_times(times: Mapping[Name, list[float]], base: Name) -> dict[Name, 
     return {name: (statistics.median(times[base]) / speedup, speedup) for name, speedup in speedups.items()}
 
 
-def timing_caution(times: Times[Input], waiting: float, base: str) -> str:
+def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
     """Return a sentence on what makes speed-ups over the candidate `base` uncertain; empty for nothing.
 
     Example:
@@ -167,20 +167,20 @@ def interleave(
 
 @torch.no_grad()
 def sample_times(
-    readings: Readings[Input],
+    readings: Readings[Timed],
     *,
     rounds: int,
     device: torch.device,
     warmup: int = 1,
     seed: int = 0,
     shown: bool = False,
-) -> Times[Input]:
+) -> Times[Timed]:
     """Time all passes of all candidates in turns; see `interleave`."""
-    calls: dict[tuple[str, Input], Callable[[], object]] = {}
+    calls: dict[tuple[str, Timed], Callable[[], object]] = {}
     for name, passes in readings.items():
         calls |= {(name, of): reading.call for of, reading in passes.items()}
     times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, seed=seed, shown=shown)
-    by_pass: Times[Input] = {}
+    by_pass: Times[Timed] = {}
     for (name, of), ms in times.items():
         samples = readings[name][of].samples
         by_pass.setdefault(of, {})[name] = [total / samples for total in ms]
@@ -190,12 +190,12 @@ def sample_times(
 def times_once(
     store: Store,
     identity: Mapping[str, object],
-    readings: Callable[[], Readings[Input]],
+    readings: Callable[[], Readings[Timed]],
     device: torch.device,
     *,
     rounds: int,
     shown: bool = False,
-) -> tuple[Times[Input], float]:
+) -> tuple[Times[Timed], float]:
     """Return times from the store of this machine, and measure the rounds that are not there.
 
     Each round is kept at once: speed-ups compare times of one round, which may be of an earlier call.
@@ -210,7 +210,7 @@ def times_once(
     """
     by_pass: Times[Any] = {}
     waiting = []
-    ready: Readings[Input] | None = None
+    ready: Readings[Timed] | None = None
     bar = progress_bar(desc="timing", total=rounds, unit="rounds", shown=shown, leave=False)
     # The store knows times by the threads that they were measured on.
     with on_timing_threads(), bar:
