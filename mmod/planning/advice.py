@@ -127,7 +127,10 @@ class Advice:
 
     def _recommendation(self, size: int, rows: Sequence[AdviceRow]) -> Recommendation:
         where = batches_of(size, self.samples)
-        return Recommendation(rows, self.tolerance, self.metric, self.samples, where, self.faster)
+        is_unsteady = bool(self.caution)
+        return Recommendation(
+            rows, self.tolerance, self.metric, self.samples, where, self.faster, is_unsteady=is_unsteady
+        )
 
     @property
     def code(self) -> str:

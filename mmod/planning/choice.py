@@ -114,6 +114,7 @@ class Recommendation:
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_guessing: The dense model is hardly better than chance, so that nothing can be lost: nothing is advised.
+        is_unsteady: Times are uncertain, as on a busy machine, see `timing_caution`.
     """
 
     models: Sequence[AdviceRow]
@@ -124,6 +125,7 @@ class Recommendation:
     speed: float | None = None
     harm: str = ""
     is_guessing: bool = False
+    is_unsteady: bool = False
 
     @property
     def best(self) -> AdviceRow | None:
@@ -195,7 +197,9 @@ class Recommendation:
         figures = f"{named.speedup:[.2f} times as fast, {self._lost(named)}"
         if self.used is not None:
             at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
-            return f"Use {named.label} for {self.where}: {figures}{at_speed}{self.harm}.{self._undecided_by_speed}"
+            condition = ", if an idle machine confirms its speed" if self.is_unsteady else ""
+            use = f"Use {named.label} for {self.where}{condition}: {figures}{at_speed}{self.harm}."
+            return f"{use}{self._undecided_by_speed}"
         if self.speed is None:
             return (
                 f"Keep the dense model for {self.where} for now: {named.label} is probably within {self.limit}, and "

@@ -226,6 +226,8 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     ]
     harmed = dataclasses.replace(among([one]), harm="; but the dense model fell")
     assert harmed.sentence == f"{used.removesuffix('.')}; but the dense model fell."
+    busy = dataclasses.replace(among([one]), is_unsteady=True)
+    assert busy.sentence == used.replace("batches of 8:", "batches of 8, if an idle machine confirms its speed:")
     gained = among([alternative("a", 1.5, Estimate(-0.03, -0.05, -0.01))])
     assert gained.sentence.endswith("1.50 times as fast, 3.0 [1.0, 5.0] points of accuracy gained.")
 
