@@ -74,13 +74,10 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     table = Table()
     (dense,) = look_at([DENSE], 0, len(places))
     table.add(DENSE, 0, evaluate(dense))
-    table.times = {BATCH: recorded.times}
-
-    def rounds() -> Iterator[list[Look[range]]]:
-        yield look_at(candidates, 0, min(FIRST_LOOK, len(places)))
-        yield from near_front(table, AGREEMENT, len(places))
-
-    for _ in compare(table, rounds(), evaluate, Runner(progress=False)):
+    first = min(FIRST_LOOK, len(places))
+    times = {BATCH: recorded.times}
+    rounds = near_front(table, candidates, AGREEMENT, first, lambda: (times, 1.0))
+    for _ in compare(table, rounds, evaluate, Runner(progress=False)):
         pass
     rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", is_only=True)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH_SIZE, len(places), 0.0)

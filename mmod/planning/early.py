@@ -5,12 +5,12 @@ For `mmod.advise`; studies evaluate all candidates on all samples.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from itertools import chain
 
 from mmod.analysis.statistics import pareto_front, unbeaten
 from mmod.analysis.table import DENSE, Look, Table, evaluated, gap, mean_of
-from mmod.analysis.timing import relative_times
+from mmod.analysis.timing import Times, relative_times
 
 BATCH = "batch"
 """Name of the timed pass that decides."""
@@ -21,17 +21,30 @@ def look_at(names: Iterable[str], start: int, stop: int) -> list[Look[range]]:
     return [Look(name, 0, range(start, stop), work=stop - start) for name in names]
 
 
-def near_front(table: Table, figure: str, samples: int) -> Iterator[list[Look[range]]]:
-    """Yield what asks for all samples of candidates that none as fast clearly beats, then of the front's that have few.
+def near_front(
+    table: Table,
+    names: Iterable[str],
+    figure: str,
+    first: int,
+    times: Callable[[], tuple[Times[str], float]],
+) -> Iterator[list[Look[range]]]:
+    """Yield rounds of a comparison: all candidates on few samples, and on all samples those near the front.
+
+    These are the ones that none as fast clearly beats, and then those of the front that have few samples.
 
     Args:
-        table: Gets the rows of what was asked for before more is asked for.
+        table: Has the dense model on all samples, and gets the rows of each round before more is asked for.
+        names: The candidates.
         figure: The outcome that decides who is better.
-        samples: Number of all samples, which the dense model has.
+        first: Number of samples of the first look.
+        times: Returns the times of all models once they have run, and `Table.waiting`.
     """
+    yield look_at(names, 0, first)
+    table.times, table.waiting = times()
+    samples = evaluated(table, DENSE)
 
-    def looks(names: Iterable[str]) -> list[Look[range]]:
-        few = [name for name in names if evaluated(table, name) < samples]
+    def looks(wanted: Iterable[str]) -> list[Look[range]]:
+        few = [name for name in wanted if evaluated(table, name) < samples]
         return list(chain.from_iterable(look_at([name], evaluated(table, name), samples) for name in few))
 
     ms = milliseconds(table, BATCH)

@@ -40,7 +40,7 @@ from mmod.planning.advice import WRITTEN, Advice
 from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.choice import TOLERANCE, AdviceRow
 from mmod.planning.divergence import check_batches
-from mmod.planning.early import BATCH, front_in, look_at, milliseconds, near_front
+from mmod.planning.early import BATCH, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
 from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
@@ -219,14 +219,10 @@ def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, prog
     table = Table()
     # On all samples, since every look is compared with it.
     table.add(DENSE, 0, samples.evaluate(dense, 0, len(samples)))
-
-    def rounds() -> Iterator[Sequence[Look[range]]]:
-        yield look_at([name for name in entrants if name != DENSE], 0, samples.first)
-        table.times, table.waiting = _times(results, entrants)
-        yield from near_front(table, figure, len(samples))
-
+    changed = [name for name in entrants if name != DENSE]
+    rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants))
     measure = partial(evaluate_once, results, entrants)
-    for _ in compare(table, rounds(), measure, Runner(progress=progress, title="advise")):
+    for _ in compare(table, rounds, measure, Runner(progress=progress, title="advise")):
         pass
     return table
 

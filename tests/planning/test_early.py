@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.table import DENSE, Look, Measured, Table, compare, evaluated
 from mmod.io.jobs import Callback, Runner
-from mmod.planning.early import front_in, look_at, milliseconds, near_front
+from mmod.planning.early import front_in, milliseconds, near_front
 
 SAMPLES = 12
 FIRST = 4
@@ -36,13 +34,8 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
     times = {name: [value] * 3 for name, value in ms.items()}
-
-    def rounds() -> Iterator[list[Look[range]]]:
-        yield look_at(models, 0, FIRST)
-        table.times = {"batch": times}
-        yield from near_front(table, "right", SAMPLES)
-
-    for look in compare(table, rounds(), evaluate, Runner(progress=False)):
+    rounds = near_front(table, models, "right", FIRST, lambda: ({"batch": times}, 1.0))
+    for look in compare(table, rounds, evaluate, Runner(progress=False)):
         assert evaluated(table, look.name) == look.config.stop
     assert milliseconds(table, "batch") == ms
     for name in models:
