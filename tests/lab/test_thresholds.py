@@ -51,16 +51,16 @@ def regrouped(rows: Tensor, groups: list[list[int]], threshold: float) -> list[l
     patches = range(1, len(rows))
     # Places whose bits, read backwards, are smaller come before.
     order = {row: int(f"{row - 1:020b}"[::-1], 2) for row in patches}
-    alike = F.cosine_similarity(rows[:, None], rows[None], dim=-1)
+    alike = F.cosine_similarity(rows[:, None], rows[None], dim=-1).tolist()
     kept = [0]
     for row in patches:
-        before = [float(alike[row, other]) for other in patches if order[other] < order[row]]
+        before = [alike[row][other] for other in patches if order[other] < order[row]]
         if 1 - max(before, default=-1.0) >= threshold:
             kept.append(row)
     merged = {row: list(groups[row]) for row in kept}
     for row in patches:
         if row not in kept:
-            merged[max(kept[1:], key=lambda other: float(alike[row, other]))] += groups[row]
+            merged[max(kept[1:], key=lambda other: alike[row][other])] += groups[row]
     return list(merged.values())
 
 
@@ -73,7 +73,7 @@ def merged_by_hand(model: Any, image: Tensor, config: mmod.RoutingConfig) -> tup
     earlier = None
 
     def add(update: Tensor) -> Tensor:
-        return tokens + torch.stack([update[place] for place in slots()])
+        return tokens + update[slots()]
 
     def slots() -> list[int]:
         return [next(place for place, group in enumerate(groups) if token in group) for token in range(len(tokens))]
