@@ -26,8 +26,10 @@ RUNS: dict[str, dict[str, Any]] = {"shared": {"routing": GAMMA}, "sharded": {"ro
 
 def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
     """Return a run on so many processes, split where there are several, of four conversations a step in all."""
-    fields = {"max_steps": 2, "save_steps": 1, "logging_steps": 1, "max_grad_norm": 0.0, "use_cpu": True}
+    fields: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "max_grad_norm": 0.0, "use_cpu": True}
     fields["per_device_train_batch_size"] = 4 // processes
+    # The single one is not taken back.
+    fields |= {"save_steps": 1} if processes > 1 else {"save_strategy": "no"}
     if processes > 1:
         fields |= {
             "ddp_backend": "gloo",

@@ -88,6 +88,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
 
 def test_every_question_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    few_series(monkeypatch, "gradual")
     make_folder(tmp_path / "images/one", 2, 3)
     make_folder(tmp_path / "images/two", 1, 3)
     torch.manual_seed(0)

@@ -22,7 +22,7 @@ from mmod.training.command import next_commands
 from mmod.training.engine.run_folder import FitResult
 from mmod.training.kinds import KINDS, config_class
 from tests.kit.engine_worker import MODEL
-from tests.kit.fitted import fit_once
+from tests.kit.fitted import few_series, fit_once
 from tests.kit.sets import SETS
 
 ROUTED = {"router": "attention", "blocks": [1], "capacity": 0.5}
@@ -131,6 +131,7 @@ def test_a_finished_run_names_commands_that_can_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fit_once(monkeypatch)
+    few_series(monkeypatch, "gradual")
     config = digits_config(tmp_path / "a run", epochs=1, epoch_steps=1, **changes)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.to_dict()))
