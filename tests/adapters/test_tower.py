@@ -33,7 +33,7 @@ from tests.kit.vlm_zoo import (
 
 PLAIN = ("llava", "internvl", "idefics3", "smolvlm", "qwen2-vl", "qwen2.5-vl", "qwen3-vl")
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
-GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+GENERATION: dict[str, Any] = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
 
 
 _SMALL: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "image_size": 12, "patch_size": 4}

@@ -38,7 +38,7 @@ CONFIGS: dict[str, Any] = {
     "merge": HALF.replace(router="redundancy", skipped="merge", blocks="all"),
     "follow": HALF.replace(router="redundancy", skipped="follow", blocks="all"),
 }
-GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+GENERATION: dict[str, Any] = {"max_new_tokens": 2, "min_new_tokens": 2, "do_sample": False}
 
 
 def classes(model: nn.Module) -> list[type]:

@@ -74,7 +74,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 def generated(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
     options_of_both = {
-        "max_new_tokens": 8,
+        "max_new_tokens": 4,
         "do_sample": False,
         "pad_token_id": 0,
         "eos_token_id": None,
@@ -99,7 +99,7 @@ def test_static_caches_change_nothing(method: str, side: str) -> None:
 @pytest.mark.parametrize(("name", "images"), in_turn([*JOINT, *APART], IMAGES), ids=str)
 def test_static_caches_change_nothing_in_every_family(name: str, images: tuple[int, ...]) -> None:
     model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, images)
-    options = {"num_beams": 2, "max_new_tokens": 4}
+    options = {"num_beams": 2, "max_new_tokens": 2}
     ids = generated(model, batch, **options)
     assert torch.equal(generated(model, batch, cache_implementation="static", **options), ids)
 

@@ -69,13 +69,13 @@ def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa", **cha
 
 
 def generate(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **NO_IMAGES, **options}
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **NO_IMAGES, **options}
     result: Tensor = model.generate(**batch, **settings)
     return result
 
 
 @torch.no_grad()
-def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 4) -> None:
+def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 3) -> None:
     """Prefill and decode word by word, and compare every step with one full forward pass over the same tokens.
 
     The pass gets the words as labels, so that importance is that of the prompt.
