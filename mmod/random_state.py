@@ -51,10 +51,15 @@ class Unfilled(TorchFunctionMode):
     """Leaves out the initial weights of models that are built: what fills parameters and tensors on the meta device."""
 
     filling = frozenset(f"{name}_" for name in ("uniform", "normal", "erfinv", "mul", "add", "clamp", "fill", "zero"))
+    # Those of `torch.nn.init` that are a call of their own, inside which no mode sees what they fill with.
+    filling |= {"kaiming_uniform_", "constant_"}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the tensor to be filled, or call the function."""
-        fills = getattr(func, "__name__", "") in self.filling and args
-        if fills and (args[0].is_meta or isinstance(args[0], nn.Parameter)):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in self.filling:
+            # `torch.nn.init` names its tensor.
+            filled = args[0] if args else kwargs["tensor"]
+            if filled.is_meta or isinstance(filled, nn.Parameter):
+                return filled
+        return func(*args, **kwargs)

@@ -302,6 +302,13 @@ def refuse(*_: Any, **__: Any) -> None:
     raise AssertionError("something outside the folder was read")
 
 
+def test_no_weights_are_drawn_that_the_saved_ones_replace(tmp_path: Path) -> None:
+    mmod.save_pretrained(mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(router="linear")), tmp_path)
+    before = torch.get_rng_state()
+    load_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_a_method_put_aside_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recursions save the blocks that they share alone; the others are no memory that nobody has written."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
