@@ -35,7 +35,7 @@ from mmod.training.engine.evaluate import (
     kept_rows,
     read_rows,
 )
-from mmod.training.engine.kind import Input, device_of
+from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.start import load_dense, task_options
 from mmod.training.engine.task import Batch, Task, with_total
 
@@ -119,7 +119,7 @@ class MiddleKind:
         result = EvalResult(float(rows["loss"].mean()), len(rows["loss"]), kept_means(rows))
         return Evaluated(result, {"distance": rows["loss"].numpy()})
 
-    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return images in batches of a size, as far as the stream's are as large."""
         stream = image_stream(self.config.data, 0 if training else None)
         parts = [images[:size].to(device_of(self)) for images, _ in islice(stream.batches(0), batches)]
@@ -127,7 +127,7 @@ class MiddleKind:
         def count(kept: Any) -> float:
             return flops(model, {"image": parts[0][:1]}, needed_shares(model, kept)).routed
 
-        return {"image": Input(parts, sum(map(len, parts)), partial(image_output, model), count)}
+        return {"image": ModelInput(parts, sum(map(len, parts)), partial(image_output, model), count)}
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write the weights."""

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import mmod
-from mmod.analysis.table import DENSE, Table, gap
+from mmod.analysis.table import DENSE, Table, compare, gap
 from mmod.io.jobs import Runner
 from mmod.io.store import Store
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.assess import assess
-from mmod.studies.compare import Measurer, compare
+from mmod.studies.compare import Measurer
 from mmod.studies.kind import measure_run
 from mmod.studies.plan import search_for
 from mmod.studies.runs import Comparison
@@ -83,7 +83,7 @@ def test_a_fifth_kind_trains_resumes_and_is_evaluated_opened_planned_and_compare
     compared = Table()
     (tmp_path / "done").mkdir()
     measurer = Measurer(lambda *run: measure_run(*run, by_sample=True), Store())
-    names = [run.name for run in compare(comparison.checked_runs(), compared, measurer, Runner(progress=False))]
+    names = [run.name for run in compare(compared, [comparison.checked_runs()], measurer, Runner(progress=False))]
     assert names == [DENSE, "routed"]
     assert compared.runs["routed"][0].kept
     assert gap(compared, "loss", "routed", DENSE) is not None

@@ -26,7 +26,7 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_dense
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated, decisions_of, kept_rows
-from mmod.training.engine.kind import COUNTED, Input, device_of
+from mmod.training.engine.kind import COUNTED, ModelInput, device_of
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ChatKind:
         size = config.eval_batch_size
         return ask(model, collator, questions, batch_size=size, max_new_tokens=config.max_new_tokens, progress=progress)
 
-    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return one batch of prompts with one image, or whole training conversations; see `Kind.inputs`."""
         parts: Any
         if training:
@@ -76,7 +76,7 @@ class ChatKind:
         else:
             parts = [self.prompts(size)[0]]
             samples = len(parts[0]["input_ids"])
-        return {"prompt": Input(parts, samples, partial(fill_cache, model), partial(self._flops, model))}
+        return {"prompt": ModelInput(parts, samples, partial(fill_cache, model), partial(self._flops, model))}
 
     def _flops(self, model: nn.Module, kept: Mapping[str, float]) -> float:
         """Count the FLOPs of the prefill of a prompt with one image, of the mean length of a few."""

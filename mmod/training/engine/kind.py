@@ -49,7 +49,7 @@ AfterStep = Callable[[Step], object]
 """A function that a run calls after each optimiser step, in every process."""
 
 
-class Input(NamedTuple):
+class ModelInput(NamedTuple):
     """What a model reads, and what is counted, timed and calibrated of it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Kind(Protocol):
     def score(self, model: nn.Module, data: Any, process: Process, progress: bool) -> Evaluated:
         """Evaluate a model over the evaluation samples of this process, as `data` opened them."""
 
-    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return what the model reads by name: an "image", a caption ("text"), a "window" or a "prompt".
 
         Args:
@@ -160,7 +160,7 @@ def cost(kind: Kind, model: nn.Module, kept: Mapping[str, float]) -> dict[str, f
 def readings(kind: Kind, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
     """Return forward passes over at most so many batches of `size` evaluation samples, by input."""
 
-    def run(one: Input) -> None:
+    def run(one: ModelInput) -> None:
         for batch in one.batches:
             one.read(batch)
 

@@ -32,7 +32,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Input, device_of
+from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.run_folder import check_recorded
 from mmod.training.engine.task import Batch
 from mmod.training.image.config import ModelConfig, TrainConfig
@@ -144,7 +144,7 @@ class ImageKind:
         result, outcomes = results[chosen]
         return Evaluated(dataclasses.replace(result, capacities=accuracies), outcomes)
 
-    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return images of all classes; those of evaluation are repeated where there are too few. See `Kind.inputs`."""
         if training:
             data = self.config.data
@@ -155,7 +155,7 @@ class ImageKind:
             parts = list(timed_images(self.config, size * batches).split(size))
         moved = [images.to(device_of(self)) for images in parts]
         count = partial(_flops, model, self.config.image_shape)
-        return {"image": Input(moved, sum(map(len, moved)), partial(image_output, model), count)}
+        return {"image": ModelInput(moved, sum(map(len, moved)), partial(image_output, model), count)}
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""

@@ -30,7 +30,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated
-from mmod.training.engine.kind import Input, device_of, evaluation_data
+from mmod.training.engine.kind import ModelInput, device_of, evaluation_data
 from mmod.training.engine.task import Batch
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate_batch, evaluate_set
@@ -117,7 +117,7 @@ class PairsKind:
             progress=progress,
         )
 
-    def inputs(self, model: Any, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+    def inputs(self, model: Any, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return images and captions, each for its tower; those of evaluation are the first. See `Kind.inputs`."""
         if training:
             data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
@@ -131,8 +131,8 @@ class PairsKind:
         inputs = {}
         for number, tower in enumerate(("image", "text")):
             parts = [pair[number].to(device_of(self)) for pair in pairs]
-            count = partial(_flops, model, {tower: parts[0][:1]})
-            inputs[tower] = Input(parts, sum(map(len, parts)), getattr(model, f"encode_{tower}"), count)
+            count = partial(_flops, model, tower, parts)
+            inputs[tower] = ModelInput(parts, sum(map(len, parts)), getattr(model, f"encode_{tower}"), count)
         return inputs
 
     def save(self, model: nn.Module, folder: Path) -> None:
@@ -149,6 +149,6 @@ class PairsKind:
         write_tensors(folder / "open_clip_model.safetensors", model.state_dict())
 
 
-def _flops(model: nn.Module, sample: Mapping[str, Tensor], kept: Mapping[str, float]) -> float:
+def _flops(model: nn.Module, tower: str, parts: Sequence[Tensor], kept: Mapping[str, float]) -> float:
     """Count the FLOPs of one image, or of one caption."""
-    return flops(model, sample, kept=needed_shares(model, kept)).routed
+    return flops(model, {tower: parts[0][:1]}, kept=needed_shares(model, kept)).routed

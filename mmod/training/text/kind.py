@@ -23,7 +23,7 @@ from mmod.opening.weights import read_weights
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import Columns, Evaluated, read_rows
-from mmod.training.engine.kind import Input, device_of
+from mmod.training.engine.kind import ModelInput, device_of
 from mmod.training.engine.task import Batch
 from mmod.training.text.config import BYTES, ModelConfig, TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate_batch, evaluate_ways, score
@@ -73,7 +73,7 @@ class TextKind:
         read = partial(evaluate_ways, precision=self.config.precision, elastic=self.config.elastic)
         return Evaluated(score(read_rows(read, model, data, process.device, progress=progress), model))
 
-    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, Input]:
+    def inputs(self, model: nn.Module, size: int, batches: int = 1, training: bool = False) -> dict[str, ModelInput]:
         """Return windows, one batch of evaluation; see `Kind.inputs`. Costs are those with decisions of training."""
         data = self.config.data
         split, count = (data.train_split, batches * size) if training else (data.val_split, size)
@@ -81,7 +81,7 @@ class TextKind:
         windows = [{"input_ids": tokens.to(device_of(self))} for tokens, _ in text_stream(limited).batches(0)]
         samples = sum(len(batch["input_ids"]) for batch in windows)
         read = partial(_logits, model)
-        return {"window": Input(windows, samples, read, partial(window_flops, model, data.length))}
+        return {"window": ModelInput(windows, samples, read, partial(window_flops, model, data.length))}
 
     def save(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` if the model is routed."""

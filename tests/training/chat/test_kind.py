@@ -27,13 +27,13 @@ from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import EvalResult, answer_loss, ask, mean_over_kinds, score
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_with_processor, router_parameters
 from mmod.training.chat.trainer import RunCallback, last_checkpoint
 from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.health import FIGURES
+from mmod.training.kinds import estimate
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk
 from tests.kit.sets import SETS

@@ -18,7 +18,7 @@ from mmod.training import fit
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.processor import create_bpe_processor, create_processor
 from mmod.training.chat.start import create_with_processor
-from mmod.training.kinds import kind_of
+from mmod.training.kinds import estimate, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import write_own
 
@@ -82,9 +82,9 @@ def test_words_that_the_processor_does_not_know_are_refused_with_one_that_knows_
     config = own_config()
     words = replace(config, model=replace(config.model, processor="words"))
     match = r"does not know 100\.0% of the tokens of training answers.*'<unk>'.* Set model\.processor to bpe"
-    for start in (kind_of(words).fit, kind_of(words).estimate):
+    for start in (fit, estimate):
         with pytest.raises(ValueError, match=match):
-            start()
+            start(words)
     assert not Path(config.output, "config.yaml").exists()
 
 

@@ -15,7 +15,7 @@ from mmod.training import TrainConfig, fit
 from mmod.training.chat.preflight import check_words
 from mmod.training.engine.groups import ScheduleConfig, check_warmup
 from mmod.training.image.preflight import check_outputs
-from mmod.training.kinds import config_class, estimate, kind_of
+from mmod.training.kinds import config_class, estimate
 from tests.kit.engine_worker import MODEL, TensorStream, run, tiny_config
 from tests.kit.sets import SETS
 
@@ -114,9 +114,9 @@ def test_missing_data_are_told_before_missing_weights(
     }
     model = {**models[kind], "checkpoint": str(tmp_path / "no-weights")}
     config = config_class(kind).from_dict({"output": str(tmp_path / "run"), "model": model, "data": data})
-    for start in (kind_of(config).estimate, kind_of(config).fit):
+    for start in (estimate, fit):
         with pytest.raises((ValueError, FileNotFoundError), match=match):
-            start()
+            start(config)
 
 
 @pytest.mark.parametrize("given", [False, True])
