@@ -86,7 +86,7 @@ def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the weighted auxiliary losses of a model's passes since the last call; 0 if it has none, as a dense model.
+    """Return the weighted auxiliary losses of a model's passes since the last call; 0 for a model without losses.
 
     A loss is a mean over tokens and a sum over routed blocks, as in the sources of the presets' weights. The losses of
     several forward passes, as of two views, are added. Passes in evaluation mode or under `torch.no_grad` leave none. A

@@ -60,7 +60,9 @@ def _opened(path: str | Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise DamagedFileError(f"{str(path)!r} is no complete safetensors file: {error}") from error
+        raise DamagedFileError(
+            f"{str(path)!r} is no complete safetensors file; copy or save it again: {error}"
+        ) from error
 
 
 def check_complete(folder: str | Path) -> None:

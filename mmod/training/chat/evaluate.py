@@ -63,9 +63,8 @@ class EvalResult(RoutedResult):
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {share:.2f} % of {self.questions[kind]}" for kind, share in self.right.items())
-        return (
-            f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f} of the tokens that may be skipped"
-        )
+        kept = f"{self.told_kept} of the tokens that may be skipped" if self.kept else ""
+        return f"answers right {self.accuracy:.2f} %: {kinds}{kept}"
 
     @property
     def baseline(self) -> str:

@@ -53,6 +53,11 @@ class RoutedResult:
         """Mean kept share over the modules that decide; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
 
+    @property
+    def told_kept(self) -> str:
+        """The kept share behind a comma; empty for a dense model, which has nothing to keep."""
+        return f", kept {self.mean_kept:.3f}" if self.kept else ""
+
 
 class Evaluated(NamedTuple):
     """What a model does on the full evaluation set.

@@ -70,10 +70,8 @@ class EvalResult(RoutedResult):
     def __str__(self) -> str:
         titles = {"top1": "top-1", "top5": "top-5"}
         figures = "".join(f"{titles.get(name, name)} {figure:.2f} %, " for name, figure in self.accuracies().items())
-        return (
-            f"{figures}loss {self.loss:.4f}, "
-            f"kept {self.mean_kept:.3f} ({self.samples} images{f'; {self.classes}' if self.classes else ''})"
-        )
+        classes = f"; {self.classes}" if self.classes else ""
+        return f"{figures}loss {self.loss:.4f}{self.told_kept} ({self.samples} images{classes})"
 
 
 def evaluate(

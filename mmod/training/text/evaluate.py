@@ -58,7 +58,7 @@ class EvalResult(RoutedResult):
         return super().columns() | ({} if self.mean_agreement is None else {"agreement": self.mean_agreement})
 
     def __str__(self) -> str:
-        lines = [f"{self.loss:.4f} nats ({self.loss / math.log(2):.4f} bits) a byte, kept {self.mean_kept:.3f}"]
+        lines = [f"{self.loss:.4f} nats ({self.loss / math.log(2):.4f} bits) a byte{self.told_kept}"]
         if self.agreement and self.causal_loss is not None:
             gap = self.causal_loss - self.loss
             kept = sum(self.causal_kept.values()) / len(self.causal_kept)
