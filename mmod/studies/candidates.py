@@ -26,13 +26,13 @@ from mmod.analysis.counting import by_data, pass_flops
 from mmod.analysis.table import DENSE
 from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
-from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import CONTROL, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.planning.options import FIT
 from mmod.studies.config import RUN_FIELDS, StudyConfig
+from mmod.studies.controls import told_of_controls, with_controls
 from mmod.studies.image_config import TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
@@ -57,7 +57,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         routed = [candidate for candidate in candidates if candidate.series not in config.baselines]
         baselines = [candidate for candidate in candidates if candidate.series in config.baselines]
         candidates = [*routed, *_shallow(routed, dense, epochs), *baselines]
-    candidates = _with_controls(config, candidates, is_of_parts=not dense.part)
+    candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])
     if max(names.values()) > 1:
         raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
@@ -72,7 +72,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
         notes=[
             *([] if config.train_dense else unfinished(dense.model.checkpoint)),
             *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
-            *_of_controls(config, candidates),
+            *told_of_controls(candidates, {*config.routers} - {*config.controls}),
             *_numbers(config, candidates),
         ],
         keys=("changes", "finetune"),
@@ -147,94 +147,6 @@ def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
     if fields.pop("world_size", None) is not None:
         fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
     return merged(fields, changes)
-
-
-def _with_controls(config: StudyConfig, candidates: Sequence[Candidate], is_of_parts: bool) -> list[Candidate]:
-    """Return candidates with their controls: their own routing with random scores, where the study names no others.
-
-    Models whose routing is equal but for the score share a control. Where none of the series is the same, it joins the
-    candidates without a series, and is no row of the table.
-
-    Args:
-        is_of_parts: Routings are those of parts by name.
-    """
-    names = {candidate.name for candidate in candidates}
-    controls = [(candidate.name, _model_of(candidate, is_of_parts)) for candidate in candidates if candidate.at_random]
-    controlled: list[Candidate] = []
-    added: list[Candidate] = []
-    for candidate in candidates:
-        is_settled = candidate.control in names or config.controls.get(candidate.series, "") is None
-        drawn = None
-        if candidate.series in config.routers and not candidate.at_random and not is_settled:
-            drawn = _at_random(candidate, is_of_parts)
-        if drawn is None:
-            controlled.append(candidate)
-            continue
-        model = _model_of(drawn, is_of_parts)
-        same = next((name for name, other in controls if other == model), None)
-        if same is None:
-            controls.append((drawn.name, model))
-            added.append(drawn)
-        controlled.append(dataclasses.replace(candidate, control=same or drawn.name))
-    return [*controlled, *added]
-
-
-def _at_random(candidate: Candidate, is_of_parts: bool) -> Candidate | None:
-    """Return a candidate's control; None where its plan is still to be searched, or the data say how much it keeps."""
-    if candidate.routing is None:
-        return None
-    parts = candidate.routing if is_of_parts else {"": candidate.routing}
-    drawn = {}
-    for part, fields in parts.items():
-        known = resolve_routing(fields)
-        if known.select != "topk":
-            return None
-        drawn[part] = {**fields, "router": CONTROL}
-        if known.router.learns:
-            # What only a score that learns can have.
-            language = {"predictor": False, "inference_threshold": None, "gate_on": "update"}
-            drawn[part] |= {
-                "gate": "identity",
-                "losses": {},
-                "language": {**(fields.get("language") or {}), **language},
-            }
-        if known.skipped == "scale":
-            drawn[part]["skipped"] = "pass"
-    routing = drawn if is_of_parts else drawn[""]
-    return dataclasses.replace(candidate, name=f"{CONTROL}-{candidate.name}", series="", control=None, routing=routing)
-
-
-def _model_of(candidate: Candidate, is_of_parts: bool) -> Candidate:
-    """Return what is equal for candidates that are the same model, however they are named and written."""
-    routing = candidate.routing
-    if routing is not None:
-        parts = routing if is_of_parts else {"": routing}
-        routing = {part: resolve_routing(fields) for part, fields in parts.items()}
-    return dataclasses.replace(candidate, name="", series="", budget=None, control=None, routing=routing)
-
-
-def _of_controls(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
-    """Say what controls are that are no rows, and which models have none although the study does not leave it out."""
-    added = [candidate.name for candidate in candidates if not candidate.series]
-    told = []
-    if added:
-        told.append(
-            f"Controls, which are no rows of the table, keep as many tokens by the same routing at random: "
-            f"{', '.join(added)}"
-        )
-    alone = [
-        candidate.name
-        for candidate in candidates
-        if candidate.series in {*config.routers} - {*config.controls}
-        and not candidate.at_random
-        and candidate.control is None
-    ]
-    if alone:
-        told.append(
-            f"Without a control, as the images or a search decide how much is kept: {', '.join(alone)}. Whether it "
-            "matters which tokens these keep is not tested, unless `controls` names a control"
-        )
-    return told
 
 
 def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
