@@ -91,7 +91,7 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("trained again")
 
-    monkeypatch.setattr("mmod.training.chat.kind.RoutedTrainer", refuse)
+    monkeypatch.setattr("mmod.training.chat.loop.RoutedTrainer", refuse)
     again = run_study(study, progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
 
