@@ -98,21 +98,24 @@ def test_every_path_in_a_run_is_the_same_model_for_every_command(kind: str, how:
     file = next((run / "model").glob("*.safetensors"))
     checkpoints = sorted((run / "checkpoints").glob("step-*"))
     assert bool(checkpoints) == (kind in LOOP_KINDS)
-    for path in (run, run / "model", file, *checkpoints[-1:], *(place / "model.safetensors" for place in checkpoints)):
+    paths = (run, run / "model", file, *checkpoints[-1:], *(place / "model.safetensors" for place in checkpoints))
+    for number, path in enumerate(paths):
         opened = open_model(path)
         assert not opened.model.training
         same(opened.model, expected)
         assert str(run) in opened.sentence
         assert ("changed by" in opened.sentence) == (how != "dense")
-        # As evaluate, audit and plan take it.
+        # As evaluate, audit and plan take it; what was changed otherwise takes the two ways in turn.
         config = parse_run([str(path)], all_configs())
         assert (config.kind, config.output) == (kind, str(run))
-        same(load(kind_of(config)), expected)
+        if how == "routing" or number % 2:
+            same(load(kind_of(config)), expected)
         # As `checkpoint` of a config, with the methods that weights of the loop are loaded into.
         methods = {"routing": config.routing, "methods": config.methods}
         started = config_class(kind).from_dict({**fields_of(kind, run.parent), "output": "next", **methods})
         started = dataclasses.replace(started, model=started.model.started_from(str(path)))
-        same(load(kind_of(started)), expected)
+        if how == "routing" or not number % 2:
+            same(load(kind_of(started)), expected)
 
 
 def test_an_average_and_the_last_weights_of_a_run_are_told_apart(tmp_path: Path) -> None:
