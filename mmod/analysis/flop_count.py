@@ -133,8 +133,11 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, 
         if isinstance(block, RoutedBlock):
             # Of text, a layer runs one token at the least, which is subtracted from the count.
             block.router.capacity = Fraction(int(prefill.skips_text), max(1, free))
-    dense_count, dense_caches = _run_prefill(dense, stack, Prefill(dense, stack, prompt))
     routed_count, caches = _run_prefill(routed, stack, prefill)
+    dense_count = routed_count
+    dense_caches = caches
+    if dense is not routed:
+        dense_count, dense_caches = _run_prefill(dense, stack, Prefill(dense, stack, prompt))
     rows = _rows(routed, [stack], dense_count, routed_count, images if prefill.skips_text else {})
     # The last layers may have no keys of their own.
     cached = [cache.keys.shape[-2] for cache in caches] + [0] * (len(rows) - len(caches))
