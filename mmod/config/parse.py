@@ -107,9 +107,13 @@ def read_fields(
 
 def named_kind(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str | None:
     """Return the kind that options or else the fields of configs name, see `stack_configs`; None unless they do."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--kind", default=(fields or {}).get("kind"))
-    kind: str | None = parser.parse_known_args(options)[0].kind
+    try:
+        kind: str | None = parser.parse_known_args(options)[0].kind
+    except argparse.ArgumentError as error:
+        # argparse exits on other errors; this one is raised with a message of its own.
+        raise ValueError(str(error)) from error
     return kind
 
 

@@ -117,7 +117,7 @@ class StudyConfig(Checked):
             its `base`.
         bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
             they are missing.
-        controls: The control of a series: the name of another one, or null for none. That of series which are not
+        controls: The control of a series: the name of another one, or false for none. That of series which are not
             named is their own routing with random scores at the same budget; it is no row of the table, unless one of
             the series is the same.
         latency_batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
@@ -140,7 +140,7 @@ class StudyConfig(Checked):
     processes: Annotated[int, "[1, inf)"] = 1
     then: dict[str, Any] | None = None
     bases: str | None = None
-    controls: dict[str, str | None] = field(default_factory=dict)
+    controls: dict[str, str | Literal[False]] = field(default_factory=dict)
     latency_batch: Annotated[int, "[1, inf)"] = 32
     latency_batches: Annotated[list[int], "[1, inf)"] = field(default_factory=list)
     latency_rounds: Annotated[int, "[1, inf)"] = 15
@@ -191,19 +191,20 @@ class StudyConfig(Checked):
         return named
 
     def _check_budgets(self) -> None:
-        """Raise for a budget that is run and no series names: nothing but the dense model would be left."""
-        if self.budgets is not None:
-            named = [
-                *self.baselines_by_series.values(),
-                *(fields.get("budgets", {}) for fields in self.routers.values()),
-            ]
-            valid = sorted({*itertools.chain.from_iterable(named)})
-            unknown = [budget for budget in self.budgets if budget not in valid]
-            if unknown:
-                raise ValueError(
-                    f"no series has the budgets {unknown}; those of series and baselines are {valid}: name some of "
-                    "them, or set budgets to null"
-                )
+        """Raise for a series that names no budget, and for a budget that is run and no series names."""
+        routed = {f"routers.{series}": fields for series, fields in self.routers.items() if "budgets" in fields}
+        named = {f"{name}.budgets": fields["budgets"] for name, fields in routed.items()}
+        named |= {f"baselines.{series}": fields for series, fields in self.baselines_by_series.items()}
+        for name, budgets in named.items():
+            if not budgets:
+                raise ValueError(f"{name} must name a budget, got {budgets!r}")
+        valid = sorted({*itertools.chain.from_iterable(named.values())})
+        unknown = [budget for budget in self.budgets or () if budget not in valid]
+        if unknown:
+            raise ValueError(
+                f"no series has the budgets {unknown}; those of series and baselines are {valid}: name some of "
+                "them, or set budgets to null"
+            )
 
     def routed(self) -> Iterator[Candidate]:
         """Yield the model of every series of `routers` at every budget that is run; a ValueError for a wrong one."""
@@ -242,7 +243,7 @@ class StudyConfig(Checked):
         changes = fields.get("changes", {})
         refuse_set_by_study(f"{name}: changes", changes)
         check_value(f"{name}: tune", fields.get("tune", True), bool)
-        control = self.controls.get(series)
+        control = self.controls.get(series) or None
         return Candidate(
             name,
             series=series,
@@ -295,6 +296,7 @@ class StudyConfig(Checked):
     def _check_following(self) -> None:
         """Raise for what is wrong in the study that follows, before this one runs."""
         if self.then is not None:
+            check_value("then.output", self.then.get("output", ""), str)
             output = Path(self.then.get("output") or ".")
             # An absolute path or one upwards would leave the study's folder.
             if not output.parts or output.is_absolute() or ".." in output.parts:

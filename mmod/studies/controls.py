@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 from mmod.methods.resolve import resolve_routing
 from mmod.planning.candidate import CONTROL, Candidate
 
 
 def with_controls(
-    candidates: Sequence[Candidate], routed: Collection[str], named: Mapping[str, str | None], is_of_parts: bool
+    candidates: Sequence[Candidate],
+    routed: Collection[str],
+    named: Mapping[str, str | Literal[False]],
+    is_of_parts: bool,
 ) -> list[Candidate]:
     """Return candidates with their controls: their own routing with random scores, where the study names no others.
 
@@ -19,7 +23,7 @@ def with_controls(
 
     Args:
         routed: The series that have a router.
-        named: The control of a series, where the study names it; None for none.
+        named: The control of a series, where the study names it; False for none.
         is_of_parts: Routings are those of parts by name.
     """
     names = {candidate.name for candidate in candidates}
@@ -27,7 +31,7 @@ def with_controls(
     controlled: list[Candidate] = []
     added: list[Candidate] = []
     for candidate in candidates:
-        is_settled = candidate.control in names or named.get(candidate.series, "") is None
+        is_settled = candidate.control in names or named.get(candidate.series) is False
         drawn = None
         if candidate.series in routed and not candidate.at_random and not is_settled:
             drawn = _at_random(candidate, is_of_parts)

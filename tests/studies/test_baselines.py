@@ -117,7 +117,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
             **BASELINES,
             "merge": {0.5: {**BASELINES["merge"][0.5], "tune": False}},
         },
-        controls={"tuned": "still", "still": None, "small": "recursions"},
+        controls={"tuned": "still", "still": False, "small": "recursions"},
         tune="others",
     )
     comparison = comparison_of(config)
@@ -227,7 +227,7 @@ _FEATURES = {"distill": {"features": 1.0}}
 def test_models_are_counted_as_they_will_be_trained(
     study: ImageStudyConfig, changes: dict[str, Any], names: list[str]
 ) -> None:
-    changes = {"baselines": {}, "controls": dict.fromkeys(changes["routers"]), **changes}
+    changes = {"baselines": {}, "controls": dict.fromkeys(changes["routers"], False), **changes}
     runs = comparison_of(dataclasses.replace(study, **changes)).checked_runs()
     assert [run.name for run in runs if run.name not in ("base", "dense")] == names
 

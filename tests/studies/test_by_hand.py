@@ -87,7 +87,7 @@ def test_study_report_and_advice_agree_with_a_script(tmp_path: Path, monkeypatch
         changes={**digits.changes, "data": {"val_limit": IMAGES}},
         routers={NAME: {"preset": "a-mod", "blocks": "late", "budgets": {0.7: {"capacity": SHARE}}}},
         baselines={},
-        controls={NAME: None},
+        controls={NAME: False},
         then=None,
     )
     result = run_study(config, progress=False)

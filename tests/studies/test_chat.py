@@ -177,7 +177,7 @@ def test_plans_of_methods_without_training_cost_what_their_controls_do() -> None
     plans = {name: plan_of(config) for name, config in configs.items() if config.routing}
     fields = read_yaml(ROOT / "configs/tradeoff/vlm-plans.yaml")
     for name, control in fields["controls"].items():
-        if name in plans and control is not None:
+        if name in plans and control:
             assert plans[name].mean_capacity == pytest.approx(plans[control].mean_capacity, abs=0.02), name
 
 

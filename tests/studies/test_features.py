@@ -330,7 +330,7 @@ def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_train
         tune=True,
         finetune={"epochs": 1},
         before=True,
-        controls={"attention": None},
+        controls={"attention": False},
         rates=[0.5, 1.0],
         rate_split="train",
     )

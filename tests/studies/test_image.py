@@ -251,7 +251,7 @@ PRUNE = {
 
 def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(
-        study, routers=BUDGETS, controls={"a-mod": None}, baselines=PRUNE, isoflop="none", seeds=1
+        study, routers=BUDGETS, controls={"a-mod": False}, baselines=PRUNE, isoflop="none", seeds=1
     )
     comparison = comparison_of(plain)
     assert comparison.notes[-1] == "Numbers in names are shares of the dense model's FLOPs"
@@ -274,7 +274,7 @@ def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(stud
         ({"router": "redundancy", "skipped": "merge"}, {}, "random-mine-0.5"),
         ({"preset": "p-mod"}, {}, "random-mine-0.5"),
         ({"preset": "a-mod", "blocks": "late"}, {"mine": "random", "as mine": "random"}, "random-0.5"),
-        ({"preset": "a-mod", "blocks": "late"}, {"mine": None, "as mine": None}, None),
+        ({"preset": "a-mod", "blocks": "late"}, {"mine": False, "as mine": False}, None),
         # The data say how much it keeps.
         ({"router": "linear", "select": "threshold"}, {}, None),
     ],
@@ -586,6 +586,10 @@ UNTUNED = {"tune": False}
         ({"then": {"seeds": 2}}, ValueError, "then must name its output, a folder in this study's"),
         ({"then": {"output": "/b"}}, ValueError, "then must name its output, a folder in this study's"),
         ({"then": {"output": "../b"}}, ValueError, "then must name its output, a folder in this study's"),
+        ({"then": {"output": 5}}, TypeError, "then.output must be a text, got 5"),
+        ({"routers": {"x": {"router": "random", "budgets": {}}}}, ValueError, "routers.x.budgets must name a budget"),
+        ({"baselines": {"x": {}}}, ValueError, "baselines.x must name a budget"),
+        ({"controls": {"mod": None}}, TypeError, "controls must be a mapping of names to a text or False"),
         ({"then": {"output": "b", "sedes": 2}}, ValueError, "unknown config key 'sedes'; near ones: seeds"),
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"then": {"output": "b", "dense": "nowhere.yaml"}}, FileNotFoundError, "no config file at 'nowhere.yaml'"),

@@ -38,7 +38,7 @@ GROWN = [
     {"seeds": 3},
     {"capacities": [0.5, 0.25]},
     {"routers": {"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}, "stride": {"router": "stride"}}},
-    {"maps": 0, "processes": 2, "latency_rounds": 3, "latency_batch": 4, "controls": {"a-mod": None}},
+    {"maps": 0, "processes": 2, "latency_rounds": 3, "latency_batch": 4, "controls": {"a-mod": False}},
     {"changes": {"data": {"workers": 1}, "log_every": 7}},
 ]
 OTHERS: list[tuple[dict[str, Any], str]] = [
