@@ -304,11 +304,6 @@ class LockedError(RuntimeError):
     """Another process holds the lock of a folder."""
 
 
-def lock_file(path: Path) -> Path:
-    """Return the file that a lock of a file or folder is held on."""
-    return path.parent / f".{path.name}.lock"
-
-
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     """Hold the lock of a folder: a file next to it, which the system releases when the process ends or crashes.
@@ -320,7 +315,7 @@ def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     path = Path(folder).absolute()
-    file = lock_file(path)
+    file = path.parent / f".{path.name}.lock"
     lock = FileLock(file, blocking=wait)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mmod.io.environment import environment
-from mmod.io.files import check_regular, lock_file, locked, parse_json, writing
+from mmod.io.files import check_regular, locked, parse_json, writing
 from mmod.io.progress import say
 from mmod.plain import from_plain
 from mmod.values import brief
@@ -112,12 +112,9 @@ class Store:
         return self._find(_key(_record_of(identity, None))) is not None
 
     def remove(self) -> None:
-        """Remove the file and its lock, once its results are kept elsewhere."""
-        if self.path is not None and self.path.exists():
-            with locked(self.path, wait=True):
-                self.path.unlink(missing_ok=True)
-                # Held by this process: one that waits for it makes another.
-                lock_file(self.path).unlink(missing_ok=True)
+        """Remove the file, once its results are kept elsewhere."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     def _forget(self) -> None:
         # By the hash of a result's identity, start and length of the last line that holds one.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -21,21 +19,16 @@ if TYPE_CHECKING:
 
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
-# In the folder of a run, while its model is evaluated.
-_STORE = "evaluate.jsonl"
 _PARAMETERS = "parameters"
 # Behind the type of a sample: the model without its methods.
 _DENSE = ", dense"
 
 
-def assess(config: RunConfig, *, store: str | Path | None = None, progress: bool = True) -> Table:
+def assess(config: RunConfig, *, progress: bool = True) -> Table:
     """Evaluate the model that a run would start from, routed or not, and measure its costs: a comparison of one.
 
-    The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text", "window" or "prompt"; of
-    a changed model, "image, dense" and the like are those of the model without its methods.
-
-    Args:
-        store: File from which a killed evaluation resumes, and which is removed at the end; None writes nothing.
+    Nothing is written. The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text",
+    "window" or "prompt"; of a changed model, "image, dense" and the like are those of the model without its methods.
     """
     from functools import partial
 
@@ -51,7 +44,7 @@ def assess(config: RunConfig, *, store: str | Path | None = None, progress: bool
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     runs = Comparison(candidates=[Candidate(DENSE)], dense=config).checked_runs()
     runner = Runner(progress=False)
-    measurer = Measurer(partial(measure_run, progress=progress), Store(store), keeps_all=True)
+    measurer = Measurer(partial(measure_run, progress=progress), Store(), keeps_all=True)
     table = Table()
     for run in compare(table, [runs], measurer, runner):
         model = measurer.final(run)
@@ -59,7 +52,6 @@ def assess(config: RunConfig, *, store: str | Path | None = None, progress: bool
         table.costs[run.name] = _costs(kind_of(run.config), model, dense, table.runs[run.name][run.seed].kept)
         readings = partial(_full_batches, dense)
         table.times, table.waiting = times_of({run.name: run}, measurer, readings, _SAMPLES, _ROUNDS, shown=False)
-    measurer.store.remove()
     return table
 
 
@@ -126,10 +118,6 @@ def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
     config = parse_run(arguments, all_configs())
     # It imports torch, and a wrong command line is refused without.
-    from mmod.opening.runs import find_run
     from mmod.training.engine.run_folder import unfinished
 
-    run = find_run(arguments[0])
-    # A run that cannot be written, as that of another user, is evaluated all the same.
-    store = run / _STORE if run is not None and os.access(run, os.W_OK) else None
-    print("\n".join([*unfinished(config.model.checkpoint), described(assess(config, store=store))]))
+    print("\n".join([*unfinished(config.model.checkpoint), described(assess(config))]))

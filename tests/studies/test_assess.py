@@ -45,32 +45,6 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
 
 
-def test_a_killed_evaluation_of_a_run_goes_on_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fit(config(tmp_path), progress=False)
-    files = sorted(path for path in (tmp_path / "run").rglob("*"))
-    evaluate_all, calls, rounds = ImageKind.evaluate, [], []
-    monkeypatch.setattr(ImageKind, "evaluate", lambda *args: calls.append("") or evaluate_all(*args))  # type: ignore[func-returns-value]
-
-    def one_round(calls: dict[object, object], **_: object) -> dict[object, list[float]]:
-        rounds.append("")
-        if len(rounds) == 3:
-            raise KeyboardInterrupt
-        return {name: [1.0] for name in calls}
-
-    monkeypatch.setattr("mmod.analysis.timing.interleave", one_round)
-    with pytest.raises(KeyboardInterrupt):
-        main([str(tmp_path / "run")])
-    assert sorted((tmp_path / "run").rglob("*")) != files
-    main([str(tmp_path / "run")])
-    # Of seven rounds, two were measured before and one was interrupted.
-    assert (len(calls), len(rounds)) == (1, 8)
-    assert sorted((tmp_path / "run").rglob("*")) == files
-    main([str(tmp_path / "run")])
-    assert len(calls) == 2
-
-
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
     run_config = config(tmp_path)
     few, images = sample_images(run_config, 100), timed_images(run_config, 100)
