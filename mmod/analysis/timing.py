@@ -117,7 +117,7 @@ def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
         spreads += [ratios(ms[base], values) for name, values in ms.items() if name != base]
     reasons = []
     if waiting > _WAITING:
-        reasons.append(f"the machine was busy, and passes took {waiting:.1f} times the time that they computed")
+        reasons.append(f"the machine was busy, and passes took {waiting:.1f} times their CPU time")
     scatter = 0.0
     if spreads:
         scatter = statistics.median((spread.high - spread.low) / spread.median for spread in spreads)

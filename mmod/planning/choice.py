@@ -224,15 +224,16 @@ class Recommendation:
             models = [model for model in self._advised if keeps(model.loss, self.tolerance)]
         fastest = max(models, key=lambda model: model.speedup.median)
         low, high = (fastest.speedup.low, fastest.speedup.high) if self.speed is None else (self.speed, self.speed)
-        # As fast at the worse end of their speeds, and at the better one.
+        # As fast at the worse end of their speeds, and at the better one. What is used is so by the medians.
         surely = [model for model in models if model is fastest or NOISE * model.speedup.low >= high]
         perhaps = [model for model in models if NOISE * model.speedup.high >= low]
         one, other = (min(group, key=lambda model: model.worst) for group in (surely, perhaps))
         if one.worst == other.worst:
             return ""
+        *first, last = dict.fromkeys(model.label for model in (one, self.used, other) if model is not None)
         return (
-            f" Undecided between {one.label} and {other.label}, which loses less: whether it is as fast is within the "
-            "spread of the times."
+            f" Undecided between {', '.join(first)} and {last}, of which the last loses least: whether it is as fast "
+            "is within the spread of the times."
         )
 
     def _at_speed(self, speed: float, named: AdviceRow) -> str:

@@ -43,7 +43,7 @@ def image_series() -> list[Candidate]:
     candidates = []
     for series, known in fields["routers"].items():
         for budget, changes in known.pop("budgets", {}).items():
-            control = fields["controls"].get(series)
+            control = fields.get("controls", {}).get(series)
             candidate = Candidate(
                 f"{series}-{budget:g}",
                 routing={**known, **changes},

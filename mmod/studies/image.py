@@ -184,6 +184,9 @@ class ImageStudy(StudyKind):
         shown |= {f"speedup{suffix}": (f"speed-up b{size}", "[.2f") for size, suffix in suffixes.items()}
         before = [BEFORE] if any(BEFORE in row for row in rows) else []
         summary = {**shown, **{name: COLUMNS[name] for name in (*before, score, "to_dense")}}
+        # The page has a column of standard deviations.
+        title, form = summary[score]
+        summary[score] = (title, f"±{form.removeprefix('±')}")
         columns = with_batch_sizes(suffixes, self.columns)
         told = Told(rows=rows, columns=columns, measure=self.measures[score], axes=axes, parts=[], summary=summary)
         note = self.note(table)
