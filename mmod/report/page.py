@@ -102,11 +102,6 @@ def _figure(chart: Chart) -> str:
     )
 
 
-def _rank_of(path: Path, recommended: Sequence[str], gained: Mapping[str, float]) -> tuple[bool, float]:
-    name = path.stem.removeprefix("maps-")
-    return name not in recommended, -gained.get(name, 0.0)
-
-
 def _study_section(study: StudyRecord) -> _Section:
     maps = {path: _MAPS.format(path.stem.removeprefix("maps-")) for path in sorted(study.folder.glob("maps-*.svg"))}
     searches = sorted(study.folder.glob("seed0/*.plans/*.svg"))
@@ -114,10 +109,11 @@ def _study_section(study: StudyRecord) -> _Section:
     tables = "".join(_table(rows, f"Models of {study.name}") for rows in study.tables)
     if study.summary:
         tables = _table(study.summary, f"Models of {study.name}") + _folded("All columns", tables)
-    # A recommended model may have no maps, as smaller images; those are shown first that lose least.
-    gained = {row["name"]: float(row.get("to_dense/mean") or 0.0) for row in study.rows}
-    by_use = sorted(maps, key=lambda path: _rank_of(path, study.recommended, gained))
-    shown = {path: maps[path] for path in by_use[:_SHOWN_MAPS]}
+    recommended = [path for path in maps if path.stem.removeprefix("maps-") in study.recommended]
+    # Where no recommended model has maps, as smaller images have none, those that lose least are shown.
+    changes = {row.get("name"): float(row.get("to_dense/mean") or 0.0) for row in study.rows}
+    by_loss = sorted(maps, key=lambda path: -changes.get(path.stem.removeprefix("maps-"), 0.0))
+    shown = {path: maps[path] for path in (recommended or by_loss)[:_SHOWN_MAPS]}
     further = [path.name for path in maps if path not in shown]
     heading = f"In {study.folder}, since maps of at most {_SHOWN_MAPS} models are on this page:"
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."

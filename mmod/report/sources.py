@@ -119,8 +119,8 @@ def _read_study(path: Path) -> StudyRecord:
         tables = list(itertools.takewhile(lambda part: not isinstance(part, str), page))
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
-            f"{str(path)!r} is no study with its table and picture beside it ({type(error).__name__}: {error}); the "
-            "command of the study, run again, writes them"
+            f"{str(path)!r} is no study of this version with its table and picture beside it ({type(error).__name__}: "
+            f"{error}); the command of the study, run again, writes them"
         ) from error
     return StudyRecord(
         name=path.parent.name,

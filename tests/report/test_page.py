@@ -235,7 +235,7 @@ def test_what_holds_nothing_or_something_else_is_refused(folders: list[Path], tm
         read_sources([tmp_path / "none"])
     write_study(tmp_path / "study")
     (tmp_path / "study/tradeoff.svg").unlink()
-    with pytest.raises(ValueError, match="is no study with its table"):
+    with pytest.raises(ValueError, match="is no study of this version with its table"):
         read_sources([tmp_path])
     (tmp_path / "study/tradeoff.json").unlink()
     record = json.loads((folders[1] / "norm/audit/audit.json").read_text())

@@ -154,7 +154,9 @@ def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     if kind.config.image_shape is None or not count:
         return None
     (images,) = kind.inputs(model, count)["image"].batches
-    return draw_sample_maps(model, images.cpu())
+    # A set with fewer images repeats them in turn.
+    distinct = next((place for place in range(1, count) if torch.equal(images[place], images[0])), count)
+    return draw_sample_maps(model, images[:distinct].cpu())
 
 
 def _write(
