@@ -59,7 +59,9 @@ def _opened(path: str | Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise DamagedFileError(f"{str(path)!r} cannot be read: {error}") from error
+    except SafetensorError as error:
         raise DamagedFileError(
             f"{str(path)!r} is no complete safetensors file; copy or save it again: {error}"
         ) from error
