@@ -18,9 +18,9 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.estimate import estimate
 from mmod.training.chat.processor import create_processor, create_word_processor
 from mmod.training.chat.start import create_with_processor, router_parameters
+from mmod.training.kinds import estimate
 from tests.kit.chat_configs import vlm_config
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import make_joint, make_language, prompt

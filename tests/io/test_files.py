@@ -77,7 +77,7 @@ _OTHER_JSON = {
     "io/store.py",
     "opening/open_clip.py",
     "pretrained.py",
-    "training/chat/kind.py",
+    "training/chat/loop.py",
 }
 
 

@@ -51,7 +51,10 @@ class ImageKind:
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; with published weights it is checked that it can read the images."""
         config = self.config.model
-        model = open_start(config, weights)
+        # The model may be that of a teacher, which has one by its name.
+        is_teacher = config.name == self.config.distill.teacher
+        named = "distill.teacher to such a file" if is_teacher else ""
+        model = open_start(config, weights, named)
         if weights:
             check_input(model, self.config.data, config.pretrained)
         return model
@@ -177,11 +180,14 @@ class ImageKind:
             save_for_hf(model, str(folder), safe_serialization=True, **described)
 
 
-def open_start(config: ModelConfig, weights: bool = True) -> nn.Module:
-    """Open the dense model that a config names, in training mode; without `weights` they are drawn at random."""
-    advice = (
-        "set model.checkpoint to a file of weights and model.pretrained to false, or distill.teacher to such a file"
-    )
+def open_start(config: ModelConfig, weights: bool = True, or_set: str = "") -> nn.Module:
+    """Open the dense model that a config names, in training mode; without `weights` they are drawn at random.
+
+    Args:
+        or_set: What may be set besides the model, where its published weights are missing.
+    """
+    start = "set model.checkpoint to a file of weights and model.pretrained to false"
+    advice = ", or ".join(filter(None, [start, or_set]))
     pretrained = weights and config.pretrained
     return open_model(config.name, pretrained=pretrained, args=config.args, advice=advice).model.train()
 
