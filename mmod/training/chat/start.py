@@ -21,6 +21,8 @@ from mmod.training.chat.processor import create_processor
 from mmod.values import refuse_unknown
 
 _HALF = (torch.bfloat16, torch.float16)
+# Options of LoRA that choose modules.
+_CHOOSING = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
 # Names of the parts of LLaVA-like models in transformers.
 _PREFIXES = {
     "image": ("vision_tower", "vision_model", "visual"),
@@ -73,7 +75,7 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     Args:
         fields: Fields of `peft.LoraConfig`.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, NoMatchingPeftModuleError, get_peft_model
 
     refuse_unknown("option of LoRA", fields, [item.name for item in dataclasses.fields(LoraConfig)])
     options = LoraConfig(**fields)
@@ -81,7 +83,30 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     names = {id(module): name for name, module in model.named_modules()}
     learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
     options.modules_to_save = [*(options.modules_to_save or ()), *learning]
-    return get_peft_model(model, options)
+    try:
+        return get_peft_model(model, options)
+    except ValueError as error:
+        # Without these, peft chooses for models that it knows.
+        is_open = not (fields.get("target_modules") or fields.get("target_parameters"))
+        if is_open or isinstance(error, NoMatchingPeftModuleError):
+            raise ValueError(_no_match(model, fields)) from error
+        raise
+
+
+def _no_match(model: nn.Module, fields: Mapping[str, Any]) -> str:
+    """Return the message of options of LoRA that choose no module, with names of linear layers that can be chosen."""
+    # Routers are trained beside adapters, without any.
+    ours = set(chain.from_iterable(router.modules() for router in routers_of(model)))
+    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module not in ours]
+    # The language model has most adapters.
+    linear.sort(key=lambda name: _owner(name) != "language")
+    ends = list(dict.fromkeys(name.rsplit(".", 1)[-1] for name in linear))
+    chosen = {"target_modules": None} | {name: fields[name] for name in _CHOOSING if name in fields}
+    given = ", ".join(f"{name}={value!r}" for name, value in chosen.items())
+    return (
+        f"lora with {given} matches no module of {type(model).__name__}: set lora.target_modules to a list of names, "
+        f"such as {', '.join(ends[:8])}, or to a pattern of full names, such as '.*{ends[0]}'"
+    )
 
 
 def resize_images(model: Any, side: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,13 @@ import mmod
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import DamagedFileError
+from mmod.io.refusals import one_line_errors
 from mmod.io.tensors import read_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.start import create_with_processor, freeze_parts, resize_images, router_parameters
+from mmod.training.kinds import estimate
 from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, PREDICTOR, VISION, vlm_config
 from tests.kit.processors import qwen
 from tests.kit.vlm_zoo import JOINT, make_joint
@@ -166,6 +169,32 @@ def test_routers_of_a_model_in_half_precision_train_in_single(
     assert dtypes == {(torch.float32, True), (torch.bfloat16, False)}
     after = router_parameters(mmod.load_pretrained(saved, dtype="float32"))
     assert any(not torch.equal(after[name], value) for name, value in start.items())
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"target_modules": "q_prj"}, "target_modules='q_prj'"),
+        ({"target_modules": ["q_prj"]}, r"target_modules=\['q_prj'\]"),
+        ({"target_modules": ["q_proj"], "layers_to_transform": [9]}, r".*, layers_to_transform=\[9\]"),
+        ({"r": 2}, "target_modules=None"),
+    ],
+)
+def test_adapters_that_match_nothing_are_refused_with_names_that_do(
+    folder: Path, fields: dict[str, Any], given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = vlm_config(folder, "no-match", lora=fields, routing=P_MOD)
+    names = r"such as q_proj, k_proj, .* such as '\.\*q_proj'"
+    message = rf"lora with {given} matches no module of LlavaForConditionalGeneration: .*{names}"
+    for start in (estimate, fit):
+        with pytest.raises(SystemExit) as ended, one_line_errors():
+            start(config)
+        assert ended.value.code == 2
+        assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err.splitlines(keepends=True)[-1])
+    assert not (folder / "no-match" / "model").exists()
+    for modules in (["q_proj"], ".*q_proj"):
+        made, _ = create_with_processor(replace(config, lora={"r": 2, "target_modules": modules}))
+        assert any("q_proj.lora_A" in name for name, _ in made.named_parameters())
 
 
 def test_processors_take_arguments(tmp_path: Path) -> None:
