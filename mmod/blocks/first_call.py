@@ -7,9 +7,8 @@ Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,9 @@ from torch import Tensor, nn
 from mmod.blocks.conversion import host_class, mixin_forwards, mixins_of
 from mmod.blocks.hook import ModelHook, attach
 from mmod.config import Grid
+
+# The classes of watched modules have it.
+_MARK = "mod_watched"
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
@@ -35,24 +37,28 @@ def refuse_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         for name, inner in module.named_modules()
         if has_replaced_forward(inner) and not getattr(inner, "optional", False)
     ]
-    if not watches:
-        return
+    if watches:
+        # A call that did not end, as after a KeyboardInterrupt, was not the first: the next one watches anew.
+        attach(module, ModelHook(refuse_hidden, partial(_refuse, watches), once=True, stop=partial(_remove, watches)))
 
-    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        handle.remove()
-        for watch in watches:
-            watch.remove()
-        hidden = [watch for watch in watches if watch.ran_inside and not watch.ran_mixin]
-        # There is no output of a call that failed.
-        if output is not None and hidden:
-            name = hidden[0].name or "the model"
-            raise ValueError(
-                f"{name} ({host_class(hidden[0].module).__name__}) has a `forward` on the instance, put there since a "
-                "method was applied, which does not run that method: it would have no effect. Remove it "
-                "(`del module.forward`), or let it call the forward that was there before"
-            )
 
-    handle = module.register_forward_hook(end, always_call=True)
+def _refuse(
+    watches: Sequence[_Watch], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+) -> None:
+    """Refuse a module that was called without its mixin."""
+    hidden = [watch for watch in watches if watch.ran_inside and not watch.ran_mixin]
+    if hidden:
+        name = hidden[0].name or "the model"
+        raise ValueError(
+            f"{name} ({host_class(hidden[0].module).__name__}) has a `forward` on the instance, put there since a "
+            "method was applied, which does not run that method: it would have no effect. Remove it "
+            "(`del module.forward`), or let it call the forward that was there before"
+        )
+
+
+def _remove(watches: Sequence[_Watch]) -> None:
+    for watch in watches:
+        watch.remove()
 
 
 class _Watch:
@@ -70,12 +76,12 @@ class _Watch:
         self.ran_inside = False
         inside = [inner for inner in module.modules() if inner is not module]
         self.handles = [inner.register_forward_pre_hook(self._see) for inner in inside]
-        self.watched = type(module)
         # No mixin runs without its state. A property stands before the attribute of the same name, so one in its place
         # sees the mixin, whatever the forward on the instance calls on the way to it.
         names = {mixin.state_name for mixin in mixins_of(module)}
-        watching = {name: property(functools.partial(self._read, name)) for name in names}
-        module.__class__ = type(self.watched.__name__, (self.watched,), watching)
+        watching = {name: property(partial(self._read, name)) for name in names}
+        watched = type(module)
+        module.__class__ = type(watched.__name__, (watched,), {**watching, _MARK: True})
 
     def _read(self, name: str, module: nn.Module) -> Any:
         self.ran_mixin = True
@@ -85,10 +91,13 @@ class _Watch:
         self.ran_inside = True
 
     def remove(self) -> None:
-        """Remove the hooks, and give the module its class back."""
-        self.module.__class__ = self.watched
+        """Remove the hooks, and give the module its class back, unless it has got another one since."""
+        watching = type(self.module)
+        if _MARK in vars(watching):
+            self.module.__class__ = watching.__base__
         for handle in self.handles:
             handle.remove()
+        self.handles = []
 
 
 def compare_grid(

@@ -28,6 +28,7 @@ class ModelHook:
         source: What the functions are methods of, where others ask it.
         once: It removes itself: in the first call, or the first one that does not fail if it only runs after calls.
             Compiled calls leave it alone.
+        stop: Ends what it began, when it is removed and when a call fails; it may run twice.
         reads: A block of another part that `install` converts, because it knows some of the facts.
         install: Converts that block; routing makes it dense again with all others.
         kind: Kind of the method that attached it, which also removes it; empty for none.
@@ -37,6 +38,7 @@ class ModelHook:
     after: After | None = None
     source: Any = None
     once: bool = False
+    stop: Callable[[], None] | None = None
     reads: nn.Module | None = None
     install: Callable[[], None] | None = None
     kind: str = ""
@@ -57,7 +59,12 @@ class ModelHook:
         """Run after a forward pass."""
         assert self.after is not None
         if self.once:
-            if output is None or torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():
+                return
+            if output is None:
+                # Torch is going through the hooks of the call that failed, none of which may be removed now.
+                if self.stop is not None:
+                    self.stop()
                 return
             detach(module, self)
         self.after(module, args, kwargs, output)
@@ -90,7 +97,7 @@ def detach_hooks(model: nn.Module, kind: str | None = None, once: bool = False) 
                 detach(module, before)
 
 
-def detach(module: nn.Module, hook: object) -> None:
+def detach(module: nn.Module, hook: ModelHook) -> None:
     """Remove one hook from a module; a call that runs may go on without it."""
     for key, before in list(module._forward_pre_hooks.items()):
         if before is hook:
@@ -105,6 +112,8 @@ def detach(module: nn.Module, hook: object) -> None:
                 module._forward_hooks_always_called,
             ):
                 hooks.pop(key, None)
+    if hook.stop is not None:
+        hook.stop()
 
 
 def check_whole_batch(

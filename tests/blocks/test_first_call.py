@@ -207,3 +207,59 @@ def test_undoing_needs_it_removed(put: Callable[[nn.Module], None]) -> None:
     accelerate.hooks.remove_hook_from_module(model, recurse=True)
     vars(model.blocks[1]).pop("forward", None)
     assert torch.equal(mmod.undo_(model)(images()), expected)
+
+
+@torch.no_grad()
+def interrupted() -> nn.Module:
+    """Return a model whose first call did not end, and whose block has its own forward again."""
+    model = mmod.route_(make(), LINEAR)
+    by_closure(model.blocks[1])
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.norm.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(images())
+    handle.remove()
+    del model.blocks[1].forward
+    return model
+
+
+@torch.no_grad()
+def test_an_interrupted_call_leaves_nothing_to_an_undone_model() -> None:
+    model = interrupted()
+    expected = make()(images())
+    copied = copy.deepcopy(model)
+    mmod.undo_(model)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    copied(images())
+    for seen in (model, pickle.loads(pickle.dumps(model))):
+        for _ in range(2):
+            assert torch.equal(seen(images()), expected)
+    merging = mmod.apply_(make(), Merge(3))
+    mmod.apply_(model, Merge(3))
+    for _ in range(2):
+        assert torch.equal(model(images()), merging(images()))
+
+
+@torch.no_grad()
+def test_the_call_after_one_that_did_not_end_is_the_first() -> None:
+    model = interrupted()
+    failed = mmod.route_(make(), LINEAR)
+    by_copied_code(failed.blocks[1])
+
+    def hook_behind(module: nn.Module, args: tuple[Any, ...]) -> None:
+        module.register_forward_hook(lambda *_: None)
+
+    failed.register_forward_pre_hook(hook_behind)
+    with pytest.raises(AssertionError, match="Input height"):
+        failed(torch.randn(1, 3, 10, 10))
+    for seen in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), failed):
+        by_copied_code(seen.blocks[1])
+        with pytest.raises(ValueError, match=r"blocks\.1 .*does not run that method"):
+            seen(images())
+        assert type(seen.blocks[1]) is type(mmod.route_(make(), LINEAR).blocks[1])
+        del seen.blocks[1].forward
+        seen(images())
+        assert not any(module._forward_pre_hooks for module in seen.blocks.modules())
