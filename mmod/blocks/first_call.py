@@ -1,6 +1,6 @@
 """What is seen once, in the first call of a changed model: forwards that hide mixins, and tokens that are no patches.
 
-Nothing stays in later calls. Compiled calls see nothing.
+Nothing stays in later calls. A compiled model sees nothing.
 
 Axes: B images, N tokens, D channels.
 """
@@ -121,7 +121,8 @@ def compare_grid(
     grid = read(output)
     # Only the block knows how many tokens there are: its next call compares.
     if grid is not None:
-        attach(block, ModelHook(partial(_warn_of_others, grid, name, prefix), once=True))
+        # Blocks may be compiled one by one, in a model that is not.
+        attach(block, ModelHook(partial(_warn_of_others, grid, name, prefix), once=True, compiled=True))
 
 
 def _warn_of_others(

@@ -27,7 +27,8 @@ class ModelHook:
         after: Runs after it, also after an `Exception`, but not after a KeyboardInterrupt; None for nothing.
         source: What the functions are methods of, where others ask it.
         once: It removes itself: in the first call, or the first one that does not fail if it only runs after calls.
-            Compiled calls leave it alone.
+            Compiled calls leave it alone, unless it is `compiled`.
+        compiled: It runs once in a compiled call too, before it.
         stop: Ends what it began, when it is removed and when a call fails; it may run twice.
         reads: A block of another part that `install` converts, because it knows some of the facts.
         install: Converts that block; routing makes it dense again with all others.
@@ -38,6 +39,7 @@ class ModelHook:
     after: After | None = None
     source: Any = None
     once: bool = False
+    compiled: bool = False
     stop: Callable[[], None] | None = None
     reads: nn.Module | None = None
     install: Callable[[], None] | None = None
@@ -49,7 +51,7 @@ class ModelHook:
             return None
         if self.once:
             # Compilers guard on hooks, which change here; a call without one may follow.
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() and not self.compiled:
                 return None
             # First, as the module may be called again while it runs.
             detach(module, self)

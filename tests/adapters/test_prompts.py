@@ -107,6 +107,16 @@ def test_prompts_that_may_be_skipped_are_told_of_once(kind: type[VisionTransform
 
 
 @pytest.mark.parametrize("kind", [Shallow, Deep])
+def test_blocks_that_are_compiled_tell_of_them_once(kind: type[VisionTransformer]) -> None:
+    model = mmod.route_(make(kind), SKIPPING["linear"])
+    for block in model.blocks:
+        block.compile(backend="eager")
+    assert len(told(model, images())) == 1
+    assert told(model, images()) == []
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", [Shallow, Deep])
 @pytest.mark.parametrize("name", ["linear", "attention", "merging", "gradual"])
 def test_what_the_warning_advises_keeps_them(kind: type[VisionTransformer], name: str) -> None:
     config: Any = SKIPPING[name]
