@@ -94,7 +94,8 @@ class _Watch:
         """Remove the hooks, and give the module its class back, unless it has got another one since."""
         watching = type(self.module)
         if _MARK in vars(watching):
-            self.module.__class__ = watching.__base__
+            # The class that it watches.
+            self.module.__class__ = watching.__bases__[0]
         for handle in self.handles:
             handle.remove()
         self.handles = []

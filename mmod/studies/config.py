@@ -170,7 +170,8 @@ class StudyConfig(Checked):
                 # Before any routing is checked, which imports torch.
                 PRESETS.check(fields["preset"])
         self._check_budgets()
-        refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
+        named = [name for name in self.controls.values() if name is not False]
+        refuse_unknown("series in controls", [*self.controls, *named], self.series)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
         model = self.finetune.get("model")
