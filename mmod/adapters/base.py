@@ -343,7 +343,7 @@ class NamedArguments(CallForm, BlockCall):
         return arguments
 
     def _check(self, arguments: Arguments) -> None:
-        """Raise a ValueError for arguments that cannot be narrowed to the kept tokens."""
+        """Raise a ValueError for arguments that cannot be narrowed to kept tokens or images."""
         if self.boundaries and self._implementation != MASKED[0]:
             raise ValueError(
                 f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
@@ -355,9 +355,9 @@ class NamedArguments(CallForm, BlockCall):
         for name, value in arguments.items():
             if name not in known and has_tensors(value):
                 raise ValueError(
-                    f"a routed block got {name!r}, of which no trial showed how it goes with the kept tokens; known "
-                    f"are {', '.join(filter(None, known)) or 'none'}. Leave it out, or route with "
-                    "mmod.Tokens(example=...) that has it"
+                    f"a block got {name!r}, of which no trial showed how it goes with the tokens or images that are "
+                    f"kept; known are {', '.join(filter(None, known)) or 'none'}. Leave it out, or apply the method "
+                    "with tokens=mmod.Tokens(example=...) that has it"
                 )
 
     def masks(self, arguments: Arguments, x_BND: Tensor) -> TokenMasks:

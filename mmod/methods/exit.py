@@ -208,12 +208,14 @@ class ExitCall(StackCall):
             return value
         return value.index_select(0, index_B)
 
-    def narrowed(self, block: NamedArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a block for the remaining images."""
-        arguments = block.bind(args, kwargs)
-        if self.index_B is None:
-            return arguments
-        return {name: block.of_images(name, arguments[name], self.index_B, self.total) for name in arguments}
+    def narrowed(
+        self, block: NamedArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the arguments of a block for the remaining images; as they are while none has left."""
+        if self.index_B is None or self.index_B.shape[0] == self.total:
+            return args, kwargs
+        bound = block.bind(args, kwargs)
+        return (), {name: block.of_images(name, bound[name], self.index_B, self.total) for name in bound}
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""
@@ -262,7 +264,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
-            y = super().forward(x, **call.narrowed(state.call, args, kwargs))
+            args, kwargs = call.narrowed(state.call, args, kwargs)
+            y = super().forward(x, *args, **kwargs)
         if state.is_last:
             # The code behind the blocks may read masks of all images.
             return call.whole(y)

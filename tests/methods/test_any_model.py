@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters import find_stack
 from mmod.methods import Exit, Merge, Method, Prune, Recursions, Resize, undo_
+from tests.kit import own_vits
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.conditioned_zoo import DIM, AdaLNBlock
 from tests.kit.cover import in_turn
@@ -334,3 +335,46 @@ def test_images_that_exit_leave_the_times_to_the_others() -> None:
     assert 0 < decisions["blocks.1"].keep_BN.sum() < 4
     alone = [model(**{name: value[row : row + 1] for name, value in inputs.items()}) for row in range(4)]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=1e-4)
+
+
+class ScaledBlock(OwnBlock):
+    """A block that may weigh what it adds."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        return y if scale is None else x + scale * (y - x)
+
+
+class ScaledClassifier(nn.Module):
+    """A classifier whose blocks may weigh what they add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, own_vits.DIM, 4, 4)
+        self.head = nn.Linear(own_vits.DIM, 5)
+        self.blocks = nn.ModuleList(ScaledBlock() for _ in range(3))
+
+    def forward(self, image: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = self.patches(image).flatten(2).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x) if scale is None else block(x, scale=scale)
+        logits: Tensor = self.head(x.mean(dim=1))
+        return logits
+
+
+def test_an_argument_that_no_trial_showed_is_refused_where_images_have_left_alone() -> None:
+    torch.manual_seed(0)
+    model = ScaledClassifier().eval()
+    image, scale = torch.randn(4, 3, 16, 16), torch.full((own_vits.DIM,), 0.5)
+    expected = model(image, scale)
+    tokens = mmod.Tokens("blocks", example={"image": image})
+    mmod.apply_(model, Exit(1.0, (0,)), tokens=tokens)
+    # In evaluation none leaves, and in training, one of two images does behind block 0.
+    assert torch.equal(model(image, scale), expected)
+    with pytest.raises(ValueError, match=r"got 'scale', .*kept; known are .*apply the method with tokens=mmod\.Tokens"):
+        model.train()(image, scale)
+    mmod.undo_(model.eval())
+    tokens = mmod.Tokens("blocks", example={"image": image, "scale": scale})
+    mmod.apply_(model, Exit(1.0, (0,)), tokens=tokens)
+    assert torch.equal(model(image, scale), expected)
+    torch.testing.assert_close(model.train()(image, scale)[1::2], expected[1::2])
