@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -58,6 +58,7 @@ class ChatEstimate(RunEstimate):
     kept: dict[str, float | None]
     depth: int
     router_parameters: int
+    part: ClassVar[str] = " (language model alone, without the vision tower)"
 
     def __str__(self) -> str:
         lines = [

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import transformers
+import yaml
 from PIL import Image
 from torch import nn
 
@@ -22,6 +23,7 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches
 from mmod.training.chat.processor import create_word_processor
 from mmod.training.chat.start import create_with_processor
+from mmod.training.command import main
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
 from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
@@ -192,6 +194,21 @@ def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> No
     held = config.trainer["per_device_train_batch_size"] * depth * tokens * width * 2
     assert cost.activation_bytes == held
     assert not (ROOT / config.output).exists()
+
+
+def test_a_dry_run_says_that_no_vision_tower_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = vlm_config(folder, "printed", routing=P_MOD)
+    (folder / "printed.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    main([str(folder / "printed.yaml"), "--dry-run=0.001"], "chat")
+    printed = capsys.readouterr().out
+    cost = estimate(config)
+    part = "(language model alone, without the vision tower)"
+    assert cost.flops == {"conversation": cost.language.routed}
+    assert (
+        f"forward GFLOPs of a sample {part}: conversation {cost.language.routed / 1e9:.4g}; "
+        f"about {cost.step_flops / 1e12:.4g} TFLOPs a step\n" in printed
+    )
+    assert printed.endswith(f"\n{cost.hours(0.001):.4g} hours at 0.001 TFLOP/s in each process {part}\n")
 
 
 def test_estimate_agrees_with_the_model(folder: Path) -> None:
