@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmod import flops, route_, save_pretrained
+from mmod import Prompt, flops, open_model, route_, save_pretrained
 from mmod.analysis.table import DENSE
 from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, described, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.arguments import parse_run
-from mmod.training.engine.kind import seed_draws
+from mmod.training.engine.kind import COUNTED, seed_draws
 from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
-from mmod.training.kinds import all_configs
+from mmod.training.kinds import all_configs, kind_of
+from tests.kit.chat_configs import P_MOD, vlm_config
 from tests.kit.image_study import MODEL, config
 
 DATA = ("source", "root", "image_size", "channels", "batch_size")
@@ -43,6 +44,24 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     assert routed.costs[DENSE] == {**costs, "parameters": parameters}
     assert costs["image"] < costs["image, dense"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+
+
+def test_an_evaluation_of_prompts_says_that_no_vision_tower_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_config = vlm_config(tmp_path, trainer={"max_steps": 1}, routing=P_MOD)
+    fit(run_config, progress=False)
+    main([run_config.output])
+    printed = capsys.readouterr().out
+    model = open_model(run_config.output).model
+    _, text, image = kind_of(run_config).prompts(COUNTED)
+    count = flops(model, Prompt(text, image))
+    part = "of the language model (no vision tower is counted)"
+    # In the words of the count itself.
+    assert "of the language model's FLOPs (2 per multiply-add; no vision tower is counted)" in str(count)
+    assert f"prompt: {count.routed / 1e9:.4g} GFLOPs {part}, ms " in printed
+    assert f"prompt, dense: {count.dense / 1e9:.4g} GFLOPs {part}, ms " in printed
+    assert f"prompt: {count.dense / count.routed:.3g} times fewer FLOPs {part} than dense, times as fast: " in printed
 
 
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
