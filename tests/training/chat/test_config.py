@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,3 +36,12 @@ def test_tiny_configs_build_what_they_route(path: Path, folder: Path) -> None:
     config = replace(TrainConfig.load(path), model=dense.model)
     model, _ = create_with_processor(config, on_meta=True)
     assert mmod.is_routed(model) == (config.routing is not None)
+
+
+def test_options_change_the_parts_of_a_routing_as_the_guide_says() -> None:
+    page = (ROOT / "docs/finetuning_vlm.md").read_text()
+    lines = re.findall(r"`(--routing [^`]+)`", page.split("## Config\n")[1].split("## Model\n")[0])
+    config = str(ROOT / "configs/vlm/tiny-p-mod.yaml")
+    language, image = {"preset": "p-mod"}, {"preset": "a-mod"}
+    routings = [TrainConfig.parse([config, *shlex.split(line)]).routing for line in lines]
+    assert routings == [{"language": language, "image": image}, {"image": image}]
