@@ -69,7 +69,7 @@ def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa", **cha
 
 
 def generate(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
-    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **NO_IMAGES, **options}
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **NO_IMAGES, **options}
     result: Tensor = model.generate(**batch, **settings)
     return result
 
