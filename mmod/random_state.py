@@ -58,8 +58,8 @@ class Unfilled(TorchFunctionMode):
         """Return the tensor to be filled, or call the function."""
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.filling:
-            # `torch.nn.init` names its tensor.
-            filled = args[0] if args else kwargs["tensor"]
-            if filled.is_meta or isinstance(filled, nn.Parameter):
+            # `torch.nn.init` names its tensor; one that is named in another way is filled.
+            filled = args[0] if args else kwargs.get("tensor")
+            if filled is not None and (filled.is_meta or isinstance(filled, nn.Parameter)):
                 return filled
         return func(*args, **kwargs)

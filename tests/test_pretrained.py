@@ -19,6 +19,7 @@ from torch import nn
 import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
 from mmod.io.files import UnwrittenError
+from mmod.random_state import Unfilled
 from tests.kit.disk import small_disk
 from tests.kit.quantized import quantize_
 from tests.kit.saved_models import edit
@@ -307,6 +308,16 @@ def test_no_weights_are_drawn_that_the_saved_ones_replace(tmp_path: Path) -> Non
     before = torch.get_rng_state()
     load_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_tensor_that_no_initial_weights_name_is_filled() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    with Unfilled(), torch.no_grad():
+        nn.init.zeros_(tensor=parameter)
+        nn.init.constant_(parameter, 2.0)
+        assert torch.equal(parameter, torch.ones(3))
+        torch.zero_(input=parameter)
+    assert torch.equal(parameter, torch.zeros(3))
 
 
 def test_what_a_method_put_aside_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
