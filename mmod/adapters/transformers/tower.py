@@ -66,7 +66,7 @@ class TowerLayer(ConvertedBlock):
 class TowerReader:
     """What image tokens get from the patches that they stand for, as it was noted of these in the vision tower.
 
-    As a hook of the module that runs the tower, it drops what no layer has read, as after a pass that failed.
+    Its `hooks` drop what no layer has read, as after a pass that failed.
 
     Args:
         entry: The module that puts image features among the embedded tokens.
