@@ -61,8 +61,9 @@ class ImageKind:
 
     def load(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] | None) -> dict[str, Tensor]:
         """Load a checkpoint by timm's names, with a new classifier if the run asks for one; see `LoopKind.load`."""
-        is_fresh = methods is not None and self.config.model.head == "fresh"
-        adapt = partial(_adapted, checkpoint=checkpoint, is_fresh=is_fresh)
+        is_teacher = methods is None
+        is_fresh = not is_teacher and self.config.model.head == "fresh"
+        adapt = partial(_adapted, checkpoint=checkpoint, is_fresh=is_fresh, is_teacher=is_teacher)
         return start.load_dense(model, read_state(checkpoint), checkpoint, methods, adapt)
 
     def data(
@@ -192,7 +193,9 @@ def open_start(config: ModelConfig, weights: bool = True, or_set: str = "") -> n
     return open_model(config.name, pretrained=pretrained, args=config.args, advice=advice).model.train()
 
 
-def _adapted(model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fresh: bool) -> Mapping[str, Tensor]:
+def _adapted(
+    model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fresh: bool, is_teacher: bool
+) -> Mapping[str, Tensor]:
     """Return weights as timm converts them, with the classifier that was drawn with the model if it is to be fresh."""
     current = model.state_dict()
     head = image_facts(model).head
@@ -204,6 +207,11 @@ def _adapted(model: nn.Module, state: dict[str, Tensor], checkpoint: str, is_fre
     differing = current.keys() ^ state.keys()
     if differing and all(name.startswith(head) for name in differing):
         has, needs = ("a", "none") if differing & state.keys() else ("no", "one")
+        if is_teacher:
+            raise ValueError(
+                f"teacher {checkpoint!r} has {has} classifier and the model {needs}: distill from a model that answers "
+                "with the same classes"
+            )
         raise ValueError(
             f"checkpoint {checkpoint!r} does not fit the model: it has {has} classifier and the model {needs}; "
             "model.head='fresh' takes the other weights alone"

@@ -14,6 +14,7 @@ import mmod
 from mmod.data.config import DataConfig
 from mmod.training import ModelConfig, TrainConfig
 from mmod.training.engine.start import create_models
+from mmod.training.image.config import DistillConfig
 from mmod.training.image.kind import ImageKind
 
 SMALL = {"in_chans": 1, "embed_dim": 16, "depth": 3, "num_heads": 2}
@@ -56,6 +57,21 @@ def test_a_missing_classifier_is_named(tmp_path: Path, had: int, classes: int, m
     save(tmp_path, "vit_tiny_patch16_224", had)
     with pytest.raises(ValueError, match=rf"{message}.*model\.head='fresh'"):
         create_models(ImageKind(config(tmp_path, "vit_tiny_patch16_224", classes)))
+
+
+@pytest.mark.parametrize(("had", "classes", "message"), [(0, 5, "no classifier"), (7, 0, "a classifier .* none")])
+@pytest.mark.parametrize("head", [None, "fresh"])
+def test_a_teacher_without_the_models_classifier_is_named(
+    tmp_path: Path, head: str | None, had: int, classes: int, message: str
+) -> None:
+    save(tmp_path, "vit_tiny_patch16_224", classes)
+    (tmp_path / "teacher").mkdir()
+    save(tmp_path / "teacher", "vit_tiny_patch16_224", had)
+    teacher = DistillConfig(teacher=str(tmp_path / "teacher" / "start.safetensors"))
+    run = config(tmp_path, "vit_tiny_patch16_224", classes, head=head, distill=teacher, routing={"capacity": 0.5})
+    with pytest.raises(ValueError, match=rf"^teacher '.*teacher/start.safetensors' has {message}") as caught:
+        create_models(ImageKind(run))
+    assert "fresh" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", HOSTS)
