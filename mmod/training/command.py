@@ -13,6 +13,8 @@ from mmod.training.kinds import KINDS, config_class, estimate, fit, kind_of
 from mmod.values import check_value
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from mmod.training.engine.config import RunConfig
     from mmod.training.engine.run_folder import FitResult
 
@@ -57,10 +59,11 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     commands = {}
     if result.evaluation is not None:
         commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
+        model = sketch(kind_of(config))
         # Methods for training alone leave the final model dense.
-        if is_routed(sketch(kind_of(config))):
+        if is_routed(model):
             commands[f"mmod audit {folder}"] = "what its routers learned"
-        elif config.routing is None and not config.methods:
+        elif config.routing is None and not config.methods and _has_blocks(model):
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
             row = KINDS[config.kind]
             if row.advised:
@@ -70,3 +73,13 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     width = max(map(len, commands), default=0)
     lines = [f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items()]
     return "\n".join([f"next: the {saved} is in {folder}/model", *lines])
+
+
+def _has_blocks(model: nn.Module) -> bool:
+    """Return whether a dense model has blocks that can be routed, unlike one of convolutions."""
+    from mmod.adapters import find_stacks
+
+    try:
+        return bool(find_stacks(model))
+    except ValueError:
+        return False

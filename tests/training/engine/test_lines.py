@@ -184,3 +184,10 @@ def test_a_dense_run_of_each_kind_names_its_plan(kind: str) -> None:
     row = KINDS[kind]
     further = [name for name, given in (("advise", row.advised), ("tradeoff", row.study)) if given]
     assert names == ["evaluate", "plan", *further]
+
+
+def test_a_run_of_convolutions_names_no_command_that_refuses_it(tmp_path: Path) -> None:
+    config = digits_config(tmp_path, model={"name": "resnet10t", "args": {"num_classes": 10, "in_chans": 1}})
+    result: FitResult[Any] = FitResult("runs/a", 1, 1, SimpleNamespace(), None, [])
+    names = [line.split()[1] for line in next_commands(config, result).splitlines()[1:]]
+    assert names == ["evaluate"]
