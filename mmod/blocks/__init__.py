@@ -33,7 +33,7 @@ from mmod.blocks.conversion import (
 )
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.execution import choose_execution
-from mmod.blocks.first_call import compare_grid, has_replaced_forward, refuse_hidden
+from mmod.blocks.first_call import compare_grid, has_replaced_forward, watch_first_call
 from mmod.blocks.grid import (
     GridSource,
     RowSource,

@@ -27,6 +27,13 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and bool(mixin_forwards(type(module)))
 
 
+def watch_first_call(module: nn.Module) -> None:
+    """Let the first call of a module refuse what `refuse_hidden` does, once for all methods."""
+    hooks = module._forward_pre_hooks.values()
+    if not any(isinstance(hook, ModelHook) and hook.before is refuse_hidden for hook in hooks):
+        attach(module, ModelHook(refuse_hidden, once=True))
+
+
 def refuse_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse, in the first call, a `forward` that was put on a converted module and does not run the mixin.
 

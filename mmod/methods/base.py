@@ -23,7 +23,6 @@ from mmod.blocks import (
     Deciding,
     HiddenClass,
     Mixin,
-    ModelHook,
     attach,
     convert,
     detach_hooks,
@@ -33,8 +32,8 @@ from mmod.blocks import (
     mixins_of,
     model_hooks,
     modules_of,
-    refuse_hidden,
     remove,
+    watch_first_call,
 )
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.state import watch_state
@@ -144,7 +143,7 @@ class Method(Checked, ABC, group="method"):
                 if stack.windows is not None:
                     attach(owner_of(model, stack), stack.windows.hook)
             owner = owner_of(model, stack) if isinstance(stack, BlockStack) else model
-            attach(owner, ModelHook(refuse_hidden, once=True))
+            watch_first_call(owner)
         for hook in model_hooks(model):
             if not any(hook is other for other in hooks):
                 hook.kind = self.kind

@@ -168,6 +168,21 @@ def test_one_that_replaces_the_method_is_refused_at_the_first_call(name: str) ->
 
 
 @torch.no_grad()
+def test_several_methods_see_one_forward() -> None:
+    model: Any = mmod.route_(mmod.apply_(make(), Experts(experts=2)), LINEAR).eval()
+    expected, classes = copy.deepcopy(model)(images()), list(map(type, model.modules()))
+    by_closure(model.blocks[1])
+    for _ in range(2):
+        torch.testing.assert_close(model(images()), expected)
+    assert list(map(type, model.modules())) == classes
+    model = mmod.route_(mmod.apply_(make(), Experts(experts=2)), LINEAR).eval()
+    by_copied_code(model.blocks[1])
+    with pytest.raises(ValueError, match=r"blocks\.1 .*does not run that method"):
+        model(images())
+    assert list(map(type, model.modules())) == classes
+
+
+@torch.no_grad()
 def test_a_block_that_was_not_called_is_no_fault() -> None:
     model = mmod.route_(make(), LINEAR)
     expected = model.forward_intermediates(images(), indices=[0], intermediates_only=True, stop_early=True)
