@@ -264,8 +264,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
-            args, kwargs = call.narrowed(state.call, args, kwargs)
-            y = super().forward(x, *args, **kwargs)
+            given, named = call.narrowed(state.call, args, kwargs)
+            y = super().forward(x, *given, **named)
         if state.is_last:
             # The code behind the blocks may read masks of all images.
             return call.whole(y)
