@@ -207,6 +207,9 @@ def check_named(cls: Any, field: str, name: str, value: object) -> None:
     names = cls.__dataclass_fields__[field].metadata.get("names")
     if not names or not isinstance(value, (Mapping, str)):
         return
+    # One that has the names is wrong in another way.
+    if isinstance(value, Mapping) and value.keys() & set(names):
+        return
     hint = hints_of(cls)[field]
     if not fits(value, hint) and fits({names[0]: value}, hint):
         raise TypeError(
