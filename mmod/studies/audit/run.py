@@ -154,9 +154,19 @@ def _maps(kind: Kind, model: nn.Module, count: int) -> Figure | None:
     if kind.config.image_shape is None or not count:
         return None
     (images,) = kind.inputs(model, count)["image"].batches
-    # A set with fewer images repeats them in turn.
-    distinct = next((place for place in range(1, count) if torch.equal(images[place], images[0])), count)
-    return draw_sample_maps(model, images[:distinct].cpu())
+    return draw_sample_maps(model, _unrepeated(images.cpu()))
+
+
+def _unrepeated(images: Tensor) -> Tensor:
+    """Return the images of a batch for which a set with fewer repeats them in turn, once each.
+
+    Example:
+        >>> _unrepeated(torch.tensor([5, 5, 7, 5, 5])).tolist()
+        [5, 5, 7]
+    """
+    place_N = torch.arange(len(images))
+    number = next(number for number in range(1, len(images) + 1) if torch.equal(images, images[place_N % number]))
+    return images[:number]
 
 
 def _write(
