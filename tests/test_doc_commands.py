@@ -23,7 +23,7 @@ from mmod import cli
 from mmod.analysis import timing
 from mmod.planning import budgets
 from mmod.studies import isoflop
-from mmod.studies.candidates import comparison_of
+from mmod.studies.study import comparison_of
 from mmod.training.engine.kind import create
 from mmod.training.kinds import kind_of
 from mmod.training.text import kind as text_kind

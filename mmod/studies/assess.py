@@ -38,8 +38,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     from mmod.io.jobs import Runner
     from mmod.io.store import Store
     from mmod.planning.candidate import Candidate
-    from mmod.studies.compare import Measurer, times_of
-    from mmod.studies.kind import measure_run
+    from mmod.studies.measure import Measurer, measure_run, times_of
     from mmod.studies.runs import Comparison
 
     if not config.model.has_weights:

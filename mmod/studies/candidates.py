@@ -1,182 +1,36 @@
-"""What a study compares: its config becomes a `Comparison`, of the dense model and all candidates made from it.
+"""Candidates beside the routed models of a study: baselines, numbers fitted to budgets, and controls.
 
-The dense model's training config, and that of fine-tuning it, are made of these, each over the one before:
-
-1. the file or run that a study's `dense` names, and the keys beside its `base`;
-2. the study's `changes`;
-3. of fine-tuning, `finetune` and the weights of the dense model, in place of its `checkpoint`, `pretrained` and `head`.
-
-Candidates are the routed models of `routers`, the baselines, and dense models of fewer blocks. `runs.py` goes on.
+They are made of other candidates and of the dense model's training config; the study's config is not read here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis import flops
 from mmod.analysis.counting import by_data, pass_flops
-from mmod.analysis.table import DENSE
-from mmod.io.yaml import BASE_KEY, merged, read_yaml
+from mmod.io.yaml import merged, read_yaml
 from mmod.methods import METHODS, read_method
+from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
-from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import CONTROL, Candidate
 from mmod.planning.options import FIT
-from mmod.studies.config import RUN_FIELDS, StudyConfig
-from mmod.studies.controls import told_of_controls, with_controls
-from mmod.studies.image_config import TimmStudyConfig
-from mmod.studies.runs import BASE, Comparison, run_config_of
+from mmod.studies.config import RUN_FIELDS
+from mmod.studies.runs import run_config_of
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.run_folder import unfinished
 from mmod.training.engine.start import sketch
-from mmod.training.kinds import config_class, kind_of
-from mmod.values import check_value, one_of, refuse_unknown
+from mmod.training.kinds import kind_of
+from mmod.values import one_of, refuse_unknown
 
 
-def comparison_of(config: StudyConfig) -> Comparison:
-    """Return what a study compares: the dense model, its series, and models without a router."""
-    dense, tuned = read_runs(config)
-    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
-    # As long as a fine-tuned model has been trained in all.
-    epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
-    candidates += baselines_of(config, epochs)
-    left_out: Mapping[str, str] = {}
-    if isinstance(config, TimmStudyConfig) and _names_budgets(config):
-        candidates, left_out = _fitted(candidates, dense)
-    if isinstance(config, TimmStudyConfig) and config.isoflop == "scratch":
-        # Last, as routed models are counted with their fitted numbers; in the table, baselines stand below.
-        routed = [candidate for candidate in candidates if candidate.series not in config.baselines]
-        baselines = [candidate for candidate in candidates if candidate.series in config.baselines]
-        candidates = [*routed, *_shallow(routed, dense, epochs), *baselines]
-    candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
-    names = Counter([BASE, *(candidate.name for candidate in candidates)])
-    if max(names.values()) > 1:
-        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
-    comparison = Comparison(
-        candidates=candidates,
-        dense=dense,
-        # Untuned models are evaluated on the data and in the precision of the dense one.
-        train=tuned if config.tune else None,
-        seeds=config.seeds,
-        train_dense=config.train_dense,
-        bases=config.bases,
-        notes=[
-            *([] if config.train_dense else unfinished(dense.model.checkpoint)),
-            *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
-            *told_of_controls(candidates, {*config.routers} - {*config.controls}),
-            *_numbers(config, candidates),
-        ],
-        keys=("changes", "finetune"),
-    )
-    if config.seeds > 1 and not comparison.trains:
-        raise ValueError(
-            f"seeds={config.seeds} repeats training, and this study trains nothing: leave seeds out, as intervals are "
-            "over samples, or set tune to true"
-        )
-    return comparison
-
-
-def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
-    """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
-    if config.tune and not config.finetune:
-        # A silent default would repeat the dense model's whole schedule for each model.
-        raise ValueError(
-            "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
-            "`{trainer: {max_steps: 100}}`), or set tune to false"
-        )
-    kind_config = config_class(config.trains)
-    fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
-    dense = from_plain(kind_config, fields, "dense")
-    start = fields
-    if config.train_dense:
-        # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
-        # seed: `Comparison.runs` puts it in place of this one.
-        start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
-    try:
-        tuned = from_plain(kind_config, merged(start, config.finetune), "finetune")
-    except ValueError as error:
-        # Read for the dense model, which has no routers to train and no teacher but one that is named.
-        if config.finetune.keys().isdisjoint(("trained", "distill")):
-            raise
-        raise ValueError(
-            f"finetune is about the dense model too: {error}; what needs routers or methods goes into `changes` of "
-            "each series"
-        ) from error
-    for run in (dense, tuned):
-        kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
-        if run.routing is not None:
-            kinds.append("routing")
-        if kinds:
-            raise ValueError(
-                f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
-                "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
-            )
-    if not config.train_dense and config.tune is not True and not config.starts_trained(dense):
-        raise ValueError(
-            "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
-            "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
-        )
-    config.check_runs(dense, tuned)
-    return dense, tuned
-
-
-def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Read a config, with the keys that differ from it where it is a `base`.
-
-    That of a run, by its folder or file, is changed to start from the run's final model.
-    """
-    changes = {BASE_KEY: named} if isinstance(named, str) else dict(named)
-    path = changes.pop(BASE_KEY, None)
-    if path is None:
-        return changes
-    check_value(f"dense.{BASE_KEY}", path, str)
-    file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
-    fields = read_yaml(str(file))
-    kinds = (kind,)
-    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
-    # What a run records besides its config.
-    if fields.pop("world_size", None) is not None:
-        fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
-    return merged(fields, changes)
-
-
-def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
-    """Say what the numbers in names of routed models and their baselines are: a sentence or none."""
-    if isinstance(config, TimmStudyConfig) and _names_budgets(config):
-        return ["Numbers in names are shares of the dense model's FLOPs"]
-    numbered = {one.series for one in candidates if one.budget is not None and one.name != one.series}
-    routed = [fields for series, fields in config.routers.items() if series in numbered]
-    if not routed or any("budgets" in fields for fields in routed):
-        return []
-    text = "Numbers in names are capacities: shares of the tokens that routed blocks keep, and not of FLOPs"
-    if any("search" in fields for fields in routed):
-        text += "; of searches, their budgets"
-    is_matched = numbered & {*config.baselines_by_series}
-    return [f"{text}; of baselines, those of the routed models that they are matched to" if is_matched else text]
-
-
-def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
-    """Yield every baseline, a model without a router; some kinds of study have them.
-
-    Args:
-        epochs: Length of a training from scratch.
-    """
-    for series, budgets in config.baselines_by_series.items():
-        for budget, fields in budgets.items():
-            if config.is_run(budget):
-                yield _baseline(config.candidate(series, budget, fields), fields, epochs)
-
-
-def _baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candidate:
+def baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candidate:
     """Return a candidate with what the kind of a baseline sets."""
     settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
     kind = fields.get("kind")
@@ -216,7 +70,7 @@ def _from_scratch(plain: Candidate, epochs: int, changes: Mapping[str, object]) 
     )
 
 
-def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
+def shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
     model = sketch(kind_of(dense.started_from(None)))
     assert dense.image_shape is not None
@@ -228,11 +82,11 @@ def _shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> 
         routed = _flops_of(candidate, dense)
         if routed is not None:
             depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed)))
-    shallow = []
+    added = []
     for fewer in sorted(depths - {depth}):
         candidate = Candidate(f"shallow-{fewer}-blocks", series="shallow", budget=1.0)
-        shallow.append(_from_scratch(candidate, epochs, {"model": {"args": {"depth": fewer}}}))
-    return shallow
+        added.append(_from_scratch(candidate, epochs, {"model": {"args": {"depth": fewer}}}))
+    return added
 
 
 def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
@@ -251,16 +105,7 @@ def _flops_of(candidate: Candidate, dense: RunConfig) -> int | None:
         raise ValueError(f"model {candidate.name!r} of the study: {error}") from error
 
 
-def _names_budgets(config: TimmStudyConfig) -> bool:
-    """Return whether budgets are shares of the dense model's FLOPs: series name them, or baselines fit them."""
-    fields: list[Mapping[str, object]] = []
-    for budgets in config.baselines.values():
-        fields += budgets.values()
-    is_fitted = any(FIT in baseline.values() for baseline in fields if baseline)
-    return is_fitted or any("budgets" in series for series in config.routers.values())
-
-
-def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Candidate], Mapping[str, str]]:
+def fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Candidate], Mapping[str, str]]:
     """Return candidates whose numbers are fitted to their shares of the dense FLOPs, and whose names tell these.
 
     Returns:
@@ -271,3 +116,100 @@ def _fitted(candidates: Sequence[Candidate], dense: RunConfig) -> tuple[list[Can
     patch = (image_facts(model).patch or (1, 1))[0]
     sides = [patch * side for side in range(1, height)]
     return at_budgets(candidates, partial(_flops_of, dense=dense), sides, height * width, strict=True)
+
+
+def with_controls(
+    candidates: Sequence[Candidate],
+    routed: Collection[str],
+    named: Mapping[str, str | Literal[False]],
+    is_of_parts: bool,
+) -> list[Candidate]:
+    """Return candidates with their controls: their own routing with random scores, where the study names no others.
+
+    Models whose routing is equal but for the score share a control. Where none of the series is the same, it joins the
+    candidates without a series, and is no row of the table.
+
+    Args:
+        routed: The series that have a router.
+        named: The control of a series, where the study names it; False for none.
+        is_of_parts: Routings are those of parts by name.
+    """
+    names = {candidate.name for candidate in candidates}
+    controls = [(candidate.name, _model_of(candidate, is_of_parts)) for candidate in candidates if candidate.at_random]
+    controlled: list[Candidate] = []
+    added: list[Candidate] = []
+    for candidate in candidates:
+        is_settled = candidate.control in names or named.get(candidate.series) is False
+        drawn = None
+        if candidate.series in routed and not candidate.at_random and not is_settled:
+            drawn = _at_random(candidate, is_of_parts)
+        if drawn is None:
+            controlled.append(candidate)
+            continue
+        model = _model_of(drawn, is_of_parts)
+        same = next((name for name, other in controls if other == model), None)
+        if same is None:
+            controls.append((drawn.name, model))
+            added.append(drawn)
+        controlled.append(dataclasses.replace(candidate, control=same or drawn.name))
+    return [*controlled, *added]
+
+
+def _at_random(candidate: Candidate, is_of_parts: bool) -> Candidate | None:
+    """Return a candidate's control; None where its plan is still to be searched, or the data say how much it keeps."""
+    if candidate.routing is None:
+        return None
+    parts = candidate.routing if is_of_parts else {"": candidate.routing}
+    drawn = {}
+    for part, fields in parts.items():
+        known = resolve_routing(fields)
+        if known.select != "topk":
+            return None
+        drawn[part] = {**fields, "router": CONTROL}
+        if known.router.learns:
+            # What only a score that learns can have.
+            language = {"predictor": False, "inference_threshold": None, "gate_on": "update"}
+            drawn[part] |= {
+                "gate": "identity",
+                "losses": {},
+                "language": {**(fields.get("language") or {}), **language},
+            }
+        if known.skipped == "scale":
+            drawn[part]["skipped"] = "pass"
+    routing = drawn if is_of_parts else drawn[""]
+    return dataclasses.replace(candidate, name=f"{CONTROL}-{candidate.name}", series="", control=None, routing=routing)
+
+
+def _model_of(candidate: Candidate, is_of_parts: bool) -> Candidate:
+    """Return what is equal for candidates that are the same model, however they are named and written."""
+    routing = candidate.routing
+    if routing is not None:
+        parts = routing if is_of_parts else {"": routing}
+        routing = {part: resolve_routing(fields) for part, fields in parts.items()}
+    return dataclasses.replace(candidate, name="", series="", budget=None, control=None, routing=routing)
+
+
+def told_of_controls(candidates: Sequence[Candidate], expected: Collection[str]) -> list[str]:
+    """Say what controls are that are no rows, and which models have none although the study does not leave it out.
+
+    Args:
+        expected: The series with a router for which the study names no control.
+    """
+    added = [candidate.name for candidate in candidates if not candidate.series]
+    told = []
+    if added:
+        told.append(
+            f"Controls, which are no rows of the table, keep as many tokens by the same routing at random: "
+            f"{', '.join(added)}"
+        )
+    alone = [
+        candidate.name
+        for candidate in candidates
+        if candidate.series in expected and not candidate.at_random and candidate.control is None
+    ]
+    if alone:
+        told.append(
+            f"Without a control, as the images or a search decide how much is kept: {', '.join(alone)}. Whether it "
+            "matters which tokens these keep is not tested, unless `controls` names a control"
+        )
+    return told

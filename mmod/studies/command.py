@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from mmod.config.parse import parse_config
 from mmod.studies.chat_config import ChatStudyConfig
-from mmod.studies.config import StudyConfig
+from mmod.studies.config import ImageStudyConfig, StudyConfig
 from mmod.studies.features_config import FeaturesStudyConfig
-from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.pairs_config import PairsStudyConfig
 

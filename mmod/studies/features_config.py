@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.io.yaml import merged
-from mmod.studies.config import Evaluation
-from mmod.studies.image_config import TimmStudyConfig
+from mmod.studies.config import Evaluation, TimmStudyConfig
 
 if TYPE_CHECKING:
     from mmod.training.engine.config import RunConfig

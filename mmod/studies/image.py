@@ -47,7 +47,8 @@ from mmod.planning.choice import (
     verdict_of,
 )
 from mmod.planning.early import shown_front
-from mmod.studies.kind import BEFORE, Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
+from mmod.studies.measure import BEFORE
 from mmod.studies.report import COLUMNS, significance, with_batch_sizes
 from mmod.studies.runs import Run
 from mmod.training.engine.distributed import choose_device

@@ -28,9 +28,9 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.losses import auxiliary_loss
 from mmod.methods.base import deciding_together
 from mmod.planning.candidate import Candidate
-from mmod.studies.compare import Measurer, Rates, at_rates, best_rates
 from mmod.studies.isoflop_config import IsoflopConfig
-from mmod.studies.kind import fit, measured_of
+from mmod.studies.measure import Measurer, fit, measured_of
+from mmod.studies.rates import Rates, at_rates, best_rates
 from mmod.studies.report import StudyResult, write_outcome
 from mmod.studies.runs import Comparison, Run, run_config_of
 from mmod.training.engine.config import LoopConfig

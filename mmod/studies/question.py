@@ -10,7 +10,7 @@ from typing import Any
 
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
-from mmod.studies.compare import identity_of
+from mmod.studies.measure import identity_of
 from mmod.studies.runs import Run
 
 REPORT = "tradeoff.json"

@@ -27,7 +27,8 @@ from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import Candidate
 from mmod.planning.choice import TOLERANCE, beside_controls
-from mmod.studies.kind import BEFORE, Facts, Runs, StudyKind
+from mmod.studies.kind import Facts, Runs, StudyKind
+from mmod.studies.measure import BEFORE
 from mmod.studies.runs import Comparison, Run
 from mmod.training.engine.run_folder import epochs_and_seconds
 

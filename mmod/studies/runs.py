@@ -2,11 +2,11 @@
 
 What the config of a run is made of, each step over the one before:
 
-1. that of the dense model, of one that is fine-tuned that of fine-tuning (`candidates.py` makes both), which starts
+1. that of the dense model, of one that is fine-tuned that of fine-tuning (`study.py` makes both), which starts
    from the dense model's run where that is trained; a model from scratch has no weights;
 2. the candidate's `routing` or `methods`, then its `changes`, its `image_size` as the keys that have it in its kind of
    training (`data.image_size` and `model.args.img_size`), and a folder and seed of its own;
-3. just before it starts, the plan that a search has found and the best rate, see `compare`.
+3. just before it starts, the plan that a search has found and the best rate, see `measure.py` and `rates.py`.
 
 In these steps null sets a key to null. Between files, where one names another as its `base`, it removes the key.
 """

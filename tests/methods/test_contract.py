@@ -19,9 +19,9 @@ from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
-from mmod.studies.candidates import baselines_of
-from mmod.studies.image_config import ImageStudyConfig
+from mmod.studies.config import ImageStudyConfig
 from mmod.studies.runs import run_config_of
+from mmod.studies.study import baselines_of
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter
 from tests.kit.engine_worker import TensorStream, run, tiny_config

@@ -22,9 +22,8 @@ from mmod.data.loader import image_stream
 from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.report.page import write_report
-from mmod.studies.candidates import read_runs
-from mmod.studies.image_config import ImageStudyConfig
-from mmod.studies.study import run_study
+from mmod.studies.config import ImageStudyConfig
+from mmod.studies.study import read_runs, run_study
 
 IMAGES = 200
 DENSE = "mmod:digits-dense"

@@ -18,8 +18,8 @@ from mmod.io.store import Store
 from mmod.io.yaml import read_yaml, stack_configs
 from mmod.planning.options import PlanOptions
 from mmod.studies import assess, plan
-from mmod.studies.compare import Measurer
-from mmod.studies.kind import measure_run, study_kind
+from mmod.studies.kind import study_kind
+from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.runs import Run
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.kind import Step, evaluate, load

@@ -31,15 +31,14 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate, untrained
 from mmod.planning.choice import verdict_of
 from mmod.report.page import write_report
-from mmod.studies.candidates import baselines_of, comparison_of, read_runs
-from mmod.studies.compare import Rates, trials_of
+from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
-from mmod.studies.image_config import ImageStudyConfig
 from mmod.studies.kind import Told
 from mmod.studies.pairs_config import PairsStudyConfig
+from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import StudyResult, epochs_of, harm, significance
 from mmod.studies.runs import Comparison, Run
-from mmod.studies.study import check_following, run_study, training_ahead
+from mmod.studies.study import baselines_of, check_following, comparison_of, read_runs, run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.engine.start import sketch

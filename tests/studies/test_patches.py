@@ -11,10 +11,9 @@ import yaml
 
 from mmod.analysis import flops
 from mmod.config.parse import parse_config
-from mmod.studies.candidates import comparison_of
-from mmod.studies.image_config import ImageStudyConfig
+from mmod.studies.config import ImageStudyConfig
 from mmod.studies.runs import run_config_of
-from mmod.studies.study import run_study
+from mmod.studies.study import comparison_of, run_study
 from mmod.training import TrainConfig
 from mmod.training.engine.kind import create
 from mmod.training.image.kind import ImageKind

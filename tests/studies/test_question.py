@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from mmod.io.records import FolderTakenError
 from mmod.io.yaml import merged
-from mmod.studies.candidates import comparison_of
-from mmod.studies.image_config import ImageStudyConfig
+from mmod.studies.config import ImageStudyConfig
 from mmod.studies.question import question_of
+from mmod.studies.study import comparison_of
 from tests.kit.image_study import DENSE
 
 

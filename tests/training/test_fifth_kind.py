@@ -16,8 +16,7 @@ from mmod.io.store import Store
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.studies.assess import assess
-from mmod.studies.compare import Measurer
-from mmod.studies.kind import measure_run
+from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.plan import search_for
 from mmod.studies.runs import Comparison
 from mmod.training.engine.kind import Kind, LoopKind

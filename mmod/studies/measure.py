@@ -1,123 +1,41 @@
-"""How runs are compared: done at the best learning rate of each where that is searched, then evaluated and timed."""
+"""How a run is measured: what it does, what is known of it, and what its final model costs and takes.
+
+It gets a `Run`, with the training config of that run alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 from torch import nn
 
-from mmod.analysis.table import DENSE, Measured, Table, by_seed, compare
+from mmod.analysis.table import DENSE, Measured, measured_once
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.io.files import sha256
-from mmod.io.jobs import Callback, Runner
+from mmod.io.jobs import Callback
 from mmod.io.store import Store
 from mmod.opening.runs import find_weights
 from mmod.studies.plan import search_for
 from mmod.studies.runs import BASE, Run
+from mmod.training import kinds
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.kind import Kind, device_of, load, seed_draws
-from mmod.training.engine.run_folder import portable
+from mmod.training.engine.evaluate import Evaluated, RoutedResult
+from mmod.training.engine.kind import Kind, device_of, evaluate, load, seed_draws
+from mmod.training.engine.run_folder import FitResult, portable
 from mmod.training.kinds import kind_of
 
+BEFORE = "before"
+"""Name of the figure that a model has before it is fine-tuned."""
 Measure = Callable[[Run, Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
-
-
-class Rates(NamedTuple):
-    """Factors of the learning rate, of which every trained candidate uses the best, the first of equal ones.
-
-    Attributes:
-        factors: Those that are tried; one at which the loss is no longer finite is not chosen.
-        figure: The figure that decides; the highest is best.
-        measure: Does a trial.
-        data: Fields of the config's `data` that trials set differently, such as the split that evaluates them.
-        seed: The seed of trials.
-    """
-
-    factors: Sequence[float]
-    figure: str
-    measure: Measure
-    data: Mapping[str, object] = {}
-    seed: int = 0
-
-
-def best_rates(runs: Sequence[Run], rates: Rates, store: Store, runner: Runner, folder: Path) -> dict[str, float]:
-    """Return the best factor of the learning rate of each trained candidate, by its name.
-
-    Args:
-        runs: Those of a comparison, of which the first may train the dense model that trials start from.
-        folder: Trials go there, by candidate and factor.
-
-    Raises:
-        FloatingPointError: The loss of a candidate is finite at no rate.
-    """
-    trials = trials_of(runs, rates, folder)
-    if len(rates.factors) == 1:
-        return dict.fromkeys(trials, rates.factors[0])
-    # Trials start from the dense model too, which may not be trained yet.
-    jobs = _start_of(runs) + list(itertools.chain.from_iterable(trials.values()))
-    table = Table()
-    for _ in compare(table, [jobs], functools.partial(_try, Measurer(rates.measure, store), rates.figure), runner):
-        pass
-    best = {}
-    for name, tried in trials.items():
-        scores = [by_seed(table, rates.figure, trial.name)[rates.seed] for trial in tried]
-        if max(scores) == -float("inf"):
-            raise FloatingPointError(f"{name} is trained by none of the rates {list(rates.factors)}: give smaller ones")
-        best[name] = rates.factors[scores.index(max(scores))]
-    return best
-
-
-def trials_of(runs: Sequence[Run], rates: Rates, folder: Path) -> dict[str, list[Run]]:
-    """Return the trials of each trained candidate by its name, one for each factor; none of a single factor."""
-    factors = rates.factors if len(rates.factors) > 1 else ()
-    trials = {}
-    for run in runs[len(_start_of(runs)) :]:
-        if run.seed == 0 and run.is_trained:
-            trials[run.name] = [_trial(run, rates, factor, folder) for factor in factors]
-    return trials
-
-
-def _start_of(runs: Sequence[Run]) -> list[Run]:
-    """Return the run of the dense model that trials start from, if it is trained."""
-    return [run for run in runs[:1] if run.is_trained and run.candidate.from_scratch]
-
-
-def _trial(run: Run, rates: Rates, factor: float, folder: Path) -> Run:
-    name = f"{run.name}-{factor:g}"
-    run_config = _with_rate(run.config, factor)
-    data = dataclasses.replace(run_config.data, **rates.data)
-    run_config = dataclasses.replace(run_config, data=data, output=str(folder / name), seed=rates.seed)
-    return dataclasses.replace(run, name=name, seed=rates.seed, config=run_config)
-
-
-def at_rates(runs: Sequence[Run], factors: Mapping[str, float]) -> list[Run]:
-    """Return runs with the learning rates of candidates multiplied by their factors."""
-    return [dataclasses.replace(run, config=_with_rate(run.config, factors.get(run.name, 1.0))) for run in runs]
-
-
-def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured | None:
-    """Return the rows of a trial, with the worst figure where its loss diverges."""
-    try:
-        return measurer(run, callback)
-    except FloatingPointError:
-        # No trial, which has a name of its own: the dense model that all trials start from.
-        if run.name == run.candidate.name:
-            raise
-        return Measured({figure: -float("inf")})
-
-
-def _with_rate(run_config: Any, rate: float) -> Any:
-    """Return a config with its learning rate multiplied."""
-    if rate == 1.0:
-        return run_config
-    return dataclasses.replace(run_config, optim=dataclasses.replace(run_config.optim, lr=rate * run_config.optim.lr))
+Load = Callable[[RunConfig], nn.Module]
+"""Loads the model that a run starts from, see `Kind.load`."""
 
 
 @dataclass(frozen=True)
@@ -226,6 +144,90 @@ def _checksum(checkpoint: str) -> list[str]:
 @functools.lru_cache
 def _sha256(file: Path, changed: int) -> str:
     return sha256(file)
+
+
+def measure_run(
+    run: Run,
+    callback: Callback,
+    measurer: Measurer,
+    *,
+    before: str | None = None,
+    by_sample: bool = False,
+    progress: bool = False,
+) -> Measured:
+    """Do one run: train its model, or evaluate it as it starts.
+
+    Args:
+        before: A figure of models that are fine-tuned, evaluated before that too; None evaluates them once.
+        by_sample: Keep the outcomes of samples of trained models too, for which runs that are read are evaluated.
+        progress: Show a bar over the samples of an evaluation without training.
+    """
+    if not run.is_trained:
+        return evaluate_start(measurer.store, run.config, measurer.load, progress)
+    figures: dict[str, float] = {}
+    outcomes: dict[str, np.ndarray] = {}
+    if before is not None and not run.candidate.from_scratch:
+        start = evaluate_start(measurer.store, run.config)
+        figures[BEFORE] = start.figures[before]
+        if by_sample and before in start.outcomes:
+            outcomes[BEFORE] = start.outcomes[before]
+    fitted = fit(run.config, callback, measurer.store)
+    rows = measured_of(fitted.best)
+    if by_sample:
+        evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
+        # Kept in the store: the record of a finished run has no outcomes of samples.
+        final = evaluate_start(measurer.store, run.final_config, evaluated=evaluated)
+        rows = rows._replace(samples=final.samples)
+        outcomes |= final.outcomes
+    return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
+
+
+def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[Any]:
+    """Train a run, or read the result of a finished one; refuse one without an evaluation.
+
+    Args:
+        store: That of the comparison, whose runs share the check of their evaluation samples.
+    """
+    fitted = kinds.fit(
+        run_config, progress=False, after_step=lambda step: callback(step.done / step.total), store=store
+    )
+    if fitted.best is None:
+        raise ValueError("there is nothing to ask: set data.val")
+    return fitted
+
+
+def load_start(run_config: RunConfig) -> nn.Module:
+    """Load the model that a run starts from; see `Kind.load`."""
+    return load(kind_of(run_config))
+
+
+def evaluate_start(
+    store: Store,
+    run_config: RunConfig,
+    load: Load = load_start,
+    progress: bool = False,
+    evaluated: Evaluated | None = None,
+) -> Measured:
+    """Evaluate the model that a run starts from, once; `load` loads it if it was not evaluated before.
+
+    Args:
+        evaluated: Its evaluation, where the training that ended with it has made it.
+    """
+    kind = kind_of(run_config)
+    identity = {"work": "rows of samples", **identity_of(run_config)}
+
+    def measure() -> Measured:
+        result, outcomes = evaluated or evaluate(kind, load(run_config), progress)
+        samples = max(map(len, outcomes.values()), default=0)
+        return measured_of(result)._replace(samples=samples, outcomes=outcomes)
+
+    return measured_once(store, identity, measure)
+
+
+def measured_of(evaluation: RoutedResult) -> Measured:
+    """Return what the table of a comparison keeps of an evaluation."""
+    samples = getattr(evaluation, "samples", 0)
+    return Measured(evaluation.columns(), evaluation.kept, samples, text=str(evaluation))
 
 
 def times_of(

@@ -20,8 +20,7 @@ from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning import Candidate
-from mmod.studies.compare import Measurer
-from mmod.studies.kind import evaluate_start, measure_run
+from mmod.studies.measure import Measurer, evaluate_start, measure_run
 from mmod.studies.runs import Comparison
 from mmod.training import fit
 from mmod.training.engine.kind import load
@@ -63,7 +62,7 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
             drawn[run.name] = float(torch.rand(()))
         return drawn
 
-    monkeypatch.setattr("mmod.studies.compare.load", tracked)
+    monkeypatch.setattr("mmod.studies.measure.load", tracked)
     (tmp_path / "compared").mkdir()
     first = draws()
     assert len(loaded) == len(candidates)
