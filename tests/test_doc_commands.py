@@ -273,10 +273,10 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
         candidates = comparison.candidates
         jobs = comparison.runs()
         assert len(candidates) > 2
-        dense: Any = jobs[0].config
+        dense: Any = jobs[0].training
         for job in jobs:
             if job.seed == 0 and not job.searches:
-                config: Any = job.config
+                config: Any = job.training
                 fields = dict.fromkeys(("checkpoint", "image_checkpoint"))
                 fields["pretrained"] = getattr(type(dense.model), "pretrained", None)
                 fields |= {name: getattr(dense.model, name, None) for name in ("config", "processor")}

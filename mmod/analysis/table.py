@@ -24,7 +24,7 @@ from mmod.analysis.statistics import (
     estimate_of,
     share_of,
 )
-from mmod.io.jobs import AnyJob, Callback, Config, Job, Runner
+from mmod.io.jobs import AnyJob, Callback, Job, Runner
 from mmod.io.store import Store
 
 DENSE = "dense"
@@ -104,9 +104,11 @@ class Table:
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
 
 
-@dataclass(frozen=True)
-class Look(Job[Config]):
+@dataclass(frozen=True, kw_only=True)
+class Look(Job):
     """The evaluation of a candidate on a part of the samples."""
+
+    part: Any
 
     def __str__(self) -> str:
         return self.name

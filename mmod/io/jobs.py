@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -22,8 +22,7 @@ from mmod.io.environment import timing_threads
 from mmod.io.progress import Bar, progress_bar, say
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 
-Config = TypeVar("Config", covariant=True)
-AnyJob = TypeVar("AnyJob", bound="Job[object]")
+AnyJob = TypeVar("AnyJob", bound="Job")
 Result = TypeVar("Result")
 Callback = Callable[[float], None]
 """Receives the progress of a job, from 0 to 1."""
@@ -34,17 +33,16 @@ _AT_ONCE = 0.2
 
 
 @dataclass(frozen=True)
-class Job(Generic[Config]):
+class Job:
     """One training, evaluation or measurement."""
 
     name: str
     seed: int
-    config: Config
     work: float = 1.0  # Expected duration, in any unit that all jobs share.
     starts_from: tuple[str, int] | None = None  # Name and seed of the job that must have ended before.
 
     def __str__(self) -> str:
-        return self.name if self.config is None else f"{self.name}, seed {self.seed}"
+        return f"{self.name}, seed {self.seed}"
 
 
 @dataclass
@@ -149,7 +147,7 @@ class Runner:
 class _JobBar:
     """A bar over all jobs, weighed by their work; what was done by an earlier call does not count for the time left."""
 
-    def __init__(self, jobs: Sequence[Job[object]], bar: Bar) -> None:
+    def __init__(self, jobs: Sequence[Job], bar: Bar) -> None:
         self.jobs = jobs
         self.bar = bar
         self.shares: dict[int, float] = {}

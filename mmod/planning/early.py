@@ -16,9 +16,9 @@ BATCH = "batch"
 """Name of the timed pass that decides."""
 
 
-def look_at(names: Iterable[str], start: int, stop: int) -> list[Look[range]]:
+def look_at(names: Iterable[str], start: int, stop: int) -> list[Look]:
     """Return the evaluation of candidates on the samples from one to another."""
-    return [Look(name, 0, range(start, stop), work=stop - start) for name in names]
+    return [Look(name=name, seed=0, part=range(start, stop), work=stop - start) for name in names]
 
 
 def near_front(
@@ -27,7 +27,7 @@ def near_front(
     figure: str,
     first: int,
     times: Callable[[], tuple[Times[str], float]],
-) -> Iterator[list[Look[range]]]:
+) -> Iterator[list[Look]]:
     """Yield rounds of a comparison: all candidates on few samples, and on all samples those near the front.
 
     These are the ones that none as fast clearly beats, and then those of the front that have few samples.
@@ -43,7 +43,7 @@ def near_front(
     table.times, table.waiting = times()
     samples = evaluated(table, DENSE)
 
-    def looks(wanted: Iterable[str]) -> list[Look[range]]:
+    def looks(wanted: Iterable[str]) -> list[Look]:
         few = [name for name in wanted if evaluated(table, name) < samples]
         return list(chain.from_iterable(look_at([name], evaluated(table, name), samples) for name in few))
 

@@ -212,16 +212,16 @@ def divergences(
     runner = Runner(progress=shown)
     table = Table()
 
-    def rounds() -> Iterator[Sequence[Look[Any]]]:
+    def rounds() -> Iterator[Sequence[Look]]:
         for number, batch in enumerate(batches, 1):
             runner.title = f"search plan, batch {number}"
             dense_RF = outputs(model, batch, part)
             dense = (batch, dense_RF, fingerprint(dense_RF))
-            yield [Look(name, 0, dense) for name in plans]
+            yield [Look(name=name, seed=0, part=dense) for name in plans]
 
-    def measure(look: Look[Any], callback: Callback) -> Measured:
+    def measure(look: Look, callback: Callback) -> Measured:
         plan = plans[look.name]
-        batch, dense_RF, known = look.config
+        batch, dense_RF, known = look.part
 
         def added() -> Measured:
             with routed(model, part, plan):

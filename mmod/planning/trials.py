@@ -393,11 +393,11 @@ def _batches_at(at_size: AtSize, count: int, model: nn.Module, side: int) -> lis
 
 
 def evaluate_once(
-    store: Store, entrants: Mapping[str, Entrant], look: Look[range], callback: Callback = lambda share: None
+    store: Store, entrants: Mapping[str, Entrant], look: Look, callback: Callback = lambda share: None
 ) -> Measured:
     """Evaluate a candidate on some of the samples, once."""
     candidate, model, samples = entrants[look.name]
-    start, stop = look.config.start, look.config.stop
+    start, stop = look.part.start, look.part.stop
     named = {"candidate": look.name, "code": candidate.code(samples.part, False), "image_size": candidate.image_size}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
     return measured_once(store, identity, lambda: samples.evaluate(model, start, stop))

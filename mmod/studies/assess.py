@@ -50,7 +50,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     for run in compare(table, [runs], measurer, runner):
         model = measurer.final(run)
         dense = _dense_of(model)
-        table.costs[run.name] = _costs(kind_of(run.config), model, dense, table.runs[run.name][run.seed].kept)
+        table.costs[run.name] = _costs(kind_of(run.training), model, dense, table.runs[run.name][run.seed].kept)
         readings = partial(_full_batches, dense)
         table.times, table.waiting = times_of({run.name: run}, measurer, readings, _SAMPLES, _ROUNDS, shown=False)
     return table

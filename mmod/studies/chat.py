@@ -78,10 +78,10 @@ class ChatStudy(StudyKind):
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length."""
-        kind = ChatKind(run.config)
+        kind = ChatKind(run.training)
         prompts, text, image = kind.prompts(self.evaluation.batch)
         # Shares refer to the dense model's prompts; a baseline's images may be smaller.
-        full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
+        full = dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
         _, _, full_image = ChatKind(full).prompts(self.evaluation.batch)
         kept = needed_shares(model, rows.kept)
         routed = flops(model, Prompt(text, image), kept).routed
@@ -102,7 +102,7 @@ class ChatStudy(StudyKind):
         """Draw which image tokens are kept."""
         if not is_routed(model):
             return {}
-        kind = ChatKind(run.config)
+        kind = ChatKind(run.training)
         figure = draw_kept(model, kind.collator, kind.chats(self.evaluation.maps))
         return {} if figure is None else {f"maps-{run.name}": figure}
 

@@ -163,10 +163,10 @@ class FeaturesStudy(ImageStudy):
         if run.is_trained:
             if self.evaluation.before:
                 score = self.evaluation.score
-                start = _probe(self, measurer.store, run.config)
+                start = _probe(self, measurer.store, run.training)
                 further[BEFORE] = start.figures[score]
                 outcomes = {BEFORE: start.outcomes[score]} if score in start.outcomes else {}
-            further["top1"] = fit(run.config, callback, measurer.store).best.top1
+            further["top1"] = fit(run.training, callback, measurer.store).best.top1
         classifier = self._classifier_of(run)
         rows = _probe(self, measurer.store, run.final_config, measurer.load, callback, classifier)
         return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
@@ -174,10 +174,10 @@ class FeaturesStudy(ImageStudy):
     def _classifier_of(self, run: Run) -> TrainConfig | None:
         """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
         dense: TrainConfig = self.dense
-        is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
+        is_cheaper = run.name != DENSE and (run.training.model, run.training.data) == (dense.model, dense.data)
         if self.evaluation.classifier == "each" or not is_cheaper:
             return None
-        return dataclasses.replace(dense, output=str(Path(run.config.output).with_name(DENSE)))
+        return dataclasses.replace(dense, output=str(Path(run.training.output).with_name(DENSE)))
 
     def note(self, table: Table) -> str:
         """Return the number of images that intervals are over."""

@@ -143,17 +143,17 @@ class ImageStudy(StudyKind):
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch."""
-        images = timed_images(run.config, self.evaluation.batch).to(choose_device(run.config.device))
+        images = timed_images(run.training, self.evaluation.batch).to(choose_device(run.training.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        gflops = cost(kind_of(run.config), model, rows.kept)["image"] / 1e9
+        gflops = cost(kind_of(run.training), model, rows.kept)["image"] / 1e9
         return {"gflops": gflops, "peak_mb": peak / 1e6}
 
     def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:
         """Draw what a routed model keeps of sample images."""
         if not is_routed(model):
             return {}
-        return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.config, self.evaluation.maps))}
+        return {f"maps-{run.name}": draw_sample_maps(model, sample_images(run.training, self.evaluation.maps))}
 
     def baselines(self, table: Table, runs: Runs) -> dict[str, dict[str, list[str]]]:
         """Return the models without a router that are as fast as each, by batch size."""
@@ -263,7 +263,7 @@ class ImageStudy(StudyKind):
         """The line of Python that opens the dense model which candidates are made from."""
         base = self.comparison.base(seed=0)
         if base is not None and base.is_trained:
-            return opening_line(base.config.output)
+            return opening_line(base.training.output)
         model = self.dense.model
         named = model.checkpoint
         # Folders that say which model they hold.

@@ -224,7 +224,7 @@ def _check_text(settings: list[Setting]) -> None:
 
 
 def _train(run: Run, callback: Callback, measurer: Measurer) -> Measured:
-    return measured_of(fit(run.config, callback, measurer.store).best)
+    return measured_of(fit(run.training, callback, measurer.store).best)
 
 
 def _gain(run: Run, callback: Callback, measurer: Measurer) -> Measured:

@@ -97,16 +97,16 @@ class Measurer:
         if options is None or not run.searches:
             return run
         if run.plans not in self.plans:
-            found = search_for(run.config, run.searches, run.plans)
+            found = search_for(run.training, run.searches, run.plans)
             self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
         plan = self.plans[run.plans][options.budget]
-        part = options.part or run.config.parts[0]
+        part = options.part or run.training.parts[0]
         # Configs of one part have its routing itself.
-        routing = plan if part == run.config.part else {part: plan}
-        run_config = dataclasses.replace(run.config, routing=routing)
+        routing = plan if part == run.training.part else {part: plan}
+        run_config = dataclasses.replace(run.training, routing=routing)
         # What the study recommends is written with its plan.
         candidate = dataclasses.replace(run.candidate, routing=routing)
-        return dataclasses.replace(run, candidate=candidate, config=run_config, searches=())
+        return dataclasses.replace(run, candidate=candidate, training=run_config, searches=())
 
 
 def identity_of(run_config: RunConfig) -> dict[str, Any]:
@@ -163,15 +163,15 @@ def measure_run(
         progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
-        return evaluate_start(measurer.store, run.config, measurer.load, progress)
+        return evaluate_start(measurer.store, run.training, measurer.load, progress)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if before is not None and not run.candidate.from_scratch:
-        start = evaluate_start(measurer.store, run.config)
+        start = evaluate_start(measurer.store, run.training)
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
-    fitted = fit(run.config, callback, measurer.store)
+    fitted = fit(run.training, callback, measurer.store)
     rows = measured_of(fitted.best)
     if by_sample:
         evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None

@@ -73,8 +73,8 @@ class Question:
 def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Question:
     """Return what a study asks by its runs, and by how these are evaluated."""
     first = [run for run in runs if run.seed == 0]
-    written = {run.config.output for run in first}
-    free_keys = {*first[0].config.free_keys}
+    written = {run.training.output for run in first}
+    free_keys = {*first[0].training.free_keys}
     if not any(run.is_trained for run in first):
         # Without training it only takes memory.
         free_keys.add("data.batch_size")
@@ -88,13 +88,13 @@ def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Questi
 
 def _model_of(run: Run, written: Collection[str]) -> dict[str, Any]:
     """Return what a model is made of, the same before and after the runs that it starts from."""
-    identity = identity_of(run.config)
+    identity = identity_of(run.training)
     model = identity["config"]
     model["is_trained"] = run.is_trained
     model["searches"] = [dataclasses.asdict(search) for search in run.searches]
     weights = [checksum[:8] for checksum in itertools.chain.from_iterable(identity["weights"].values())]
     # What an earlier run of the study writes is not there yet, and follows from its config.
-    if weights and run.config.model.checkpoint not in written:
+    if weights and run.training.model.checkpoint not in written:
         # The weights tell the model, wherever they or the study were moved to.
         model["model"] = {**model["model"], "checkpoint": None}
         model["weights"] = " ".join(weights)

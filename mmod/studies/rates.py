@@ -78,15 +78,15 @@ def _start_of(runs: Sequence[Run]) -> list[Run]:
 
 def _trial(run: Run, rates: Rates, factor: float, folder: Path) -> Run:
     name = f"{run.name}-{factor:g}"
-    run_config = _with_rate(run.config, factor)
+    run_config = _with_rate(run.training, factor)
     data = dataclasses.replace(run_config.data, **rates.data)
     run_config = dataclasses.replace(run_config, data=data, output=str(folder / name), seed=rates.seed)
-    return dataclasses.replace(run, name=name, seed=rates.seed, config=run_config)
+    return dataclasses.replace(run, name=name, seed=rates.seed, training=run_config)
 
 
 def at_rates(runs: Sequence[Run], factors: Mapping[str, float]) -> list[Run]:
     """Return runs with the learning rates of candidates multiplied by their factors."""
-    return [dataclasses.replace(run, config=_with_rate(run.config, factors.get(run.name, 1.0))) for run in runs]
+    return [dataclasses.replace(run, training=_with_rate(run.training, factors.get(run.name, 1.0))) for run in runs]
 
 
 def _try(measurer: Measurer, figure: str, run: Run, callback: Callback) -> Measured | None:

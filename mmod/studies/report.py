@@ -271,14 +271,14 @@ def epochs_of(run: Run, before: float | None) -> str:
     Args:
         before: Epochs of the dense model; None where they are not known.
     """
-    epochs = run.config.epochs
+    epochs = run.training.epochs
     if run.candidate.from_scratch:
         return str(epochs) if run.is_trained else ""
     base = "" if before is None else f"{before:g} "
     if not run.is_trained:
         return base.strip()
     # Of conversations, which parts of the model train.
-    trained = getattr(run.config, "trained", None)
+    trained = getattr(run.training, "trained", None)
     return f"{base}+ {epochs}" + ("" if trained is None else f" ({trained})")
 
 

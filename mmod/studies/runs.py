@@ -38,10 +38,11 @@ Config = TypeVar("Config", bound=RunConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Job[Any]):
+class Run(Job):
     """The training or evaluation of a candidate with one seed."""
 
     candidate: Candidate
+    training: Any  # Its training config, which says what it starts from, and what it is evaluated on.
     is_trained: bool = True
     # The searches of its series, one for each budget, if the candidate's own plan is still to be found; their folder.
     searches: tuple[PlanOptions, ...] = ()
@@ -51,8 +52,8 @@ class Run(Job[Any]):
     def final_config(self) -> Any:
         """The config of the run's final model, which is that of its start where nothing is trained."""
         if self.is_trained:
-            return self.config.finished(self.config.output)
-        return self.config
+            return self.training.finished(self.training.output)
+        return self.training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ class Comparison:
         else:
             start = self.train or self.dense
         if base is not None:
-            start = start.started_from(base.config.output)
+            start = start.started_from(base.training.output)
         folder = self.folder_of(candidate.name, seed)
         run_config = run_config_of(candidate, dataclasses.replace(start, seed=seed))
         run = _run(candidate, dataclasses.replace(run_config, output=str(folder)), self.is_trained(candidate))
@@ -192,7 +193,7 @@ def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool) -> Run:
     return Run(
         name=candidate.name,
         seed=run_config.seed,
-        config=run_config,
+        training=run_config,
         work=work,
         candidate=candidate,
         is_trained=is_trained,
@@ -201,13 +202,13 @@ def _run(candidate: Candidate, run_config: RunConfig, is_trained: bool) -> Run:
 
 def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
     """Raise where a run would be refused: its checkpoint is not there, or its methods or its schedule do not fit."""
-    written = {run.config.output for run in runs}
+    written = {run.training.output for run in runs}
     for run in runs:
         # What an earlier run will write cannot be there.
-        if run.config.model.checkpoint not in written:
-            run.config.check_weights()
+        if run.training.model.checkpoint not in written:
+            run.training.check_weights()
     for run in runs:
-        started = run.config
+        started = run.training
         if started.model.checkpoint in written:
             started = started.sketched_by(comparison.dense)
         shared, tuned = comparison.keys
@@ -224,5 +225,5 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
                 check_searches(started, run.searches)
         # Hosts refuse sizes by assertions.
         except (ValueError, AssertionError) as error:
-            told = with_keys_in(keys, run.config, str(error))
+            told = with_keys_in(keys, run.training, str(error))
             raise ValueError(f"model {run.name!r} of the study: {told}") from error

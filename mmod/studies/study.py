@@ -288,22 +288,22 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: M
 
 def training_ahead(runs: Sequence[Run]) -> str:
     """Say how many models are left to train, and for how long, which may take hours; empty where none is."""
-    left = [run for run in runs if run.is_trained and not is_finished(run.config.output)]
+    left = [run for run in runs if run.is_trained and not is_finished(run.training.output)]
     if not left:
         return ""
     text = f", {len(left)} {'run' if len(left) == 1 else 'runs'} to train"
-    epochs = sum(run.config.epochs or 0 for run in left)
+    epochs = sum(run.training.epochs or 0 for run in left)
     if not epochs:
         return text
     text += f", of {epochs:g} {'epoch' if epochs == 1 else 'epochs'} in all"
     # Runs that start from a finished one have its data, and about its model.
-    checkpoint = left[0].config.model.checkpoint
+    checkpoint = left[0].training.model.checkpoint
     _, seconds = epochs_and_seconds(checkpoint)
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.
     steps = steps_of_epoch(checkpoint)
-    work = sum((run.config.epochs or 0) * _share_of_epoch(run, steps) for run in left)
+    work = sum((run.training.epochs or 0) * _share_of_epoch(run, steps) for run in left)
     return (
         f"{text}: about {Bar.format_interval(seconds * work)} by the dense model's run, and besides that models are "
         "loaded, evaluated before training, and timed"
@@ -312,7 +312,7 @@ def training_ahead(runs: Sequence[Run]) -> str:
 
 def _share_of_epoch(run: Run, steps: float | None) -> float:
     """Return the share of an epoch of so many steps that `epoch_steps` of a run leaves."""
-    own = getattr(run.config, "epoch_steps", None)
+    own = getattr(run.training, "epoch_steps", None)
     return 1.0 if own is None or steps is None else min(1.0, own / steps)
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mmod.analysis.statistics import difference
 from mmod.analysis.table import (
     FEWEST,
+    Look,
     Measured,
     Table,
     best,
@@ -29,7 +30,7 @@ from mmod.analysis.table import (
     means_over_seeds,
     measured_once,
 )
-from mmod.io.jobs import Callback, Job, Runner
+from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store
 from mmod.studies.report import significance
 
@@ -279,17 +280,17 @@ def test_a_figure_that_some_seeds_lack_has_the_mean_of_the_others() -> None:
 def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
     done = []
 
-    def measure(job: Job[float], callback: Callback) -> Measured:
+    def measure(job: Look, callback: Callback) -> Measured:
         def compute() -> Measured:
             if len(done) == 2:
                 raise KeyboardInterrupt
             done.append(job.name)
-            right_N = np.arange(3) * job.config
-            return Measured({"top1": job.config}, {"blocks.1": 0.5}, 3, outcomes={"right": right_N})
+            right_N = np.arange(3) * job.part
+            return Measured({"top1": job.part}, {"blocks.1": 0.5}, 3, outcomes={"right": right_N})
 
         return measured_once(Store(tmp_path / "store.jsonl"), {"name": job.name, "seed": job.seed}, compute)
 
-    jobs = [Job(name, seed, 0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
+    jobs = [Look(name=name, seed=seed, part=0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
     with pytest.raises(KeyboardInterrupt):
         list(compare(Table(), [jobs], measure, Runner(progress=False)))
     done.clear()

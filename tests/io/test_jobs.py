@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,37 +20,45 @@ from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from tests.kit.processes import FORKING, run_processes
 
+
+@dataclass(frozen=True, kw_only=True)
+class Given(Job):
+    """A job with a value that it works on."""
+
+    value: Any
+
+
 JOBS = [
-    Job(name, seed, f"{name}{seed}", starts_from=None if name == "base" else ("base", seed))
+    Given(name=name, seed=seed, value=f"{name}{seed}", starts_from=None if name == "base" else ("base", seed))
     for seed in (0, 1)
     for name in ("base", "dense", "a-mod")
 ]
 
 
-def report(job: Job[str], callback: Callback) -> tuple[str, int]:
+def report(job: Given, callback: Callback) -> tuple[str, int]:
     callback(0.5)
-    return job.config, os.getpid()
+    return job.value, os.getpid()
 
 
-def fail(job: Job[Path], callback: Callback) -> None:
+def fail(job: Given, callback: Callback) -> None:
     if job.seed == 1:
         time.sleep(120)
-        job.config.touch()
+        job.value.touch()
     raise ValueError(f"{job.name}{job.seed} does not fit")
 
 
 def test_runs_in_one_process_keep_their_order() -> None:
     outcomes = list(Runner(progress=False).run(JOBS, report))
     assert [job for job, _ in outcomes] == JOBS
-    assert [result for _, result in outcomes] == [(job.config, os.getpid()) for job in JOBS]
+    assert [result for _, result in outcomes] == [(job.value, os.getpid()) for job in JOBS]
 
 
 def test_runs_side_by_side_wait_for_the_one_they_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     runner = Runner(processes=2, progress=False)
     outcomes = list(runner.run(JOBS, report))
-    assert sorted(job.config for job, _ in outcomes) == sorted(job.config for job in JOBS)
-    assert all(result[0] == job.config and result[1] != os.getpid() for job, result in outcomes)
+    assert sorted(job.value for job, _ in outcomes) == sorted(job.value for job in JOBS)
+    assert all(result[0] == job.value and result[1] != os.getpid() for job, result in outcomes)
     for seed in (0, 1):
         assert next(job.name for job, _ in outcomes if job.seed == seed) == "base"
     # The workers' CPU time counts too.
@@ -57,10 +67,10 @@ def test_runs_side_by_side_wait_for_the_one_they_start_from(monkeypatch: pytest.
     assert Runner().cpu_seconds < min(0.5, time.process_time())
 
 
-def meet(job: Job[Path], callback: Callback) -> None:
-    (job.config / job.name).touch()
+def meet(job: Given, callback: Callback) -> None:
+    (job.value / job.name).touch()
     deadline = time.monotonic() + 60
-    while len(list(job.config.iterdir())) < 2:
+    while len(list(job.value.iterdir())) < 2:
         assert time.monotonic() < deadline, f"{job} runs alone"
         time.sleep(0.05)
 
@@ -68,7 +78,10 @@ def meet(job: Job[Path], callback: Callback) -> None:
 def test_runs_that_start_from_none_do_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     # The second starts from a run that is none of these.
-    alone = [Job("one", 0, tmp_path), Job("other", 0, tmp_path, starts_from=("base", 0))]
+    alone = [
+        Given(name="one", seed=0, value=tmp_path),
+        Given(name="other", seed=0, value=tmp_path, starts_from=("base", 0)),
+    ]
     assert len(list(Runner(processes=2, progress=False).run(alone, meet))) == 2
 
 
@@ -76,7 +89,11 @@ def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     ended = tmp_path / "ended"
     with pytest.raises(ValueError, match="base0 does not fit"):
-        list(Runner(processes=2, progress=False).run([Job("base", seed, ended) for seed in (0, 1)], fail))
+        list(
+            Runner(processes=2, progress=False).run(
+                [Given(name="base", seed=seed, value=ended) for seed in (0, 1)], fail
+            )
+        )
     assert not ended.exists()
 
 
@@ -93,7 +110,7 @@ def be_killed(pids: Path) -> None:
 
     threading.Thread(target=kill).start()
     # One of two processes, since each is a new one, which imports torch.
-    list(Runner(2, False).run([Job("base", 0, str(pids))], linger))
+    list(Runner(2, False).run([Given(name="base", seed=0, value=str(pids))], linger))
 
 
 # Of a terminal and of a scheduler, which may signal all processes: a second signal of these would end a run at once.
@@ -124,12 +141,12 @@ def stopped_study(folder: Path) -> None:
             os.kill(pid, number)
 
     threading.Thread(target=stop).start()
-    list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], save_when_stopped))
+    list(Runner(2, False).run([Given(name="base", seed=seed, value=str(pids)) for seed in (0, 1)], save_when_stopped))
 
 
-def save_when_stopped(job: Job[str], callback: Callback) -> None:
+def save_when_stopped(job: Given, callback: Callback) -> None:
     with heeding(Stop()) as stop:
-        with open(job.config, "a") as file:
+        with open(job.value, "a") as file:
             file.write(f"{os.getpid()} ")
         until(lambda: stop.number > 0)
         # Longer than the parent takes to pass a signal on.
@@ -137,8 +154,8 @@ def save_when_stopped(job: Job[str], callback: Callback) -> None:
         exit_after(stop.number, f"{signal_name(stop.number)}: saved")
 
 
-def linger(job: Job[str], callback: Callback) -> None:
-    with open(job.config, "a") as file:
+def linger(job: Given, callback: Callback) -> None:
+    with open(job.value, "a") as file:
         file.write(f"{os.getpid()} ")
     time.sleep(250)
 
@@ -159,7 +176,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_bar_weighs_runs_by_their_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(job: Job[str], callback: Callback) -> None:
+    def slowly(job: Given, callback: Callback) -> None:
         for share in (0.25, 0.5, 0.25, 1.0):
             callback(share)
 

@@ -70,11 +70,11 @@ def test_the_time_left_knows_what_was_done_before(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("mmod.io.jobs.progress_bar", create)
 
-    def resumed(job: Job[str], callback: Callback) -> None:
+    def resumed(job: Job, callback: Callback) -> None:
         if job.name == "resumed":
             callback(0.75)
 
-    jobs = [Job("read", 0, "", work=2.0), Job("resumed", 0, "", work=4.0)]
+    jobs = [Job("read", 0, work=2.0), Job("resumed", 0, work=4.0)]
     list(Runner().run(jobs, resumed))
     (bar,) = bars
     # Of the second job, a quarter was done now.
@@ -101,11 +101,11 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    def do(job: Job[str], callback: Callback) -> None:
+    def do(job: Job, callback: Callback) -> None:
         clock.now += SECONDS
         callback(1.0)
 
-    jobs = [Job(name, seed, "config") for seed in range(3) for name in ("dense", "mod")]
+    jobs = [Job(name, seed) for seed in range(3) for name in ("dense", "mod")]
     assert len(list(Runner().run(jobs, do))) == 6
     said = capsys.readouterr().err
     assert "\r" not in said

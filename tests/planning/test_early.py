@@ -26,9 +26,9 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     ms = {DENSE: 6.0} | {name: float(time) for name, (time, _) in models.items()}
     asked: dict[str, list[int]] = {name: [] for name in models}
 
-    def evaluate(look: Look[range], callback: Callback) -> Measured:
-        asked[look.name] += look.config
-        rows = outcomes[look.name][look.config.start : look.config.stop]
+    def evaluate(look: Look, callback: Callback) -> Measured:
+        asked[look.name] += look.part
+        rows = outcomes[look.name][look.part.start : look.part.stop]
         return Measured({}, samples=len(rows), outcomes={"right": rows})
 
     table = Table()
@@ -36,7 +36,7 @@ def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict
     times = {name: [value] * 3 for name, value in ms.items()}
     rounds = near_front(table, models, "right", FIRST, lambda: ({"batch": times}, 1.0))
     for look in compare(table, rounds, evaluate, Runner(progress=False)):
-        assert evaluated(table, look.name) == look.config.stop
+        assert evaluated(table, look.name) == look.part.stop
     assert milliseconds(table, "batch") == ms
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))

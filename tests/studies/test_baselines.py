@@ -122,7 +122,7 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     comparison = comparison_of(config)
     candidates = comparison.candidates
     jobs = comparison.runs()
-    runs = {job.name: job.config for job in jobs}
+    runs = {job.name: job.training for job in jobs}
     assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
         "tuned-0.5": "still-0.5",
         "small-0.5": "recursions-0.5",
@@ -236,7 +236,7 @@ def test_a_smaller_baseline_starts_from_its_own_checkpoint_alone(study: ImageStu
     for start in ({"pretrained": True}, {"checkpoint": "dense.safetensors", "head": "fresh"}):
         dense = {**DENSE, "model": {**DENSE["model"], **start}}
         config = dataclasses.replace(study, dense=dense, train_dense=False, routers={}, baselines={"small": small})
-        model = comparison_of(config).runs()[-1].config.model
+        model = comparison_of(config).runs()[-1].training.model
         assert (model.checkpoint, model.pretrained, model.head) == ("small.safetensors", False, None)
     # That of a run says itself what it is.
     run = tmp_path / "run"
@@ -245,7 +245,7 @@ def test_a_smaller_baseline_starts_from_its_own_checkpoint_alone(study: ImageStu
     (run / "config.yaml").write_text(yaml.safe_dump({**DENSE, "model": {**DENSE["model"], **shape}}))
     for args, depth in (({}, 3), ({"args": {"depth": 2}}, 2)):
         trained: Any = {0.5: {"kind": "smaller", "checkpoint": str(run), **args}}
-        model = comparison_of(dataclasses.replace(config, baselines={"small": trained})).runs()[-1].config.model
+        model = comparison_of(dataclasses.replace(config, baselines={"small": trained})).runs()[-1].training.model
         assert (model.checkpoint, model.name) == (str(run), shape["name"])
         assert model.args == {**shape["args"], "depth": depth}
 
@@ -255,7 +255,7 @@ def test_a_preset_chooses_its_blocks_by_the_depth_that_changes_set(study: ImageS
     config = dataclasses.replace(
         study, routers={"a": {"preset": "p-mod", "changes": deep}}, baselines={}, capacities=[None]
     )
-    runs = {run.name: run.config for run in comparison_of(config).runs()}
+    runs = {run.name: run.training for run in comparison_of(config).runs()}
     run = runs["a"]
     assert run.routings["image"] == preset("p-mod", depth=8)
 

@@ -102,11 +102,11 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
     names += ["random-p-mod-0.5", "random-p-mod-0.25"]
     assert [job.name for job in jobs] == names * 2
     for job in jobs:
-        assert job.config.seed == job.seed
+        assert job.training.seed == job.seed
         if job.name != "base":
-            assert job.config.model.checkpoint == f"{study.output}/seed{job.seed}/base"
-            assert job.config.trainer["max_steps"] == 2
-    capacities = [job.config.routing["language"]["capacity"] for job in jobs if job.config.routing]
+            assert job.training.model.checkpoint == f"{study.output}/seed{job.seed}/base"
+            assert job.training.trainer["max_steps"] == 2
+    capacities = [job.training.routing["language"]["capacity"] for job in jobs if job.training.routing]
     assert capacities == [0.5, 0.25] * 6
 
 
@@ -153,7 +153,7 @@ def shipped(name: str) -> dict[str, TrainConfig]:
     config = ChatStudyConfig(**read_yaml(path))
     assert f"mmod tradeoff configs/tradeoff/{name}" in path.read_text()
     return {
-        job.name: job.config
+        job.name: job.training
         for job in comparison_of(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1)).runs()
     }
 

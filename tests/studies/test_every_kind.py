@@ -107,7 +107,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     run = Run("searched", 0, done, candidate=candidate, searches=(options,), plans=tmp_path)
     plans = {tmp_path: {options.budget: searched.to_dict()}}
     ready = Measurer(measure_run, Store(), plans).ready(run)
-    assert list(mmod.routed_blocks(load(kind_of(ready.config)))) == list(mmod.routed_blocks(routed))
+    assert list(mmod.routed_blocks(load(kind_of(ready.training)))) == list(mmod.routed_blocks(routed))
     assert "divergence added by each option" in capsys.readouterr().out
 
 

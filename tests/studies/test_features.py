@@ -156,7 +156,7 @@ def test_cheaper_versions_of_the_dense_model_are_evaluated_by_its_classifier(giv
     splits = {"images": str(tmp_path / "split"), "changes": {"data": {"train_split": "train", "val_split": "test"}}}
     study = config(given_files, tmp_path / "study", classifier="dense", strengths=[0.01], **splits)
     by_name = {row["name"]: row for row in run(study)[1]}
-    features, runs = features_store(Path(study.output)), {run.name: run.config for run in comparison_of(study).runs()}
+    features, runs = features_store(Path(study.output)), {run.name: run.training for run in comparison_of(study).runs()}
     identities = {
         name: {split: identity_of_features(study.feature, runs[name], split) for split in ("fitted", "tested")}
         for name in runs
@@ -216,7 +216,7 @@ def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_p
     command, _, table = page.partition(f"    mmod tradeoff {name} ")[2].partition("\n")
     words = [tmp_path / "weights" if word == "FILE" else word for word in shlex.split(command)]
     config = read_config([str(find_config(name)), *map(str, words), "--maps", "0"], FeaturesStudyConfig)
-    dense: Any = comparison_of(config).runs()[0].config
+    dense: Any = comparison_of(config).runs()[0].training
     model = timm.create_model(dense.model.name, **dense.model.args)
     (row,) = [line for line in table.splitlines() if line.startswith(f"| dense, {dense.data.image_size} pixels")][:1]
     assert mmod.flops(model, dense.data.image_size).dense / 1e9 == pytest.approx(float(row.split("|")[2]), rel=0.005)

@@ -257,7 +257,7 @@ def test_models_have_the_fields_of_their_budget_and_the_name_of_their_share(stud
     jobs = comparison.runs()
     # Two blocks of four on 0.6 or 0.3 of the tokens, and pruning to more tokens than its budget says.
     assert [job.name for job in jobs[2:]] == ["a-mod-0.83", "a-mod-0.69", "prune-0.7", "prune-0.63"]
-    assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
+    assert [job.training.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
     jobs = comparison_of(dataclasses.replace(plain, budgets=[0.5])).runs()
     assert [job.name for job in jobs[2:]] == ["a-mod-0.69"]
 
@@ -702,8 +702,8 @@ def test_a_study_that_follows_is_read_as_a_file(study: ImageStudyConfig) -> None
 def test_what_is_set_for_fine_tuning_counts_in_tuned_models_alone(study: ImageStudyConfig, tune: bool) -> None:
     changes = {"finetune": {"precision": "bf16"}, "isoflop": "none", "tune": tune}
     first, *others = comparison_of(dataclasses.replace(study, seeds=1, **changes)).runs()
-    assert first.config.precision == "fp32"
-    assert {run.config.precision for run in others} == {"bf16" if tune else "fp32"}
+    assert first.training.precision == "fp32"
+    assert {run.training.precision for run in others} == {"bf16" if tune else "fp32"}
 
 
 # `tests/studies/test_chat.py` and `test_features.py` read the others.
@@ -742,15 +742,15 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     controls = {series for series in map(config.controls.get, config.series) if series}
     controls |= {*config.routers, *(fields.get("router") for fields in config.routers.values())}
     assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls
-    routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
+    routed = [job for job in planned if job.training.routing is not None and not job.training.methods]
     chosen = [model for model in config.routed() if model.search is None]
     added = [model for model in comparison.candidates if not model.series]
     assert len(routed) == config.seeds * (len(chosen) + len(added))
-    assert all(job.config.model.has_weights and job.config.routings for job in routed)
-    assert len({job.config.output for job in planned}) == len(planned)
+    assert all(job.training.model.has_weights and job.training.routings for job in routed)
+    assert len({job.training.output for job in planned}) == len(planned)
     for job in planned:
         # Every run reaches its learning rate; the runner would refuse it only after hours of other runs.
-        job.config.check_schedule()
+        job.training.check_schedule()
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 
@@ -781,15 +781,15 @@ def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -
     for job in jobs:
         # How many patches are equal, no name tells.
         if job.name != "pixelprune" and job.candidate.series:
-            kind = sketch(kind_of(job.config))
-            flops[job.name] = mmod.flops(kind, job.config.data.image_size).routed
+            kind = sketch(kind_of(job.training))
+            flops[job.name] = mmod.flops(kind, job.training.data.image_size).routed
     assert {candidate.series for candidate in candidates} - {""} == {"dense", *series}
     for name, count in flops.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
         assert count < flops["dense"] or name == "dense"
         assert count / flops["dense"] == pytest.approx(budget, rel=0.031), name
     # No model stands there twice, and controls are those of the same names.
-    runs = [{**job.config.to_dict(), "output": ""} for job in jobs]
+    runs = [{**job.training.to_dict(), "output": ""} for job in jobs]
     assert all(run not in runs[:place] for place, run in enumerate(runs))
     assert {candidate.control for candidate in candidates} <= {None, *(job.name for job in jobs)}
 
@@ -909,7 +909,7 @@ def test_models_are_not_trained_on_the_images_of_the_evaluation(
     # One key fine-tunes all models alike and shortly, the dense one too.
     runs = comparison_of(read_config(words, ImageStudyConfig)).runs()
     assert all(run.is_trained for run in runs)
-    assert {run.config.epochs for run in runs} == {1}
+    assert {run.training.epochs for run in runs} == {1}
 
 
 def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -936,14 +936,14 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         Path(name, "result.json").write_text(result)
         if is_run:
             Path(name, "config.yaml").write_text("{}")
-        model = dataclasses.replace(runs[0].config.model, checkpoint=None if name == "." else name)
-        first = dataclasses.replace(runs[0], config=dataclasses.replace(runs[0].config, model=model))
+        model = dataclasses.replace(runs[0].training.model, checkpoint=None if name == "." else name)
+        first = dataclasses.replace(runs[0], training=dataclasses.replace(runs[0].training, model=model))
         assert training_ahead([first, *runs[1:]]) == told + time
         if time:
             # Epochs that end early take their share of one of the dense model's steps.
             Path(name, "result.json").write_text(result.replace("{", '{"steps": 80, ', 1))
             short = [
-                dataclasses.replace(run, config=dataclasses.replace(run.config, epoch_steps=5))
+                dataclasses.replace(run, config=dataclasses.replace(run.training, epoch_steps=5))
                 for run in [first, *runs[1:]]
             ]
             seconds = 15 * len(runs)
@@ -954,9 +954,9 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         assert epochs_of(first, epochs) == ("4 + 1" if is_run else "+ 1")
     # What has finished is not trained again, and what is loaded is not trained.
     for number, run in enumerate(runs, 1):
-        Path(run.config.output).mkdir(parents=True)
+        Path(run.training.output).mkdir(parents=True)
         for file in ("config.yaml", "result.json"):
-            Path(run.config.output, file).write_text("{}")
+            Path(run.training.output, file).write_text("{}")
         assert training_ahead(runs).startswith(f", {len(runs) - number} run" if number < len(runs) else "")
     assert training_ahead(runs) == ""
     assert training_ahead([dataclasses.replace(run, is_trained=False) for run in trials]) == ""

@@ -120,7 +120,7 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
     train, trained = study._train, []
 
     def watched(job: Any, callback: Any, store: Any) -> Any:
-        trained.append((job.config.output, job.seed))
+        trained.append((job.training.output, job.seed))
         if len(trained) == 6:
             raise KeyboardInterrupt
         return train(job, callback, store)
@@ -146,7 +146,7 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
     train = study._train
 
     def diverging(job: Any, callback: Any, store: Any) -> Any:
-        if job.config.optim.lr > least:
+        if job.training.optim.lr > least:
             raise FloatingPointError("the loss stopped being finite")
         return train(job, callback, store)
 

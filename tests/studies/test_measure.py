@@ -99,8 +99,8 @@ def test_what_the_dense_model_is_decides_what_others_start_from(
         for run, start in zip(of_seed, starts):
             # The run of the dense config starts as that says.
             named = None if run is of_seed[0] and (train_dense or not tunes_dense) else "published"
-            assert run.config.model.checkpoint == (named if start is None else f"{tmp_path}/seed{seed}/{start}")
-            assert (run.config.output, run.config.seed) == (f"{tmp_path}/seed{seed}/{run.name}", seed)
+            assert run.training.model.checkpoint == (named if start is None else f"{tmp_path}/seed{seed}/{start}")
+            assert (run.training.output, run.training.seed) == (f"{tmp_path}/seed{seed}/{run.name}", seed)
 
 
 def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,11 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
+from mmod.analysis.table import Look
 from mmod.analysis.timing import Spread
 from mmod.io.environment import environment
 from mmod.io.files import parse_json, write_atomically
-from mmod.io.jobs import Callback, Job, Runner
+from mmod.io.jobs import Callback, Runner
 from mmod.io.records import check_same
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
@@ -137,7 +138,7 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     def identity_of_run(name: str) -> dict[str, Any]:
         return {"work": "benchmark", "config": identity["config"], "run": name}
 
-    def measure(job: Job[None], callback: Callback) -> list[Row]:
+    def measure(job: Look, callback: Callback) -> list[Row]:
         return store.once(identity_of_run(job.name), runs.calls[job.name], timed_on=config.device)
 
     def report_so_far() -> BenchmarkReport:
@@ -146,7 +147,9 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
             rows += done.get(name, ())
         return BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
 
-    for job, measured in Runner(1, progress, "benchmark").run([Job(name, 0, None) for name in runs.calls], measure):
+    for job, measured in Runner(1, progress, "benchmark").run(
+        [Look(name=name, seed=0, part=None) for name in runs.calls], measure
+    ):
         done[job.name] = measured
         report_so_far().save(folder, is_finished=False)
     report = report_so_far()
