@@ -24,6 +24,7 @@ from mmod.analysis.statistics import (
     estimate_of,
     share_of,
 )
+from mmod.analysis.timing import timing_caution
 from mmod.io.jobs import AnyJob, Callback, Job, Runner
 from mmod.io.store import Store
 
@@ -103,6 +104,11 @@ class Table:
         """Return all figures of a candidate by seed."""
         return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
 
+    @property
+    def caution(self) -> str:
+        """A sentence on what makes its speed-ups uncertain, see `timing_caution`; empty for nothing."""
+        return timing_caution(self.times, self.waiting, DENSE)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Look(Job):
@@ -135,6 +141,17 @@ def compare(
             if rows is not None:
                 table.add(job.name, job.seed, rows)
                 yield job
+
+
+def fill(
+    table: Table,
+    rounds: Iterable[Sequence[AnyJob]],
+    measure: Callable[[AnyJob, Callback], Measured | None],
+    runner: Runner,
+) -> None:
+    """Do all jobs, see `compare`."""
+    for _ in compare(table, rounds, measure, runner):
+        pass
 
 
 def measured_once(store: Store, identity: Mapping[str, object], measure: Callable[[], Measured]) -> Measured:

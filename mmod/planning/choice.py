@@ -114,7 +114,7 @@ class Recommendation:
             tolerance, and beside it what loses least at some speeds.
         harm: What makes the dense model a worse measure than it was, for the sentence that says what to use.
         is_guessing: The dense model is hardly better than chance, so that nothing can be lost: nothing is advised.
-        is_unsteady: Times are uncertain, as on a busy machine, see `timing_caution`.
+        is_unsteady: Times are uncertain, as on a busy machine, see `Table.caution`.
     """
 
     models: Sequence[AdviceRow]

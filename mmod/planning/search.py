@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part, find_parts
 from mmod.analysis.modes import in_mode
-from mmod.analysis.table import Look, Measured, Table, compare, evaluated, measured_once
+from mmod.analysis.table import Look, Measured, Table, evaluated, fill, measured_once
 from mmod.config import RoutingConfig, Score
 from mmod.io.jobs import Callback, Runner
 from mmod.io.store import Store, fingerprint
@@ -239,8 +239,7 @@ def divergences(
         }
         return measured_once(store, identity, added)
 
-    for _ in compare(table, rounds(), measure, runner):
-        pass
+    fill(table, rounds(), measure, runner)
     check_rows(max((evaluated(table, name) for name in plans), default=0))
     return table
 

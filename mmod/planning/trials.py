@@ -20,14 +20,14 @@ from mmod.analysis.table import (
     Look,
     Measured,
     Table,
-    compare,
     evaluated,
+    fill,
     gap,
     interval_of,
     mean_of,
     measured_once,
 )
-from mmod.analysis.timing import Times, ratios, times_once, timing_caution
+from mmod.analysis.timing import Times, ratios, times_once
 from mmod.io.files import write_json
 from mmod.io.jobs import Callback, Runner
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
@@ -204,7 +204,7 @@ def advise(
         caches[DENSE],
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
-        timing_caution(table.times, table.waiting, DENSE),
+        table.caution,
         opening,
     )
     if folder is not None:
@@ -222,8 +222,7 @@ def _compared(entrants: Mapping[str, Entrant], figure: str, results: Store, prog
     changed = [name for name in entrants if name != DENSE]
     rounds = near_front(table, changed, figure, samples.first, partial(_times, results, entrants))
     measure = partial(evaluate_once, results, entrants)
-    for _ in compare(table, rounds, measure, Runner(progress=progress, title="advise")):
-        pass
+    fill(table, rounds, measure, Runner(progress=progress, title="advise"))
     return table
 
 

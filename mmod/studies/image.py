@@ -28,7 +28,7 @@ from mmod.analysis.table import (
     mean_of,
     paired_by_sample,
 )
-from mmod.analysis.timing import ratios, relative_times, timing_caution
+from mmod.analysis.timing import ratios, relative_times
 from mmod.analysis.tracing import draw_sample_maps
 from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged
@@ -305,7 +305,6 @@ def recommendations(
     trained = gain(table, score, BEFORE, DENSE)
     is_harmed = trained is not None and trained.high < 0
     harm = "; but fine-tuning harmed the dense model, which this is measured by" if is_harmed else ""
-    is_unsteady = bool(timing_caution(table.times, table.waiting, DENSE))
     changes = gaps(table, score, dict.fromkeys(candidates, DENSE))
     found = []
     for (_, size), ms in sorted(table.times.items(), key=lambda timed: -timed[0][1]):
@@ -319,7 +318,9 @@ def recommendations(
             speedup = ratios(ms[DENSE], ms[name])
             models.append(AdviceRow(name, one.label, speedup, _NO_SCORE, share, number, at_random=one.at_random))
         where = batches_of(size)
-        found.append(Recommendation(models, TOLERANCE, measure, samples, where, harm=harm, is_unsteady=is_unsteady))
+        found.append(
+            Recommendation(models, TOLERANCE, measure, samples, where, harm=harm, is_unsteady=bool(table.caution))
+        )
     return found
 
 

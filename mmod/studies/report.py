@@ -22,7 +22,7 @@ from mmod.analysis.table import (
     means_over_seeds,
     paired_by_sample,
 )
-from mmod.analysis.timing import Spread, ratios, relative_times, timing_caution
+from mmod.analysis.timing import Spread, ratios, relative_times
 from mmod.io.files import write_atomically, write_json
 from mmod.io.tables import Column, MarkdownTable, table_of, write_csv
 from mmod.planning.candidate import Candidate
@@ -152,9 +152,8 @@ def write_study(
         rows = [{**row, "epochs": epochs_of(runs[point.name], before)} for point, row in zip(points, rows)]
     told = study.tell(table, runs, rows, facts)
     names = list(runs)
-    caution = timing_caution(table.times, table.waiting, DENSE)
     harmed = [] if study.began_by_chance(table) else harm(table, score, names)
-    parts = [*harmed, caution, *told.parts, *_cheaper(table, runs)]
+    parts = [*harmed, table.caution, *told.parts, *_cheaper(table, runs)]
     parts += _of_one_seed(comparison, table, score, names)
     parts.append(beside_controls({point.name: point.to_control for point in points}, TOLERANCE))
     parts = [part for part in parts if part]
