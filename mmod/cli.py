@@ -29,7 +29,7 @@ class Command(NamedTuple):
         module: The module whose `main` runs it.
         purpose: What it does.
         example: A config that it takes, and options that go with it; empty for commands without a config.
-        kind: Kind of training or study, the second argument of `main`; empty for other commands.
+        kind: Kind of training, the second argument of `main`; empty for other commands.
     """
 
     module: str
@@ -54,10 +54,9 @@ COMMANDS = {
         "mmod.registry.open_clip_program", "run open_clip's own training program on a routed model"
     ),
     "isoflop CONFIG": Command(
-        "mmod.studies.command",
+        "mmod.studies.isoflop_command",
         "language models of several sizes, dense and routed, at equal FLOPs of training",
         "isoflop/text",
-        "isoflop",
     ),
     "evaluate CONFIG_OR_RUN": Command(
         "mmod.studies.assess", "score and cost of a model of any kind as it is", _WEIGHTS

@@ -19,6 +19,7 @@ from PIL import Image
 
 from mmod import cli
 from mmod.analysis import timing
+from mmod.studies.report import StudyResult
 from mmod.studies.study import comparison_of
 from tests.kit.fitted import count_candidates_once, few_of_prompts, fit_once
 from tests.kit.folders import save_image_model
@@ -112,13 +113,12 @@ def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.
     page = PAGES[f"docs/own_{name}.md"]
     planned: list[list[str]] = []
 
-    def plan_only(config: Any, **_: Any) -> Any:
+    def plan_only(config: Any, **_: Any) -> StudyResult:
         planned.append([run.name for run in comparison_of(config).runs()])
-        return config
+        return StudyResult(Path(config.output), [], [], "", [], 0.0)
 
     save_image_model("vit", folder / "vit")
     monkeypatch.setattr("mmod.studies.study.run_study", plan_only)
-    monkeypatch.setattr("mmod.studies.command._shown", lambda config, _: Path(config.output))
     monkeypatch.setattr("mmod.report.command.report_on", lambda folder: None)
     ran = []
     if name == "study":

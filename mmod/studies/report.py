@@ -129,6 +129,18 @@ class StudyResult:
         """What is printed, as Markdown."""
         return "\n\n".join(self.printed)
 
+    def show(self, said: set[str]) -> None:
+        """Print the outcome.
+
+        Args:
+            said: The sentences on images that studies before it have printed. Verdicts are printed, however alike.
+        """
+        parts = [part for part in self.printed if part not in said]
+        said.update(part for part in self.printed if part.startswith("Images: "))
+        # A log of several studies is read faster without blank lines and fences of code, which the page has.
+        lines = [line for line in "\n".join(parts).splitlines() if line and not line.startswith("```")]
+        print("", *lines, sep="\n")
+
 
 def write_study(
     study: StudyKind, table: Table, runs: Runs, facts: Facts, settings: Mapping[str, Any], machine: Mapping[str, Any]
