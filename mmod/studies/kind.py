@@ -1,4 +1,7 @@
-"""What a kind of model contributes to a study, and what it tells of a table."""
+"""What a kind of model contributes to a study, and what it tells of a table.
+
+Of the study it knows the `Comparison` and the `Evaluation`, and gets no `StudyConfig`.
+"""
 
 from __future__ import annotations
 

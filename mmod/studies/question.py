@@ -1,4 +1,7 @@
-"""The question that the table in a study's folder answers: a table may grow, and never takes another one's place."""
+"""The question that the table in a study's folder answers: a table may grow, and never takes another one's place.
+
+It is made of the runs, and not of the study's config.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a study writes into its folder: table, pictures and text, with the columns and words of its kind."""
+"""What a study writes into its folder: table, pictures and text, with the columns and words of its kind.
+
+The study's config comes as plain values, for the record alone.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Runs: each candidate's training or evaluation with every seed, its config, and what is refused before the first.
+"""Runs: each candidate's training or evaluation with every seed, its training config, and what is refused before any.
 
-What the config of a run is made of, each step over the one before:
+A `Comparison` has all that a study's config says of them. What a run's training config is made of, each step over the
+one before:
 
 1. that of the dense model, of one that is fine-tuned that of fine-tuning (`study.py` makes both), which starts
    from the dense model's run where that is trained; a model from scratch has no weights;
