@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from mmod.analysis.table import DENSE
-from mmod.planning.candidate import Candidate
-from mmod.planning.options import FIT
+from mmod.planning.candidate import FIT, Candidate
 
 # A candidate further off is not called by its budget.
 _TOLERANCE = 0.03

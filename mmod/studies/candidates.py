@@ -20,8 +20,7 @@ from mmod.methods import METHODS, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.planning.budgets import at_budgets
-from mmod.planning.candidate import CONTROL, Candidate
-from mmod.planning.options import FIT
+from mmod.planning.candidate import CONTROL, FIT, Candidate
 from mmod.studies.config import RUN_FIELDS
 from mmod.studies.runs import run_config_of
 from mmod.training.engine.config import RunConfig

@@ -20,8 +20,7 @@ from mmod.io.files import folder_name
 from mmod.io.yaml import BASE_KEY, merged
 from mmod.opening.runs import RUN_CONFIG, find_weights
 from mmod.plain import from_plain
-from mmod.planning.candidate import Candidate
-from mmod.planning.options import FIT, PlanOptions
+from mmod.planning.candidate import FIT, Candidate, PlanOptions
 from mmod.values import Checked, check_value, refuse_unknown
 
 if TYPE_CHECKING:

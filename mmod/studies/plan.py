@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmod.io.files import locked, make_folder
-from mmod.planning.options import PlanOptions
+from mmod.planning.candidate import PlanOptions
 from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import extended, kind_of

@@ -24,8 +24,7 @@ from mmod.analysis.table import DENSE
 from mmod.io.jobs import Job
 from mmod.io.yaml import merged
 from mmod.plain import with_keys_in
-from mmod.planning.candidate import Candidate
-from mmod.planning.options import PlanOptions
+from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.studies.plan import check_searches
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.start import sketch

@@ -28,8 +28,7 @@ from mmod.io.store import STORE, Store
 from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.opening.runs import RUN_CONFIG
 from mmod.plain import from_plain
-from mmod.planning.candidate import Candidate
-from mmod.planning.options import FIT
+from mmod.planning.candidate import FIT, Candidate
 from mmod.studies.candidates import baseline, fitted, shallow, told_of_controls, with_controls
 from mmod.studies.config import StudyConfig, TimmStudyConfig, naming_dense
 from mmod.studies.kind import StudyKind, study_kind

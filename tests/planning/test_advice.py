@@ -28,9 +28,8 @@ from mmod.methods import methods_of, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.planning import samples, trials, untrained
 from mmod.planning.advice import WRITTEN, Advice
-from mmod.planning.candidate import Candidate
+from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.planning.choice import AdviceRow
-from mmod.planning.options import PlanOptions
 from tests.kit.clip_zoo import make_clip, make_images
 from tests.kit.fitted import count_once, few_series, fit_once
 from tests.kit.own_vits import make_own, make_own_images

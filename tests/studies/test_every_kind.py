@@ -16,7 +16,7 @@ from mmod.analysis.table import DENSE
 from mmod.config.parse import named_kind, read_config
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml, stack_configs
-from mmod.planning.options import PlanOptions
+from mmod.planning.candidate import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.kind import study_kind
 from mmod.studies.measure import Measurer, measure_run

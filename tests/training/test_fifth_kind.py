@@ -13,8 +13,7 @@ import mmod
 from mmod.analysis.table import DENSE, Table, compare, gap
 from mmod.io.jobs import Runner
 from mmod.io.store import Store
-from mmod.planning.candidate import Candidate
-from mmod.planning.options import PlanOptions
+from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.studies.assess import assess
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.plan import search_for
