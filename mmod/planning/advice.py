@@ -151,7 +151,7 @@ class Advice:
             "speedup": ("speed-up", "[.2f"),
             **{name: (f"speed-up, {name}", "[.2f") for name in further},
             "score": (self._measure_name, ".1f" if in_percent else ".3f"),
-            "accuracy": (f"change of {self._accuracy_name}", "+.1f"),
+            "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
@@ -189,7 +189,7 @@ class Advice:
         columns = "Speed-up: median and quartiles over rounds. "
         columns += f"The {self._measure_name} is that with the dense model, {unit}."
         if self.accuracy is not None:
-            columns += f" The change of {self.metric}, in points, decides."
+            columns += f" The {self.metric} to dense, the difference to the dense model in points, decides."
         if self.samples == "prompts":
             columns += (
                 " The prompts have no answers, so that next tokens decide."
@@ -273,7 +273,7 @@ class Advice:
         axis.axhline(factor * (lossless - self.tolerance), color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
         title = f"{self._measure_name} with the dense model{', in %' if is_share else ''}"
         if self.accuracy is not None:
-            title = f"change of {self.metric} in points"
+            title = f"{self.metric} to dense, in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
         note = f"dotted: tolerance of {self.recommendations[0].limit}"

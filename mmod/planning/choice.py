@@ -35,8 +35,8 @@ _SPEEDS = (1.25, 1.5, 2.0)
 _MOST = 50
 # Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
 _PROBABLE = 2 / 3
-# Titles of the columns: a loss has its interval in brackets, and a time its quartiles.
-_HEADER = ("for", "recipe", "times as fast", "points lost [95 %]")
+# Titles of the columns: a difference to dense has its interval in brackets, and a speed its quartiles.
+_HEADER = ("for", "recipe", "times as fast", "to dense [95 %]")
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Recommendation:
         named = self.named
         if named is None:
             return f"Keep the dense model for {self.where}: {self._kept}."
-        figures = f"{named.speedup:[.2f} times as fast, {self._lost(named)}"
+        figures = f"{named.speedup:[.2f} times as fast, {self._change(named)}"
         if self.used is not None:
             at_speed = "" if self.speed is None else self._at_speed(self.speed, named)
             condition = ", if an idle machine confirms its speed" if self.is_unsteady else ""
@@ -314,12 +314,9 @@ class Recommendation:
         """Whether losses have intervals: nothing is said on a tolerance without."""
         return not self.models or any(model.loss.has_interval for model in self.models)
 
-    def _lost(self, model: AdviceRow) -> str:
-        """Return in words what a model loses, or gains."""
-        if model.loss.value >= 0:
-            return f"{points(model.loss)} points of {self.measure} lost"
-        gained = Estimate(-model.loss.value, -model.loss.high, -model.loss.low)
-        return f"{points(gained)} points of {self.measure} gained"
+    def _change(self, model: AdviceRow) -> str:
+        """Return in words the difference of a model to the dense one: what is lost is negative."""
+        return f"{points(model.loss)} points of {self.measure}"
 
     def _nothing(self, holds: Callable[[AdviceRow], bool]) -> str:
         """Return the subject of a sentence on what no model does, but perhaps one that chooses at random."""
@@ -438,10 +435,15 @@ def batches_of(size: int, samples: str = "images") -> str:
 
 
 def points(loss: Estimate) -> str:
-    """Return a loss in points, with its interval."""
-    # Without the sign of a zero.
-    value, low, high = (round(100 * end, 1) + 0.0 for end in (loss.value, loss.low, loss.high))
-    return f"{Estimate(value, low, high):.1f}"
+    """Return a loss as the difference to dense in points, with its sign and interval, as studies write it.
+
+    Example:
+        >>> points(Estimate(0.004, -0.002, 0.01))
+        '-0.4 [-1.0, +0.2]'
+    """
+    # Zero has one sign.
+    value, low, high = (round(-100 * end, 1) + 0.0 for end in (loss.value, loss.high, loss.low))
+    return f"{Estimate(value, low, high):+.1f}"
 
 
 def keeps(loss: Estimate, tolerance: float) -> bool:

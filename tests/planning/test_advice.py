@@ -85,12 +85,12 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
         "would tell."
     )
     (row,) = [row for row in advice.verdict.table.rows if row[0].startswith("batches of 3, ")]
-    lost = ("0.0 [0.0, 24.2]", "unclear")
-    assert row == ("batches of 3, 1.25 to 2 times", "smaller-image-0.7", "2.00", *lost)
+    change = ("+0.0 [-24.2, +0.0]", "unclear")
+    assert row == ("batches of 3, 1.25 to 2 times", "smaller-image-0.7", "2.00", *change)
     lenient = dataclasses.replace(advice, tolerance=0.2)
     assert lenient.sentence == (
         "Keep the dense model for batches of 3 for now: smaller-image-0.7 (112 px) is probably within 20 points, and 4 "
-        "more images would tell. It is 2.00 times as fast, 0.0 [0.0, 24.2] points of agreement lost."
+        "more images would tell. It is 2.00 times as fast, +0.0 [-24.2, +0.0] points of agreement."
     )
     assert lenient.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=112))"
     opened = dataclasses.replace(lenient, opening='model = mmod.open_model("test_vit").model')
@@ -102,7 +102,7 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     decided = dataclasses.replace(advice, tolerance=0.5)
     assert decided.best is not None
     assert decided.best.name == "smaller-image-0.7"
-    assert decided.sentence.startswith("Use smaller-image-0.7 (112 px) for batches of 3: 2.00 times as fast, 0.0 [")
+    assert decided.sentence.startswith("Use smaller-image-0.7 (112 px) for batches of 3: 2.00 times as fast, +0.0 [")
     # All that is named, whatever the sentence is about, has its lines once.
     for name in decided.verdict.named:
         (one,) = [one for one in advice.rows if one.name == name]
@@ -220,25 +220,23 @@ def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
     right = ("right", 1.5, other, Estimate(0.001, -0.005, 0.007))
     advice = advice_of([wrong, right])
     assert advice.metric == "accuracy"
-    assert advice.sentence == (
-        "Use right for batches of 8: 1.50 times as fast, 0.1 [-0.5, 0.7] points of accuracy gained."
-    )
+    assert advice.sentence == ("Use right for batches of 8: 1.50 times as fast, +0.1 [-0.5, +0.7] points of accuracy.")
     assert "and has 90.0 % accuracy." in str(advice)
     advice.save(tmp_path / "with")
     assert "![accuracy over speed-up]" in (tmp_path / "with/advice.md").read_text()
     # With a cache it is advice for prompts.
     prompts = dataclasses.replace(advice, cache=2**20)
     assert prompts.metric == "right answers"
-    assert prompts.sentence.endswith(" points of right answers gained.")
+    assert prompts.sentence.endswith(" points of right answers.")
     prompts.save(tmp_path / "prompts")
     page = (tmp_path / "prompts/advice.md").read_text()
-    assert "change of right answers" in page
+    assert "right answers to dense" in page
     assert "and has 90.0 % right answers." in page
     assert "accuracy" not in page
     without = advice_of([(*row[:3], None) for row in (wrong, right)])
     assert without.metric == "agreement"
     assert without.sentence.startswith(
-        "Use wrong for batches of 8: 2.00 times as fast, 0.0 [0.0, 1.0] points of agreement lost"
+        "Use wrong for batches of 8: 2.00 times as fast, +0.0 [-1.0, +0.0] points of agreement"
     )
 
 

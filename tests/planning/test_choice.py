@@ -155,18 +155,18 @@ def test_of_what_is_undecided_the_fastest_that_is_probably_within_the_tolerance_
     choice = among([risky, fast, mild])
     assert choice.sentence == (
         "Keep the dense model for batches of 8 for now: fast is probably within 2 points, and 260 more images would "
-        "tell. It is 1.70 times as fast, 0.0 [-4.0, 6.0] points of accuracy lost."
+        "tell. It is 1.70 times as fast, +0.0 [-6.0, +4.0] points of accuracy."
     )
     assert rows_of(choice) == [
         [
             "batches of 8, 1.25 to 1.5 times",
             "fast",
             "1.70",
-            "0.0 [-4.0, 6.0]",
+            "+0.0 [-6.0, +4.0]",
             "probably: 260 more images would tell",
         ],
-        ["batches of 8, 2 times", "risky", "2.00", "4.0 [-4.0, 12.0]", "probably not: 710 more images would tell"],
-        ["batches of 8, undecided", "mild", "1.10", "0.0 [-4.0, 4.0]", "probably: 180 more images would tell"],
+        ["batches of 8, 2 times", "risky", "2.00", "-4.0 [-12.0, +4.0]", "probably not: 710 more images would tell"],
+        ["batches of 8, undecided", "mild", "1.10", "+0.0 [-4.0, +4.0]", "probably: 180 more images would tell"],
     ]
     assert among([risky]).sentence == (
         "Keep the dense model for batches of 8: nothing faster is likely to be within 2 points."
@@ -216,7 +216,7 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     slow = dataclasses.replace(one, speedup=Spread(0.82, 0.8, 0.9))
     single = dataclasses.replace(among([slow]), where="single images")
     verdict = verdict_of([among([one]), single])
-    used = "Use a for batches of 8: 1.50 times as fast, 0.0 [-1.0, 1.0] points of accuracy lost."
+    used = "Use a for batches of 8: 1.50 times as fast, +0.0 [-1.0, +1.0] points of accuracy."
     slower = (
         "Keep the dense model for single images: nothing tried is clearly faster and within 2 points. a is slower "
         "there, at 0.82 of the speed."
@@ -224,7 +224,7 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     assert verdict.sentences == [used, slower]
     assert verdict.named == ["a"]
     assert rows_of(among([one]), single) == [
-        ["batches of 8, 1.25 to 1.5 times", "a", "1.50", "0.0 [-1.0, 1.0]", "yes <- use"],
+        ["batches of 8, 1.25 to 1.5 times", "a", "1.50", "+0.0 [-1.0, +1.0]", "yes <- use"],
         ["batches of 8, 2 times", "none tried", "", "", ""],
         ["single images, 1.25 times", "none tried", "", "", ""],
     ]
@@ -232,8 +232,10 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     assert harmed.sentence == f"{used.removesuffix('.')}; but the dense model fell."
     busy = dataclasses.replace(among([one]), is_unsteady=True)
     assert busy.sentence == used.replace("batches of 8:", "batches of 8, if an idle machine confirms its speed:")
-    gained = among([alternative("a", 1.5, Estimate(-0.03, -0.05, -0.01))])
-    assert gained.sentence.endswith("1.50 times as fast, 3.0 [1.0, 5.0] points of accuracy gained.")
+    # One sign, that of the tables: what is gained is positive, what is lost negative.
+    for sign, told in ((-1, "+3.0 [+1.0, +5.0]"), (1, "-3.0 [-5.0, -1.0]")):
+        wanted = among([alternative("a", 1.5, Estimate(sign * 0.03, *sorted((sign * 0.01, sign * 0.05))))], speed=1.5)
+        assert f"1.50 times as fast, {told} points of accuracy" in wanted.sentence
 
 
 @pytest.mark.parametrize("samples", [64, 256, 1024])
@@ -331,8 +333,8 @@ def test_without_intervals_only_speeds_are_told() -> None:
         "No interval tells what is within 2 points for single images: these lose least by their means."
     )
     assert rows_of(choice) == [
-        ["single images, 1.25 times", "b", "1.40", "1.0", "unclear: more seeds would tell"],
-        ["single images, 1.5 times", "a", "1.60", "2.0", "unclear: more seeds would tell"],
+        ["single images, 1.25 times", "b", "1.40", "-1.0", "unclear: more seeds would tell"],
+        ["single images, 1.5 times", "a", "1.60", "-2.0", "unclear: more seeds would tell"],
         ["single images, 2 times", "none tried", "", "", ""],
     ]
 

@@ -289,7 +289,7 @@ def test_what_cannot_be_advised_is_refused(
 
 @pytest.mark.parametrize(
     ("name", "shown"),
-    [("timm wrapper", "change of accuracy"), ("clip", "cosine of features")],
+    [("timm wrapper", "accuracy to dense"), ("clip", "cosine of features")],
 )
 def test_a_folder_of_transformers_gives_a_report(
     name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

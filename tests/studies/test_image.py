@@ -353,7 +353,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     told = image_study(config).tell(table, runs, [], {"images": []})
     assert text_of(told).startswith(
         "Keep the dense model for batches of 16 for now: lucky is probably within 2 points, and 270 more images would "
-        "tell. It is 1.50 times as fast, 2.5 [-7.1, 12.0] points of accuracy gained."
+        "tell. It is 1.50 times as fast, +2.5 [-7.1, +12.0] points of accuracy."
     )
     # Where the others alone are fine-tuned, differences to the dense model are also those of training.
     assert "not fine-tuned as" not in text_of(told)
@@ -362,14 +362,14 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     # What another control than chance is compared with, and single images, have rows.
     candidates = {name: run.candidate for name, run in runs.items()}
     assert verdict_of(recommendations(table, "top1", "accuracy", candidates)).table.rows[1:] == [
-        ("batches of 16, 1.5 times", "lucky", "1.50", "-2.5 [-12.0, 7.1]", "probably: 270 more images would tell"),
-        ("batches of 16, 1.25 times", "same", "1.43", "0.0 [-3.4, 3.4]", "probably: 57 more images would tell"),
+        ("batches of 16, 1.5 times", "lucky", "1.50", "+2.5 [-7.1, +12.0]", "probably: 270 more images would tell"),
+        ("batches of 16, 1.25 times", "same", "1.43", "+0.0 [-3.4, +3.4]", "probably: 57 more images would tell"),
         ("batches of 16, 2 times", "none tried", "", "", ""),
         (
             "single images, 1.25 to 1.5 times",
             "lucky",
             "1.50",
-            "-2.5 [-12.0, 7.1]",
+            "+2.5 [-7.1, +12.0]",
             "probably: 270 more images would tell",
         ),
         ("single images, 2 times", "none tried", "", "", ""),
@@ -516,10 +516,10 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     assert lines == [
         "No interval tells what is within 2 points for batches of 16: these lose least by their means.",
         "",
-        "| for | recipe | times as fast | points lost [95 %] | within 2 points? |",
+        "| for | recipe | times as fast | to dense [95 %] | within 2 points? |",
         "| :- | :- | -: | -: | :- |",
-        "| batches of 16, 1.25 times | b | 1.36 | 1.0 | unclear: more seeds would tell |",
-        "| batches of 16, 1.5 times | a | 1.58 | 2.0 | unclear: more seeds would tell |",
+        "| batches of 16, 1.25 times | b | 1.36 | -1.0 | unclear: more seeds would tell |",
+        "| batches of 16, 1.5 times | a | 1.58 | -2.0 | unclear: more seeds would tell |",
         "| batches of 16, 2 times | none tried | | | |",
         "",
         "Images: some",
