@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from mmod.io.builds import check_builds
 from mmod.io.configs import config_names, existing_config
 from mmod.io.refusals import one_line_errors, one_line_warnings
 from mmod.names import near_names
@@ -133,6 +134,9 @@ def _end_without_command(group: Sequence[str], members: Sequence[str], valid: Se
         sys.exit()
     if word == "--version" and not group:
         print(f"mmod {version('mmod')}")
+        # Users check an installation by this.
+        with one_line_errors():
+            check_builds()
         sys.exit()
     problem = f"no command {f'{title} {word}'!r}" if word else f"name a command behind {title!r}"
     near = near_names(word, valid) if word else ""

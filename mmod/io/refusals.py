@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mmod.io.builds import explain_unloaded
 from mmod.lazy import name_missing_extra
 from mmod.names import near_names
 
@@ -76,6 +77,9 @@ write 0.02 if 2 % is meant
         print(f"error: {error}", file=sys.stderr)
         sys.exit(_LOST)
     except _REFUSALS as error:
+        mixed = explain_unloaded(error)
+        if mixed:
+            raise one_line_exit(RuntimeError(mixed)) from error
         if not _is_refusal(error, (_PACKAGE, *folders)):
             raise
         if isinstance(error, BrokenPipeError):

@@ -1,0 +1,68 @@
+"""torch and torchvision of different builds: one line says what to install, where a command or a user meets it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmod.io.builds import check_builds, explain_unloaded
+from tests.kit.scripts import ROOT
+
+# What torchvision does when its compiled half did not load.
+BROKEN = 'import torch\ntorch.library.register_fake("torchvision::nms")(lambda: 0)\n'
+
+
+def installed(folder: Path, package: str, name: str, needs: str = "") -> None:
+    described = folder / f"{name}.dist-info"
+    described.mkdir()
+    title, _, number = name.partition("-")
+    lines = ["Metadata-Version: 2.1", f"Name: {title}", f"Version: {number}"]
+    (described / "METADATA").write_text("\n".join([*lines, *([f"Requires-Dist: {needs}"] if needs else []), ""]))
+    (folder / title).mkdir()
+    (folder / title / "__init__.py").write_text(package)
+
+
+@pytest.mark.parametrize("command", ["--version", "train image digits/dense", "evaluate digits/dense"])
+def test_commands_say_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
+    installed(tmp_path, BROKEN, "torchvision-0.26.0+other")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    words = [sys.executable, "-m", "mmod", *command.split()]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("error: torch ")
+    assert "and torchvision 0.26.0+other are of different builds (operator torchvision::nms does not exist)" in line
+    assert "`pip install --force-reinstall torch torchvision" in line
+
+
+@pytest.mark.parametrize(
+    ("torch", "needs", "tries"),
+    [
+        ("torch-9.1", "torch==9.1", False),
+        ("torch-9.1", "torch (==9.1)", False),
+        ("torch-9.2", "torch==9.1", True),
+        ("torch-9.1+cpu", "torch==9.1", True),
+        ("torch-9.1", "", False),
+    ],
+)
+def test_torchvision_is_imported_only_where_versions_differ(
+    torch: str, needs: str, tries: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path, "", torch)
+    installed(tmp_path, "raise RuntimeError('operator torchvision::nms does not exist')\n", "torchvision-9.1", needs)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    if not tries:
+        check_builds()
+        return
+    with pytest.raises(RuntimeError) as raised:
+        check_builds()
+    said = explain_unloaded(raised.value)
+    _, _, number = torch.partition("-")
+    assert f"torch {number} and torchvision 9.1 are of different builds" in said
+    assert said.endswith("/whl/cpu`" if "+cpu" in torch else "torch torchvision`")
+    assert explain_unloaded(RuntimeError("another")) == ""
