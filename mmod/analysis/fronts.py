@@ -46,7 +46,7 @@ class Mark(NamedTuple):
 
 
 def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
-    """Return the marks of the Pareto front, the cheapest first.
+    """Return the marks of the Pareto front, the cheapest first; none that costs more than the dense model.
 
     Args:
         faster: The cost is a speed, of which more is better.
@@ -59,7 +59,9 @@ def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
     """
     # By number: marks may share a name.
     costs = {number: 1 / mark.cost if faster else mark.cost for number, mark in enumerate(marks)}
-    front = pareto_front(costs, {number: mark.score for number, mark in enumerate(marks)})
+    most = max((cost for number, cost in costs.items() if marks[number].series == "dense"), default=math.inf)
+    costs = {number: cost for number, cost in costs.items() if cost <= most}
+    front = pareto_front(costs, {number: marks[number].score for number in costs})
     return [marks[number] for number in sorted(front, key=costs.__getitem__)]
 
 

@@ -14,6 +14,7 @@ from mmod.planning.candidate import shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
     NOISE,
+    ON_FRONT,
     USE,
     AdviceRow,
     Recommendation,
@@ -204,7 +205,7 @@ class Advice:
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
         front = ""
         if any(row.on_front for row in self.rows):
-            front = "Rows with * are on the Pareto front: by the means, none is faster and loses less. "
+            front = f"Rows with * {ON_FRONT} "
             if self.recommendations[0].used is not None:
                 front += f"{BY_INTERVALS} "
         is_too_slow = self.faster is not None and self.best is None

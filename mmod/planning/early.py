@@ -80,6 +80,9 @@ def front_in(table: Table, figure: str, leave_out: Container[str] = ()) -> list[
 
 
 def shown_front(speedups: Mapping[str, float], scores: Mapping[str, float]) -> list[str]:
-    """Return the names on the Pareto front of figures as tables show them: no row that looks beaten is on it."""
-    costs = {name: -round(speedup, 2) for name, speedup in speedups.items()}
-    return pareto_front(costs, {name: round(score, 3) for name, score in scores.items()}, tolerance=1.0)
+    """Return the names on the Pareto front of figures as tables show them: no row that looks beaten is on it.
+
+    What is slower than the dense model, a speed-up below 1, is of no use, whatever it scores.
+    """
+    costs = {name: -round(speedup, 2) for name, speedup in speedups.items() if round(speedup, 2) >= 1}
+    return pareto_front(costs, {name: round(scores[name], 3) for name in costs}, tolerance=1.0)

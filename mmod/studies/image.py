@@ -37,6 +37,7 @@ from mmod.opening.runs import find_run, is_described
 from mmod.planning.candidate import Candidate, opening_line, shown_code
 from mmod.planning.choice import (
     BY_INTERVALS,
+    ON_FRONT,
     SEEDS,
     TOLERANCE,
     USE,
@@ -217,7 +218,7 @@ class ImageStudy(StudyKind):
             rows = _starred(rows, score, at_random, None if used is None else used.name)
             summary = {"name": summary["name"], "front": COLUMNS["front"], **summary}
             told = told._replace(rows=rows, summary=summary)
-            front = f"Models with * are on the Pareto front for {batches}: by the means, none is faster and loses less."
+            front = f"For {batches}, models with * {ON_FRONT}"
             parts.append(front if used is None else f"{front} {BY_INTERVALS}")
         parts += [*filter(None, [note]), *facts["images"]]
         limits = [_UNTRAINED if not is_repeated else _TRAINED]

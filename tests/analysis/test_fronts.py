@@ -71,6 +71,11 @@ def test_a_front_holds_what_nothing_as_cheap_beats(faster: bool) -> None:
         same = any(other.score == mark.score and is_as_cheap(other, mark) and other is not mark for other in marks)
         assert mark in front or is_beaten or same
     assert [mark.cost for mark in front] == sorted((mark.cost for mark in front), reverse=faster)
+    # What costs more than the dense model is on none, however good it is.
+    cost = sorted(costs)[20]
+    dense = Mark("dense", "dense", cost, 60.0, 0, 0)
+    for mark in front_of([*marks, dense], faster):
+        assert mark.cost >= cost if faster else mark.cost <= cost
 
 
 def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:

@@ -55,3 +55,12 @@ def test_no_row_is_on_the_front_that_looks_beaten_as_it_is_shown() -> None:
         table.add(name, 0, Measured({}, samples=8, outcomes={"cosine": np.full(8, cosine)}))
     table.times = {"batch": {DENSE: [9.0], "slow": [8.0], "fast": [4.0], "lossy": [3.999]}}
     assert front_in(table, "cosine") == ["fast"]
+
+
+def test_what_is_slower_than_the_dense_model_is_on_no_front() -> None:
+    """It may score better by the mean alone, and is of no use."""
+    table = Table()
+    for name, score in {DENSE: 0.8, "lucky": 0.9, "fast": 0.7}.items():
+        table.add(name, 0, Measured({}, samples=8, outcomes={"right": np.full(8, score)}))
+    table.times = {"batch": {DENSE: [9.0], "lucky": [9.5], "fast": [4.0]}}
+    assert front_in(table, "right") == [DENSE, "fast"]
