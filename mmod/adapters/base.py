@@ -33,6 +33,7 @@ from mmod.blocks import (
     Arguments,
     BlockCall,
     BlockOwner,
+    CallForm,
     GridSource,
     Halves,
     ModelHook,
@@ -199,47 +200,6 @@ class BlockStack:
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.
 Part = Callable[[], BlockStack]
-
-
-@dataclass(frozen=True)
-class CallForm:
-    """The form in which blocks take their arguments, which a trial shows (`Proof`), or an adapter knows.
-
-    Args:
-        mask: The argument that hides or weighs keys, as a mask or bias of pairs of tokens; empty if the block takes
-            none, so that its attention is intercepted.
-        rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
-        images: Arguments with one value per image: rows of each image, or no rows, as text states and time embeddings.
-        shared: Arguments that are the same for all tokens and images.
-        cross: See `BlockCall`.
-        rope_prefix: Number of leading tokens without such a row.
-        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E) or
-            (B, K, ...), or "flat" if it takes none, so that all images run as one sequence (1, T, D), see `FlatBlock`;
-            "bare" for one sequence (T, D).
-        boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
-            `SegmentsBlock`; empty for a host with a batch.
-        index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.
-        suffix: Tokens at the end that are no patches, see `FormBlock`.
-        tokens: Name by which the block gets its tokens; empty where they come first.
-        in_tuple: The block returns a tuple that begins with the tokens.
-        fused: Attention is computed by `scaled_dot_product_attention`.
-        attention_calls: Calls of `scaled_dot_product_attention` among the tokens in a forward pass of the block.
-    """
-
-    mask: str = ""
-    rows: tuple[str, ...] = ()
-    images: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
-    cross: tuple[int, ...] = ()
-    rope_prefix: int = 0
-    layout: str = "heads"
-    boundaries: str = ""
-    index_argument: str = ""
-    suffix: int = 0
-    tokens: str = ""
-    in_tuple: bool = False
-    fused: bool = False
-    attention_calls: int = 1
 
 
 def has_tensors(value: object) -> bool:

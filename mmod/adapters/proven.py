@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, CallForm, NamedArguments, parameters_of_block
+from mmod.adapters.base import BlockStack, NamedArguments, parameters_of_block
 from mmod.adapters.halves import Branches
 from mmod.blocks import (
     WINDOWS,
+    CallForm,
     FlatBlock,
     FormBlock,
     GridSource,

@@ -13,7 +13,7 @@ from mmod.blocks.branches import (
     return_zeros,
     warn_of_halves,
 )
-from mmod.blocks.call import Arguments, BlockCall, Halves
+from mmod.blocks.call import Arguments, BlockCall, CallForm, Halves
 from mmod.blocks.calls import ReadBlocks, SpanPass, StackCalls
 from mmod.blocks.conversion import (
     NO_SHELL,

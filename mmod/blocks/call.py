@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -45,6 +46,47 @@ class Halves(ABC):
         """Return tokens (B, N, D) after a block's MLP, from those after its attention; see `fed` for arguments."""
 
 
+@dataclass(frozen=True)
+class CallForm:
+    """The form in which blocks take their arguments, which a trial shows (`Proof`), or an adapter knows.
+
+    Args:
+        mask: The argument that hides or weighs keys, as a mask or bias of pairs of tokens; empty if the block takes
+            none, so that its attention is intercepted.
+        rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
+        images: Arguments with one value per image: rows of each image, or no rows, as text states and time embeddings.
+        shared: Arguments that are the same for all tokens and images.
+        cross: See `BlockCall`.
+        rope_prefix: Number of leading tokens without such a row.
+        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E) or
+            (B, K, ...), or "flat" if it takes none, so that all images run as one sequence (1, T, D), see `FlatBlock`;
+            "bare" for one sequence (T, D).
+        boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
+            `SegmentsBlock`; empty for a host with a batch.
+        index_argument: The argument that takes the index (B, K) of tokens that are not all of them; empty for none.
+        suffix: Tokens at the end that are no patches, see `FormBlock`.
+        tokens: Name by which the block gets its tokens; empty where they come first.
+        in_tuple: The block returns a tuple that begins with the tokens.
+        fused: Attention is computed by `scaled_dot_product_attention`.
+        attention_calls: Calls of `scaled_dot_product_attention` among the tokens in a forward pass of the block.
+    """
+
+    mask: str = ""
+    rows: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    cross: tuple[int, ...] = ()
+    rope_prefix: int = 0
+    layout: str = "heads"
+    boundaries: str = ""
+    index_argument: str = ""
+    suffix: int = 0
+    tokens: str = ""
+    in_tuple: bool = False
+    fused: bool = False
+    attention_calls: int = 1
+
+
 class BlockCall(Protocol):
     """How a host library calls one of its blocks; the calls of adapters derive from it.
 
@@ -54,7 +96,7 @@ class BlockCall(Protocol):
         halves: The block's attention and MLP halves, or None if they cannot run separately.
         fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
         caches: The block has a cache, which is told what its next update receives.
-        decodes: The block is a decoder layer, see `DecoderCall`, and some of its calls run all tokens.
+        decodes: The block is a decoder layer, and some of its calls run all tokens.
         masks_always: `masks` says something even if the block gets the tokens alone.
         narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
         cross: Numbers of the block's calls of attention whose keys are other than its tokens, in their order.
@@ -134,21 +176,22 @@ class BlockCall(Protocol):
         """Record an empty attention map for a block that keeps no token, if the host collects maps."""
         return
 
-
-class DecoderCall(BlockCall, Protocol):
-    """How a host library calls a decoder layer, whose cache is told which tokens come next."""
-
     def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
         """Open the cache, and return the arguments by name if all tokens run, which the cache is told; else None."""
+        return None
 
     def whole(self, arguments: Arguments, x_BND: Tensor) -> Arguments:
-        """Return the arguments of a dense layer whose importance is read; a static cache becomes one of kept tokens."""
+        """Return the arguments of a dense block whose importance is read; a static cache becomes one of kept tokens."""
+        return arguments
 
     def shares(self, arguments: Arguments) -> bool:
-        """Return whether layers share scores in a call: only where some tokens may be skipped."""
+        """Return whether blocks share scores in a call: in decoder layers, only where some tokens may be skipped."""
+        return True
 
-    def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
-        """Return the modules whose outputs are added to the residual stream: the "mlp" branch, or all "branches"."""
+    def branches(self, block: nn.Module, which: str) -> Sequence[nn.Module]:
+        """Return a decoder layer's modules that add to the residual stream: the "mlp" branch, or all "branches"."""
+        return ()
 
-    def first_norm(self, layer: nn.Module) -> nn.Module:
-        """Return the norm at the entry of the layer."""
+    def first_norm(self, block: nn.Module) -> nn.Module:
+        """Return the norm at the entry of the block."""
+        return block.get_submodule(self.fused_norm)

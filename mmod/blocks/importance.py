@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
 from mmod.blocks.branches import make_observed
-from mmod.blocks.call import DecoderCall
 from mmod.blocks.conversion import convert
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.span import BlockState, Span
@@ -55,10 +54,9 @@ class ImportanceBlock(ConvertedBlock):
         arguments: Mapping[str, Any] = call.bind(args, kwargs)
         wanted = state.wanted
         if call.decodes:
-            decoder = cast(DecoderCall, call)
             # Where all tokens run nothing reads it, and with a filled cache the map is not square.
-            wanted = wanted and decoder.shares(arguments)
-            arguments = decoder.whole(arguments, x)
+            wanted = wanted and call.shares(arguments)
+            arguments = call.whole(arguments, x)
         # A loss alone reads the importance, and only in training.
         if not wanted:
             return super().forward(x, **arguments)

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from mmod.blocks.branches import GATED, Branch, BranchState, make_branch, make_halves
-from mmod.blocks.call import DecoderCall
 from mmod.blocks.calls import SpanPass
 from mmod.blocks.conversion import convert, is_converted
 from mmod.blocks.converted import EXPORT, ConvertedBlock
@@ -124,7 +123,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     def normed(self, x: Tensor) -> Tensor:
         """Return the output of the block's first norm, which the router scores instead of the tokens."""
-        norm = cast(DecoderCall, self.mod_state.call).first_norm(self)
+        norm = self.mod_state.call.first_norm(self)
         normed: Tensor = norm(x)
         return normed
 
@@ -176,7 +175,7 @@ class SpannedBlock(RoutedBlock):
         execution = state.execution
         host = super(RoutedBlock, self).forward
         if state.call.decodes:
-            whole = cast(DecoderCall, state.call).begin_whole(args, kwargs, x)
+            whole = state.call.begin_whole(args, kwargs, x)
             if whole is not None:
                 return host(x, **whole)
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
@@ -193,7 +192,7 @@ class SpannedBlock(RoutedBlock):
         span = state.span
         assert span is not None
         # In a call in which a decoder may skip no token, its layers share nothing.
-        if state.call.decodes and not cast(DecoderCall, state.call).shares(arguments):
+        if state.call.decodes and not state.call.shares(arguments):
             return None
         # The dense block in front computes no importance then, so that no pass begins.
         if span.for_loss and not self.training:
@@ -388,5 +387,5 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState) -> None:
     if config.merges_inside:
         make_halves(block, call, state.inner)
     if config.language.gate_on != "update":
-        for branch in cast(DecoderCall, call).branches(block, config.language.gate_on):
+        for branch in call.branches(block, config.language.gate_on):
             convert(branch, Branch, BranchState(state.inner, GATED))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from mmod.blocks.call import CallForm
 from mmod.blocks.calls import StackCalls
 from mmod.blocks.conversion import Mixin, parameters_of
 from mmod.blocks.hook import ModelHook
@@ -116,22 +117,6 @@ def is_boundaries(value: Any, tokens: int) -> bool:
     return value.shape == (1, 1, tokens, tokens)
 
 
-class SequenceCall(Protocol):
-    """What is known of a block that can run all images as one sequence, see `NamedArguments`."""
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """Arguments with one row per token."""
-
-    @property
-    def boundaries(self) -> str:
-        """The argument that says where images begin."""
-
-    @property
-    def layout(self) -> str:
-        """The form of the sequence."""
-
-
 class SequenceImages:
     """Tells all blocks of a tower, some of which attend within windows, the images of the running call.
 
@@ -200,7 +185,7 @@ def split_rows(value: Any, segments: Segments) -> Any:
 
 
 def as_one_sequence(
-    call: SequenceCall, x_BND: Tensor, arguments: Mapping[str, Any], filled_BK: Tensor | None = None
+    call: CallForm, x_BND: Tensor, arguments: Mapping[str, Any], filled_BK: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return a batch and its arguments as one sequence in the host's form; only attention tells images apart.
 
@@ -245,7 +230,7 @@ class FlatBlock(InterceptedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the host's block."""
-        call: SequenceCall = self.mod_state.call
+        call: CallForm = self.mod_state.call
         windows = kwargs.pop(WINDOWS, None)
         window_BK = None if windows is None else windows.flatten(1)
         rows = [_first(kwargs[name]) for name in call.rows if kwargs.get(name) is not None]
@@ -314,7 +299,7 @@ class SegmentsBlock(Mixin):
         return self._run(x, arguments)
 
     def _run(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        call: SequenceCall = self.mod_state.call
+        call: CallForm = self.mod_state.call
         boundaries = arguments.pop(call.boundaries)
         segments = read_segments(boundaries)
         # Where blocks see windows, something else knows the images.

@@ -10,7 +10,8 @@ import timm
 from open_clip import transformer
 
 from mmod.adapters import find_parts, find_stack, tokens
-from mmod.adapters.base import BlockStack, CallForm
+from mmod.adapters.base import BlockStack
+from mmod.blocks import CallForm
 from tests.kit.clip_zoo import ZOO as CLIP_ZOO
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.zoo import ZOO, make_model

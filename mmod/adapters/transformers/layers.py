@@ -25,7 +25,7 @@ from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.structure import sees_both_ways
 from mmod.blocks import map_rows
-from mmod.blocks.call import Arguments, DecoderCall
+from mmod.blocks.call import Arguments, BlockCall
 from mmod.ops import Packing
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
@@ -38,7 +38,7 @@ _UNKNOWN = object()
 
 
 @dataclass(frozen=True, eq=False)
-class DecoderLayerCall(DecoderCall):
+class DecoderLayerCall(BlockCall):
     """How transformers calls one decoder layer.
 
     Args:
@@ -176,7 +176,7 @@ class DecoderLayerCall(DecoderCall):
             collected["attentions"].append(x_BND.new_zeros(x_BND.shape[0], self.config.num_attention_heads, 0, 0))
 
     def begin_whole(self, args: tuple[Any, ...], kwargs: Arguments, x_BND: Tensor) -> Arguments | None:
-        """Return the arguments of a call in which all tokens run, see `DecoderCall.begin_whole`."""
+        """Return the arguments of a call in which all tokens run, see `BlockCall.begin_whole`."""
         # Python overhead dominates decoding.
         if not args and self.hides_nothing(kwargs):
             self.begin_update(kwargs, x_BND, None)
@@ -236,7 +236,7 @@ class DecoderLayerCall(DecoderCall):
         packing: Packing | None = None,
         all_tokens: bool = False,
     ) -> None:
-        """Announce the tokens of the next update to the layer's cache, see `DecoderCall.begin_update`."""
+        """Announce the tokens of the next update to the layer's cache, see `BlockCall.begin_update`."""
         cache = self._cache(arguments)
         if cache is None:
             return
