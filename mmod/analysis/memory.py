@@ -35,19 +35,19 @@ class ActivationMemory(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run the operation and track the storage of its results."""
-        result = self.compute(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        self.follow(result)
+        return result
+
+    def follow(self, result: Any) -> None:
+        """Track the storage of the results of an operation."""
         # Most operations return one tensor, for which the walk through the tree would cost more than the operation.
         leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
-                self._follow(leaf.untyped_storage())
-        return result
+                self._follow_storage(leaf.untyped_storage())
 
-    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the operation."""
-        return func(*args, **kwargs)
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def _follow_storage(self, storage: torch.UntypedStorage) -> None:
         # Of the storage object: on the meta device there is no data that could have an address.
         address = storage._cdata
         if address in self._addresses:
