@@ -25,7 +25,7 @@ from mmod.io.files import (
 )
 from mmod.io.records import check_same, read_record
 from mmod.io.tensors import check_complete
-from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
+from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -161,7 +161,8 @@ def is_finished(folder: str | Path) -> bool:
 def unfinished(checkpoint: str | Path | None) -> list[str]:
     """Say that a model is the last checkpoint of a run that is not finished, if it is: its figures will change."""
     run = None if checkpoint is None else find_run(checkpoint)
-    if run is None or run != Path(str(checkpoint)) or is_finished(run):
+    # The final model of a run is written once, before its result.
+    if run is None or run != Path(str(checkpoint)) or is_finished(run) or (run / FINAL_MODEL).exists():
         return []
     return [f"The model is the last checkpoint of the run {run}, which is not finished"]
 
@@ -194,6 +195,7 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
     """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
     path = folder / _RESULT
     if not path.exists():
+        _check_result_is_due(folder)
         return None
     try:
         for name in (FINAL_MODEL, LAST_WEIGHTS):
@@ -210,9 +212,23 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
         return FitResult(**{**fields, **results})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "
-            "run again"
+            f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); restore it, or "
+            "remove the folder to train again"
         ) from error
+
+
+def _check_result_is_due(folder: Path) -> None:
+    """Raise a FileNotFoundError if a run without a result has its final model: it would be trained once more.
+
+    A run that was stopped between the two has checkpoints, from which it goes on.
+    """
+    is_due = any((folder / CHECKPOINTS).glob("*"))
+    if (folder / FINAL_MODEL).exists() and not is_due:
+        raise FileNotFoundError(
+            f"the run in {str(folder)!r} has its final model, {FINAL_MODEL}/, and neither {_RESULT} nor a checkpoint: "
+            f"restore {_RESULT}, or evaluate the model by `mmod evaluate {folder}`. To train again, remove "
+            f"{FINAL_MODEL}/ first, or choose another output"
+        )
 
 
 def record_classes(folder: Path, numbers: Mapping[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,7 @@ def test_classes_of_a_callers_batches_are_those_that_the_run_records(tmp_path: P
     train.classes = Classes({"a": 0, "b": 1, "c": 2, "d": 3}, given=False)  # type: ignore[attr-defined]
     fit(config, streams=streams, progress=False)
     (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
     train.classes = Classes({"a": 0, "b": 1, "c": 2, "e": 3}, given=False)  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"records other classes .*\(gone: d; new: e\)"):
         fit(config, streams=streams, progress=False)

@@ -29,7 +29,7 @@ from mmod.io.records import FolderTakenError
 from mmod.opening.runs import find_weights, list_checkpoints
 from mmod.training import EmaConfig, TrainConfig, evaluate
 from mmod.training.engine.kind import Step, create
-from mmod.training.engine.run_folder import run_once
+from mmod.training.engine.run_folder import run_once, unfinished
 from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
 from tests.kit.processes import FORK, run_processes
@@ -52,6 +52,20 @@ def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tm
     assert [run_once(config, 0, 1, read, train) for _ in range(2)] == ["trained", "read"]
     with pytest.raises(ValueError, match="world_size: 1 there, 2 now"):
         run_once(config, 0, 2, read, train)
+
+
+def test_a_finished_run_whose_result_is_gone_is_not_trained_once_more_unasked(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    run(config)
+    (tmp_path / "run/result.json").unlink()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    with pytest.raises(FileNotFoundError, match=r"its final model, model/, and neither result\.json nor a checkpoint"):
+        run(config)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+    # It is the model, and no checkpoint on the way to it.
+    assert unfinished(tmp_path / "run") == []
+    shutil.rmtree(tmp_path / "run/model")
+    assert not run(config).reused
 
 
 # Of Ctrl-C, a closed terminal, Slurm's `--signal` and submitit.

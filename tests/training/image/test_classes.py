@@ -160,6 +160,7 @@ def test_another_set_of_classes_does_not_resume(trained: Path, tmp_path: Path) -
     config = config_of(tmp_path / "run", tmp_path / "data")
     fit(config, progress=False)
     (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
     shutil.rmtree(tmp_path / "data" / "train" / "cow")
     shutil.rmtree(tmp_path / "data" / "val" / "cow")
     with pytest.raises(ValueError, match=r"classes\.json' records other classes .*gone: cow; new: none.*restore"):
@@ -184,6 +185,7 @@ def test_a_run_whose_classes_were_other_folders_does_not_resume(
         fit(config, progress=False)
     assert read_classes(tmp_path / "run" / "classes.json") == {"ant": 0, "bee": 1}
     (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
     (tmp_path / "run" / "classes.json").write_text(json.dumps(recorded))
     with pytest.raises(ValueError, match=rf"records other classes than the training data has now \({changes}\)"):
         fit(config, progress=False)
