@@ -83,7 +83,7 @@ def shallow(candidates: Sequence[Candidate], dense: RunConfig, epochs: int) -> l
             depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed)))
     added = []
     for fewer in sorted(depths - {depth}):
-        candidate = Candidate(f"shallow-{fewer}-blocks", series="shallow", budget=1.0)
+        candidate = Candidate(f"shallow-{fewer}-blocks", series="shallow")
         added.append(_from_scratch(candidate, epochs, {"model": {"args": {"depth": fewer}}}))
     return added
 

@@ -370,8 +370,11 @@ def _cheaper(table: Table, runs: Runs) -> list[str]:
             routed[candidate.budget] = min(share, routed.get(candidate.budget, share))
     told = []
     for name, share in shares.items():
-        matched = routed.get(runs[name].candidate.budget, 0.0)
-        if runs[name].candidate.is_baseline and share < _MATCHED * matched:
+        candidate = runs[name].candidate
+        if candidate.budget is None:
+            continue
+        matched = routed.get(candidate.budget, 0.0)
+        if candidate.is_baseline and share < _MATCHED * matched:
             told.append(f"{name} ({share:.2f} of the dense FLOPs; routed models from {matched:.2f})")
     if not told:
         return []
