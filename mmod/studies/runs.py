@@ -48,6 +48,10 @@ class Run(Job):
     searches: tuple[PlanOptions, ...] = ()
     plans: Path = Path()
 
+    def __str__(self) -> str:
+        # Of a model that is evaluated as it is, no seed draws anything.
+        return super().__str__() if self.is_trained else self.name
+
     @property
     def final_config(self) -> Any:
         """The config of the run's final model, which is that of its start where nothing is trained."""
