@@ -349,7 +349,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     routings = {"chance": {"router": "random"}}
     controls = {"same": "chance"}
     candidates = [Candidate(one, routing=routings.get(one), control=controls.get(one)) for one in table.runs]
-    runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
+    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, [], {"images": []})
     assert text_of(told).startswith(
         "Keep the dense model for batches of 16 for now: lucky is probably within 2 points, and 270 more images would "
@@ -395,7 +395,7 @@ def test_a_table_stars_the_front(study: ImageStudyConfig) -> None:
         table.times["image", size] = {row["name"]: [3.0 / row[column]] for row in rows}
     controls = {"cheap": "chance"}
     candidates = [Candidate(name, control=controls.get(name)) for name in table.runs]
-    runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
+    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, rows[:3], {"images": []})
     assert {row["name"] for row in told.rows if row["front"]} == {"cheap"}
     whole = image_study(config).tell(table, runs, rows, {"images": []})
@@ -424,7 +424,7 @@ def test_what_the_text_says_to_use_is_marked_with_a_star_or_without(study: Image
     table.times = {("image", 16): {row["name"]: [3.0 / row["speedup"]] for row in rows}}
     gradual = Candidate("gradual", routing={"preset": "gradual"}, is_trained=False)
     candidates = [dataclasses.replace(gradual, name=name) for name in table.runs]
-    runs = {one.name: Run(one.name, 0, None, candidate=one) for one in candidates}
+    runs = {one.name: Run(name=one.name, seed=0, training=None, candidate=one) for one in candidates}
     told = image_study(config).tell(table, runs, rows, {"images": []})
     assert {row["name"]: row["front"] for row in told.rows} == {"dense": "", "certain": "<- use", "lucky": "*"}
     # The page has the lines of all that the table names, and those of the sentence are printed.
@@ -484,7 +484,7 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
             outcome_N = (np.arange(images) < images * right / 100).astype(float)
             table.add(name, 0, Measured({**figures, "top1": right}, samples=images, outcomes={"top1": outcome_N}))
         table.times = {("image", config.latency_batch): {"dense": [3.0], "fast": [2.0]}}
-        runs = {name: Run(name, 0, None, candidate=Candidate(name)) for name in table.runs}
+        runs = {name: Run(name=name, seed=0, training=None, candidate=Candidate(name)) for name in table.runs}
         rows = [{"name": name, "gflops": 1.0, "speedup": 1.0, "top1": 9.0} for name in runs]
         assert study.began_by_chance(table) == (figures.get("before", top1) < 20)
         return study.tell(table, runs, rows, {"images": []})
@@ -508,7 +508,10 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     # With so many images, 2.0 points are the interval of a difference at 90 %.
     for name, top1 in (("dense", 90.0), ("a", 88.0), ("b", 89.0), ("c", 85.0)):
         table.add(name, 0, Measured({"top1": top1}, samples=1729))
-    runs = {name: Run(name, 0, None, candidate=dataclasses.replace(prune, name=name)) for name in table.runs}
+    runs = {
+        name: Run(name=name, seed=0, training=None, candidate=dataclasses.replace(prune, name=name))
+        for name in table.runs
+    }
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
     timed = dataclasses.replace(table, times={("image", 16): {name: [time] for name, time in ms.items()}})
     told = image_study(config).tell(timed, runs, [], facts)
