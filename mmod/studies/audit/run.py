@@ -57,7 +57,8 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     if result.exists():
         record_config(folder, record_of(config), file="config.json", kind="an audit")
         return Audit.from_dict(read_json_object(result)["audit"])
-    if config.kind == "text" and options.generation % config.data.length:
+    sets = sets_of(config.kind)
+    if sets.writes and options.generation % config.data.length:
         raise ValueError(
             f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
         )
@@ -68,7 +69,6 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
-    sets = sets_of(config.kind)
     conditions = options.conditions
     if conditions is None:
         conditions = [name for name in default_choices(options.reference is not None) if name not in sets.on_request]
@@ -138,9 +138,9 @@ def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
 
 
 def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generation | None:
-    """Return the decisions of a model while it writes long texts; None if the config has none."""
+    """Return the decisions of a model while it writes long texts; None if it writes none."""
     config = kind.config
-    if config.kind != "text" or not options.generation:
+    if not (sets_of(config.kind).writes and options.generation):
         return None
     # Longer texts than the windows of the training.
     length = config.data.length + options.generation
