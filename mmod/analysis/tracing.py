@@ -115,6 +115,19 @@ class Trace(Mapping[str, Routing]):
             if place in module.record.decisions
         }
 
+    def decided_alone(self) -> dict[str, Tensor]:
+        """Return which tokens would run if decided independently (B, N), by name; empty where evaluation decides so.
+
+        The traced passes decided jointly, as in training.
+        """
+        routings = self._routings()
+        alone: dict[str, Tensor] = {}
+        for name, module in self._modules.items():
+            names = {place: _name(name, place) for place in module.places()}
+            decisions = {place: routings[known] for place, known in names.items() if known in routings}
+            alone |= {names[place]: keep_BN for place, keep_BN in module.decided_alone(decisions).items()}
+        return alone
+
     def _places(self) -> Iterator[tuple[str, Deciding, str]]:
         """Yield the name of each deciding module, the module, and one of its places, in order."""
         for name, module in self._modules.items():

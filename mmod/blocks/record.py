@@ -165,6 +165,14 @@ class Deciding(Mixin):
         """Whether a pass in training mode leaves a loss."""
         return False
 
+    def decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens would run if decided independently (B, N), by place; none where evaluation decides so.
+
+        Args:
+            decisions: The decisions of a pass that decided jointly, by place.
+        """
+        return {}
+
     def scorers(self) -> dict[str, nn.Module]:
         """Return the modules with learned weights that decide, by their names in this one."""
         return {}

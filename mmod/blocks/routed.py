@@ -152,6 +152,14 @@ class RoutedBlock(Deciding, ConvertedBlock):
         """Whether the config has a loss."""
         return bool(self.router.config.losses)
 
+    def decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens reach the inference threshold (B, N), if there is one."""
+        config = self.router.config
+        threshold = config.language.inference_threshold
+        if threshold is None:
+            return {}
+        return {place: config.router.normalised(made.logit_BN) >= threshold for place, made in decisions.items()}
+
     def losses(self, routing: Routing) -> list[Tensor]:
         """Return the weighted losses of a decision that the config names."""
         router = self.router

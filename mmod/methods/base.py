@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.adapters import BlockStack, find_library, find_stack, find_stacks, load_adapter
 from mmod.adapters.tokens import forget, remember
@@ -37,7 +37,6 @@ from mmod.blocks import (
 )
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.state import watch_state
-from mmod.routing import Routing
 from mmod.values import Checked, check_module
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -214,14 +213,6 @@ class Method(Checked, ABC, group="method"):
         finally:
             for record, together in zip(records, before):
                 record.together = together
-
-    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens would run if decided independently (B, N), by module; empty unless `two_ways`.
-
-        Args:
-            decisions: The trace of a forward pass that decided jointly.
-        """
-        return {}
 
     def find(self, model: nn.Module) -> Any:
         """Return what the method changes in a model: by default its only stack of blocks, or that of its images."""
@@ -512,12 +503,3 @@ def deciding_together(model: nn.Module) -> Iterator[None]:
             if method.two_ways:
                 contexts.enter_context(method.deciding_together(model))
         yield
-
-
-def decided_alone(model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-    """Return which tokens would run if decided independently (B, N), from a trace inside `deciding_together`."""
-    alone: dict[str, Tensor] = {}
-    for method in methods_of(model):
-        if method.two_ways:
-            alone |= method.decided_alone(model, decisions)
-    return alone

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import MASKS, Deciding, ModelHook, Record, attach, convert, make_records, parameters_of
+from mmod.blocks import MASKS, ModelHook, Record, attach, convert, make_records, parameters_of
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
+    Choosing,
     ExpertRows,
     Mixture,
     TokenRouter,
@@ -36,7 +37,6 @@ from mmod.methods.mixture import (
 from mmod.ops.backend import check_counts
 from mmod.ops.select import kept_count
 from mmod.ops.views import is_visible
-from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
 from mmod.threads import PerThread
 
@@ -98,12 +98,7 @@ class Experts(Mixture):
         """Return whether an expert's choice of a token depends on other tokens."""
         if self.choice == "tokens":
             return self.capacity is not None
-        return training or not self.two_ways
-
-    @property
-    def causal(self) -> bool:
-        """Whether evaluation decides token by token."""
-        return not self.chooses_together(training=False)
+        return super().chooses_together(training)
 
     def slots_of(self, tokens: int) -> int:
         """Return the slots per expert; without a limit, the number that the balance loss aims at."""
@@ -208,7 +203,7 @@ class ExpertState(NamedTuple):
     records: PerThread[Record]
 
 
-class ExpertMlp(Added, Deciding):
+class ExpertMlp(Choosing):
     """Mixin that makes an MLP the first of several experts; a router, or a predictor for each, chooses among them."""
 
     router: TokenRouter
@@ -220,15 +215,6 @@ class ExpertMlp(Added, Deciding):
     def scorers(self) -> dict[str, nn.Module]:
         """Return the router and the predictors; the experts begin as copies."""
         return {"router": self.router, **numbered(self, "predictors")}
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the method has a loss."""
-        return self.mod_state.config.has_loss
-
-    def chooses_together(self, training: bool) -> bool:
-        """Return whether an expert's choice of a token depends on other tokens."""
-        return self.mod_state.config.chooses_together(training or self.record.together)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""

@@ -21,6 +21,7 @@ from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
 from mmod.routing import Kept, Routing
+from mmod.routing.added import Added
 from mmod.routing.decoder import ExactLinear
 from mmod.routing.groups import kept_by_mask
 
@@ -60,27 +61,14 @@ class Mixture(Method):
         """Whether tokens are chosen by top-k in training and one by one in evaluation."""
         return self.choice in ("score", "predictor")
 
+    def chooses_together(self, training: bool) -> bool:
+        """Return whether the choice of a token depends on other tokens."""
+        return training if self.two_ways else self.choice == "topk"
+
     @property
     def causal(self) -> bool:
         """Whether evaluation decides token by token."""
-        return self.choice != "topk"
-
-    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens have a logit of at least 0 (B, N), by expert or recursion."""
-        alone = {}
-        for name, module in model.named_modules():
-            if not isinstance(module, Deciding) or module.mod_method != self:
-                continue
-            candidate_BN = None
-            for place in module.places():
-                # Experts inside routed blocks, which share the tokens of these, are not traced.
-                if f"{name}.{place}" not in decisions:
-                    continue
-                routing = decisions[f"{name}.{place}"]
-                keep_BN = routing.logit_BN >= 0
-                alone[f"{name}.{place}"] = keep_BN if candidate_BN is None else keep_BN & candidate_BN
-                candidate_BN = routing.keep_BN if self.nested else None
-        return alone
+        return not self.chooses_together(training=False)
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks receive complete images or texts that allow the choice."""
@@ -88,6 +76,30 @@ class Mixture(Method):
             raise ValueError(f"choice={self.choice!r} is for language models: all tokens of an image are known at once")
         if type(model).__name__ == "NaFlexVit":
             raise ValueError(f"{self.kind} choose among the tokens of an image, which may be padding in a NaFlexVit")
+
+
+class Choosing(Added, Deciding):
+    """Mixin of a module in which a `Mixture`, the `config` of its state, assigns tokens to experts or recursions."""
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the method has a loss."""
+        return bool(self.mod_state.config.has_loss)
+
+    def chooses_together(self, training: bool) -> bool:
+        """Return whether the choice of a token depends on other tokens."""
+        return bool(self.mod_state.config.chooses_together(training or self.record.together))
+
+    def decided_alone(self, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens have a logit of at least 0 (B, N), by expert or recursion, if evaluation decides so."""
+        config: Mixture = self.mod_state.config
+        alone: dict[str, Tensor] = {}
+        candidate_BN = None
+        for place, routing in decisions.items() if config.two_ways else ():
+            keep_BN = routing.logit_BN >= 0
+            alone[place] = keep_BN if candidate_BN is None else keep_BN & candidate_BN
+            candidate_BN = routing.keep_BN if config.nested else None
+        return alone
 
 
 def check_texts(

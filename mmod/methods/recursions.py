@@ -19,7 +19,6 @@ from mmod.adapters.base import NamedArguments
 from mmod.blocks import (
     BlockState,
     ConvertedBlock,
-    Deciding,
     ModelHook,
     ReadBlocks,
     Record,
@@ -32,6 +31,7 @@ from mmod.blocks import (
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
+    Choosing,
     Mixture,
     TokenRouter,
     balance_loss,
@@ -45,7 +45,6 @@ from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Kept, LinearScore, Routing
-from mmod.routing.added import Added
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import kept_by_mask
 from mmod.threads import PerThread
@@ -181,7 +180,7 @@ class CycleState(NamedTuple):
         return self.calls[0]
 
 
-class Cycle(Added, Deciding):
+class Cycle(Choosing):
     """Module that replaces the middle blocks and applies the shared blocks recursively.
 
     It keeps the removed blocks for undoing. There is one router per recursion, or one with which tokens choose their
@@ -218,16 +217,6 @@ class Cycle(Added, Deciding):
     def scorers(self) -> dict[str, nn.Module]:
         """Return the routers and the predictors of the recursions."""
         return {**numbered(self, "routers"), **numbered(self, "predictors")}
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the method has a loss."""
-        return self.mod_state.config.has_loss
-
-    def chooses_together(self, training: bool) -> bool:
-        """Return whether the choice of a token depends on other tokens."""
-        config = self.mod_state.config
-        return config.choice == "topk" or (config.two_ways and (training or self.record.together))
 
     @property
     def dense_blocks(self) -> int:
@@ -297,8 +286,7 @@ class Cycle(Added, Deciding):
 
     def _alone(self, x_BND: Tensor) -> bool:
         """Return whether tokens are decided independently; FLOPs, counted on meta, are those of training."""
-        together = self.training or self.record.together or x_BND.is_meta
-        return self.mod_state.config.two_ways and not together
+        return self.mod_state.config.two_ways and not (x_BND.is_meta or self.chooses_together(self.training))
 
     def _run(
         self,

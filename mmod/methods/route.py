@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
@@ -39,7 +39,7 @@ from mmod.methods.base import (
     register_method,
 )
 from mmod.methods.prepare import Conversion, prepare
-from mmod.routing import BorrowedScore, DecoderRouter, Router, Routing, share_score, unshare_score
+from mmod.routing import BorrowedScore, DecoderRouter, Router, share_score, unshare_score
 from mmod.values import check_module, check_value
 
 
@@ -145,16 +145,6 @@ class Route(Method):
         """Return a context in which routers select by top-k in evaluation too."""
         language = {"inference_threshold": None, "predictor": False}
         return deciding_by(model, lambda config: config.replace(language=language))
-
-    def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-        """Return which tokens reach the inference threshold (B, N), by routed block."""
-        alone = {}
-        for name, block in routed_blocks(model).items():
-            config = block.router.config
-            if config.language.inference_threshold is not None:
-                level_BN = config.router.normalised(decisions[name].logit_BN)
-                alone[name] = level_BN >= config.language.inference_threshold
-        return alone
 
     def find(self, model: nn.Module) -> dict[str, BlockStack]:
         """Return the block stacks of the parts, by name."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.methods.base import decided_alone, deciding_together, methods_of
+from mmod.methods.base import deciding_together, methods_of
 from mmod.methods.route import every_token
 from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows
 from mmod.training.engine.task import autocast
@@ -101,7 +101,7 @@ def evaluate_ways(
         rows = evaluate_batch(model, batch, precision)
     if any(method.two_ways for method in methods_of(model)):
         with autocast(batch[0].device, precision):
-            alone = decided_alone(model, decisions)
+            alone = decisions.decided_alone()
         for name, alone_BN in alone.items():
             rows[f"{_AGREEMENT}{name}"] = alone_BN == decisions[name].keep_BN
         causal = evaluate_batch(model, batch, precision)
