@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.analysis import Trace
 from mmod.methods.base import deciding_together, methods_of
 from mmod.methods.route import every_token
 from mmod.training.engine.evaluate import KEPT, Columns, RoutedResult, decisions_of, kept_means, kept_rows
@@ -99,7 +100,7 @@ def evaluate_ways(
     # Together first: the decisions are compared with those of the second way.
     with deciding_together(model), decisions_of(model) as decisions:
         rows = evaluate_batch(model, batch, precision)
-    if any(method.two_ways for method in methods_of(model)):
+    if isinstance(decisions, Trace) and any(method.two_ways for method in methods_of(model)):
         with autocast(batch[0].device, precision):
             alone = decisions.decided_alone()
         for name, alone_BN in alone.items():
