@@ -1,4 +1,4 @@
-"""A dense block in front of a span, whose importance the routed blocks read.
+"""A dense block whose importance is read: by the routed blocks of a span behind it, or by another part of the model.
 
 Axes: B images or samples, N tokens, D channels.
 """
@@ -15,33 +15,46 @@ from torch import Tensor, nn
 from mmod.blocks.branches import make_observed
 from mmod.blocks.conversion import convert
 from mmod.blocks.converted import ConvertedBlock
-from mmod.blocks.span import BlockState, Span
+from mmod.blocks.record import recomputing
+from mmod.blocks.span import BlockState
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE
 from mmod.routing import Router
+from mmod.threads import PerThread
 
 
 @dataclass(eq=False, kw_only=True)
 class ImportanceState(BlockState):
-    """Plain state of the dense block at position 0 of a span, whose importance the others read.
+    """Plain state of a dense block whose importance is read: by its span, in which it has position 0, or by others.
 
     Args:
         routers: The routers of the span.
         importance: What importance is, see `RoutingConfig.importance`.
+        noted: Importance of the tokens of each call, until it is taken; None for a block of a span.
     """
 
-    span: Span
-    routers: Sequence[Router]
+    routers: Sequence[Router] = ()
     importance: str
+    noted: PerThread[list[Any]] | None = None
 
     @property
     def wanted(self) -> bool:
         """Whether any block reads importance in this forward pass."""
-        return not self.span.for_loss or any(router.training for router in self.routers)
+        return self.span is None or not self.span.for_loss or any(router.training for router in self.routers)
+
+    def note(self, importance_BN: Tensor, valid_BN: Tensor | None) -> None:
+        """Note importance for others than blocks of a span."""
+        if recomputing():
+            return
+        # Padding around images that the host runs as one sequence stands for nothing.
+        assert self.noted is not None
+        call: Any = self.call
+        is_padded = bool(call.boundaries) and valid_BN is not None
+        self.noted.value.append(importance_BN[valid_BN] if is_padded else importance_BN)
 
 
 class ImportanceBlock(ConvertedBlock):
-    """Mixin that shares the importance of a dense block's tokens with the routed blocks after it."""
+    """Mixin that shares the importance of a dense block's tokens with the routed blocks after it, or notes it."""
 
     mod_state: ImportanceState
 
@@ -60,11 +73,15 @@ class ImportanceBlock(ConvertedBlock):
         # A loss alone reads the importance, and only in training.
         if not wanted:
             return super().forward(x, **arguments)
-        span_pass = state.span.enter(x, state)
-        assert span_pass is not None
-        queries_BN = call.masks(arguments, x).queries_BN
+        span_pass = None if state.span is None else state.span.enter(x, state)
+        tokens = call.masks(arguments, x)
         run = partial(super().forward, x, **arguments)
-        y, span_pass.score_BN = self.observe(run, x, queries_BN, state.importance)
+        y, importance_BN = self.observe(run, x, tokens.queries_BN, state.importance)
+        if state.span is None:
+            state.note(importance_BN, tokens.valid_BN)
+            return y
+        assert span_pass is not None
+        span_pass.score_BN = importance_BN
         return state.span.leave(y, span_pass, state)
 
 

@@ -6,20 +6,24 @@ T image tokens, R rows and C columns of patches, D channels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
 from math import isqrt
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.base import BlockStack, NamedArguments
+from mmod.adapters.base import BlockStack
 from mmod.adapters.tokens import remember
 from mmod.adapters.transformers.images import KINDS, pixels_of
-from mmod.blocks import Arguments, ConvertedBlock, ModelHook, RowSource, convert, is_converted, parameters_of
-from mmod.blocks.branches import Inner
-from mmod.blocks.record import recomputing
+from mmod.blocks import (
+    Arguments,
+    ImportanceState,
+    ModelHook,
+    RowSource,
+    is_converted,
+    make_importance,
+    parameters_of,
+)
 from mmod.threads import PerThread
 
 # Types of models whose image tokens stand for squares of patches, from left to right and from top to bottom. Where a
@@ -28,39 +32,6 @@ IN_SQUARES = (
     *("aya_vision", "cohere2_vision", "deepseek_vl", "gemma3", "idefics3", "internvl", "janus", "llava", "ovis2"),
     *("paligemma", "perception_lm", "qianfan_ocr", "smolvlm", "vipllava"),
 )
-
-
-@dataclass(eq=False)
-class TowerState:
-    """Plain state of the tower's layer that image features come from.
-
-    Args:
-        importance: What importance is, see `RoutingConfig.importance`.
-        noted: Importance of patches in the calls of the layer, until it is taken.
-    """
-
-    call: NamedArguments
-    importance: str
-    noted: PerThread[list[Any]]
-    inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner))
-
-
-class TowerLayer(ConvertedBlock):
-    """Mixin that notes the importance of patches in a layer of a vision tower."""
-
-    mod_state: TowerState
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the host's layer on patches (I, P, D)."""
-        state = self.mod_state
-        valid_IP = state.call.masks(state.call.bind(args, kwargs), x).valid_BN
-        run = partial(super().forward, x, *args, **kwargs)
-        y, importance_IP = self.observe(run, x, valid_IP, state.importance)
-        if not recomputing():
-            # Padding around images that the host runs as one sequence stands for nothing.
-            is_padded = bool(state.call.boundaries) and valid_IP is not None
-            state.noted.value.append(importance_IP[valid_IP] if is_padded else importance_IP)
-        return y
 
 
 class TowerReader:
@@ -218,7 +189,7 @@ class TowerImportance(TowerReader):
                 "another method has changed: leave that layer dense"
             )
         importance = "class_token" if stack.class_token else "mean"
-        self.state = TowerState(cast(NamedArguments, stack.call_of(self.reads, None)), importance, self.noted)
+        self.state = ImportanceState(call=stack.call_of(self.reads, None), importance=importance, noted=self.noted)
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
@@ -231,7 +202,7 @@ class TowerImportance(TowerReader):
 
     def install(self) -> None:
         """Let the layer note the importance of patches."""
-        convert(self.reads, TowerLayer, self.state, self.state.call.shell)
+        make_importance(self.reads, self.state)
         remember(self.entry, self.stack)
 
     def _values(self, calls: list[Tensor], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
