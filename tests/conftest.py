@@ -9,7 +9,7 @@
 - SIGINT is not ignored, as it is in a shell's background jobs.
 - Garbage collection is off, and what was imported, or left by the files of tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
-- Checks of 200 conversations are kept, and CLIP's tokeniser is made once.
+- Checks of 200 conversations are kept, CLIP's tokeniser is made once, and blocks of equal models are tried once.
 - A fork server starts before the first test, and synthetic sets share one folder.
 - Files with slow tests come first. The process that hands out tests changes nothing.
 """
@@ -172,7 +172,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         sys.modules["mmod.data.readers.lengths"]._WORTH_KEEPING = 200  # type: ignore[attr-defined]
     if session.items and not session.config.option.collectonly:
         from tests.kit.processes import start_server
+        from tests.kit.proofs import prove_once
 
+        prove_once()
         start_server()
 
 
