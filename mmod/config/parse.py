@@ -1,13 +1,15 @@
 """Configs from YAML files and command lines, read strictly, and their `--help`.
 
-Plain fields come from the files of a line, the later over the earlier ones (`mmod/io/yaml.py`), and its options over
-these (`mmod/io/options.py`). `from_plain` makes the dataclass of them, which checks itself.
+Plain fields come from the files of a line, the later over the earlier ones, and its options over these; files are read
+by `mmod/io/yaml.py`, and options by `mmod/io/options.py`. There is no config before `from_plain` makes the dataclass of
+these fields, which checks itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import sys
@@ -24,7 +26,7 @@ from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold
 from mmod.config.registry import PRESETS
 from mmod.config.routing import RoutingConfig
 from mmod.io.options import field_meanings, split_options, with_options
-from mmod.io.yaml import merged, stack_configs
+from mmod.io.yaml import merged, read_yaml
 from mmod.plain import dataclass_in, from_plain
 from mmod.values import describe, one_of
 
@@ -105,8 +107,27 @@ def read_fields(
     return chosen, with_options(plain, split_options(options), chosen)
 
 
-def named_kind(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str | None:
-    """Return the kind that options or else the fields of configs name, see `stack_configs`; None unless they do."""
+def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Merge the configs of a command line `[CONFIG] [--config CONFIG ...] [--key value ...]`; later ones win."""
+    words = list(arguments)
+    first = [words.pop(0)] if words and not words[0].startswith("-") else []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", action="append", default=first)
+    try:
+        known, options = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        # argparse exits on other errors; this one is raised with a message of its own.
+        raise ValueError(str(error)) from error
+    files = map(read_yaml, known.config)
+    return functools.reduce(merged, files) if known.config else None, options
+
+
+def named_kind(arguments: Sequence[str]) -> str | None:
+    """Return the kind that a command line names in its options, or else in its configs; None unless it does."""
+    return _kind_in(*stack_configs(arguments))
+
+
+def _kind_in(fields: Mapping[str, Any] | None, options: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--kind", default=(fields or {}).get("kind"))
     try:
@@ -127,7 +148,7 @@ def _read_line(
     fields, options = stack_configs(arguments)
     if isinstance(config_class, Mapping):
         # The first kind is that of a line that names none.
-        kind = named_kind(fields, options) or next(iter(config_class))
+        kind = _kind_in(fields, options) or next(iter(config_class))
         one_of("kind", kind, tuple(config_class))
         config_class = config_class[kind]
     return config_class, fields, options

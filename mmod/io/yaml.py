@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +89,6 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     `base` is a path relative to the file's folder, the name of a shipped config, or a list of them; later ones win.
     """
     return _stack(existing_config(path), ())
-
-
-def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
-    """Merge the configs of a command line `[CONFIG] [--config CONFIG ...] [--key value ...]`; later ones win."""
-    words = list(arguments)
-    first = [words.pop(0)] if words and not words[0].startswith("-") else []
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config", action="append", default=first)
-    try:
-        known, options = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        # argparse exits on other errors; this one is raised with a message of its own.
-        raise ValueError(str(error)) from error
-    files = map(read_yaml, known.config)
-    return functools.reduce(merged, files) if known.config else None, options
 
 
 def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_removes: bool = False) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from mmod.config.parse import stack_configs
 from mmod.io.configs import config_names, existing_config
 from mmod.io.records import flatten
-from mmod.io.yaml import merged, parse_yaml, read_yaml, stack_configs
+from mmod.io.yaml import merged, parse_yaml, read_yaml
 from mmod.training import TrainConfig
 
 

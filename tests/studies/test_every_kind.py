@@ -15,7 +15,7 @@ import mmod
 from mmod.analysis.table import DENSE
 from mmod.config.parse import named_kind, read_config
 from mmod.io.store import Store
-from mmod.io.yaml import read_yaml, stack_configs
+from mmod.io.yaml import read_yaml
 from mmod.planning.candidate import PlanOptions
 from mmod.studies import assess, plan
 from mmod.studies.kind import study_kind
@@ -69,7 +69,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     done = dataclasses.replace(training.config.finished(training.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
-    assert named_kind(*stack_configs([str(path), "--seed", "1"])) == kind
+    assert named_kind([str(path), "--seed", "1"]) == kind
 
     figure = PAIRED.get(kind)
     result, outcomes = evaluate(kind_of(done), load(kind_of(done)))
@@ -118,7 +118,7 @@ def test_a_config_says_its_kind(path: Path) -> None:
     kinds = {"clip": "pairs", "vlm": "chat", "text": "text"}
     if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
         fields = read_yaml(path)
-        kind = named_kind(read_yaml(path), []) or "image"
+        kind = named_kind([str(path)]) or "image"
         assert kind == kinds.get(path.parent.name, "image")
         assert config_class(kind).from_dict(fields).output
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mmod.config.parse import named_kind, parse_config
-from mmod.io.yaml import stack_configs
 from mmod.opening.runs import RUN_CONFIG, find_run, is_described
 from mmod.training.engine.config import RunConfig
 from mmod.values import one_of
@@ -32,7 +31,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
             from mmod.pretrained import refuse_own
 
             refuse_own(folder)
-        kind = named_kind(*stack_configs(options)) or "image"
+        kind = named_kind(options) or "image"
         one_of("kind", kind, tuple(configs))
         model = configs[kind].model_in(folder)
         return configs[kind].parse(options, {"output": folder, "model": model})
@@ -40,7 +39,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
     if run is None:
         return _parse_config(arguments, configs)
     file = str(run / RUN_CONFIG)
-    named = named_kind(*stack_configs([file, *arguments[1:]]))
+    named = named_kind([file, *arguments[1:]])
     # The run's own config first, whatever the words change of it besides its kind.
     config = _parse_config([file] if named is None else [file, "--kind", named], configs)
     finished = finished_run(config, run, arguments[0])
@@ -50,7 +49,7 @@ def parse_run(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) 
 
 def _parse_config(arguments: Sequence[str], configs: Mapping[str, type[RunConfig]]) -> RunConfig:
     # What cannot be read is refused here, and once.
-    named = named_kind(*stack_configs(arguments))
+    named = named_kind(arguments)
     try:
         return parse_config(arguments, configs)
     except SystemExit as end:
