@@ -946,7 +946,7 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
             # Epochs that end early take their share of one of the dense model's steps.
             Path(name, "result.json").write_text(result.replace("{", '{"steps": 80, ', 1))
             short = [
-                dataclasses.replace(run, config=dataclasses.replace(run.training, epoch_steps=5))
+                dataclasses.replace(run, training=dataclasses.replace(run.training, epoch_steps=5))
                 for run in [first, *runs[1:]]
             ]
             seconds = 15 * len(runs)
