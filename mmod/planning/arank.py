@@ -103,7 +103,6 @@ def attention_ranks(
     *,
     part: str | None = None,
     tolerance: float | None = None,
-    diagonal: bool = False,
 ) -> LayerRanks:
     """Return the rank of every layer's attention maps on calibration samples.
 
@@ -115,10 +114,10 @@ def attention_ranks(
         batches: The model's keyword arguments, or its only argument. `attention_mask` excludes padding.
         part: The part to measure, for models with several: "language", "image", "text".
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
-        diagonal: Keep the diagonal, with which every causal map has full rank.
 
     Source: gamma-MoD, arXiv 2410.13859, section 3 (mean over heads and samples). The released code takes the first
-    sample only, drops the diagonal, and leaves the tolerance to torch, as `tolerance=None` does.
+    sample only, and leaves the tolerance to torch, as `tolerance=None` does. As there, the diagonal does not count:
+    with it, every causal map has full rank.
 
     Example:
         >>> import timm
@@ -134,7 +133,7 @@ def attention_ranks(
         check_batch(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         # One pass serves all layers.
-        modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
+        modes = [_Ranks(mask, tolerance) for _ in stack.blocks]
         with inside(list(zip(stack.blocks, modes))), torch.no_grad():
             model(**batch) if isinstance(batch, Mapping) else model(batch)
         for number, mode in enumerate(modes):
@@ -150,11 +149,10 @@ def attention_ranks(
 
 
 class _Ranks(AttentionIntercept):
-    def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
+    def __init__(self, mask: Tensor | None, tolerance: float | None) -> None:
         super().__init__()
         self.mask_BN = mask
         self.tolerance = tolerance
-        self.diagonal = diagonal
         self.ranks: list[float] = []
         self.tokens: list[int] = []
         self.samples = 0
@@ -191,7 +189,6 @@ class _Ranks(AttentionIntercept):
                     real = self.mask_BN[sample].to(attention.device).bool()
                     attention = attention[real][:, real]
                 # A causal map is triangular: with its diagonal, which is positive, its rank is full.
-                if not self.diagonal:
-                    attention = attention - torch.diag_embed(attention.diagonal())
+                attention = attention - torch.diag_embed(attention.diagonal())
                 self.tokens.append(attention.shape[0])
                 self.ranks.append(float(torch.linalg.matrix_rank(attention, rtol=self.tolerance)))
