@@ -150,7 +150,7 @@ class Advice:
         columns = {
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
-            **{name: (f"speed-up, {name}", "[.2f") for name in further},
+            **{f"speedup/{name}": (f"speed-up, {name}", "[.2f") for name in further},
             "score": (self._measure_name, ".1f" if in_percent else ".3f"),
             "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
             "cache": ("cache", ".2f"),
@@ -160,7 +160,7 @@ class Advice:
         rows = [
             {
                 **vars(row),
-                **row.speedups,
+                **{f"speedup/{name}": speedup for name, speedup in row.speedups.items()},
                 "recipe": f"{'*' if row.on_front else ' '} {row.label}{f' {USE}' if row is used else ''}",
                 "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
@@ -186,28 +186,28 @@ class Advice:
             dense += f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average"
         if self.accuracy is not None:
             dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
-        unit = f"{'in %, ' if self.measure == AGREEMENT else ''}with a 95 % interval over {self.samples}"
-        columns = "Speed-up: median and quartiles over rounds. "
-        columns += f"The {self._measure_name} is that with the dense model, {unit}."
+        unit = "in %, " if self.measure == AGREEMENT else ""
+        columns = ["Speed-up: median and quartiles over rounds."]
+        columns.append(
+            f"{self._measure_name.capitalize()}: with the dense model, {unit}with a 95 % interval over {self.samples}."
+        )
         if self.accuracy is not None:
-            columns += f" The {self.metric} to dense, the difference to the dense model in points, decides."
-        if self.samples == "prompts":
-            columns += (
-                " The prompts have no answers, so that next tokens decide."
-                if self.accuracy is None
-                else " Answers are generated greedily; one is right as a whole or not."
-            )
+            columns.append(f"{self.metric.capitalize()} to dense: the difference in points, which decides.")
+        if self.samples == "prompts" and self.accuracy is None:
+            columns.append("The prompts have no answers, so that next tokens decide.")
+        elif self.samples == "prompts":
+            columns.append("Answers are generated greedily; one is right as a whole or not.")
         gradual = [row.speedup.median for row in self.rows if row.name.startswith("gradual")]
         too_small = []
         if gradual and max(gradual) < NOISE:
             busy = ", on a machine that was not idle" if self.caution else ""
             too_small = [_GRADUAL_PAYS.format(ms=self.milliseconds, busy=busy)]
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}."]
-        front = ""
+        front = []
         if any(row.on_front for row in self.rows):
-            front = f"Rows with * {ON_FRONT} "
+            front = [f"Rows with * {ON_FRONT}"]
             if self.recommendations[0].used is not None:
-                front += f"{BY_INTERVALS} "
+                front.append(BY_INTERVALS)
         is_too_slow = self.faster is not None and self.best is None
         slow = ["Larger batches may be faster; without `faster`, more is tried."] if is_too_slow else []
         unreached = [] if self.faster is not None else self.recommendations[0].unreached
@@ -215,7 +215,8 @@ class Advice:
             slow = [f"`--faster {unreached[0]:g}`, in Python `faster={unreached[0]:g}`, tries smaller budgets for it."]
         return [
             f"{dense}.",
-            f"{front}{columns}",
+            *front,
+            *columns,
             *slow,
             *filter(None, [self._beside_controls]),
             *too_small,

@@ -181,12 +181,13 @@ def opening_line(name: str, **options: object) -> str:
     return f"model = mmod.open_model({arguments}).model"
 
 
-def shown_code(models: Mapping[str, tuple[str, str]], opening: str = "") -> list[str]:
+def shown_code(models: Mapping[str, tuple[str, str]], opening: str = "", difference: str = "") -> list[str]:
     """Return the lines of Python of some models, and the keys of a training config, as a block of Markdown each.
 
     Args:
         models: Lines and keys by the name of the model; empty for what it does not have.
         opening: The line that opens the dense model; empty where only the user knows it.
+        difference: What the keys do otherwise than the lines, which stands between both.
     """
     python = {name: lines for name, (lines, _) in models.items() if lines}
     keys = {name: lines for name, (_, lines) in models.items() if lines}
@@ -199,7 +200,8 @@ def shown_code(models: Mapping[str, tuple[str, str]], opening: str = "") -> list
         lines = f"import mmod\n\n{dense}{_with_names(python)}"
         blocks.append(f"{_heading(python, 'Python')}\n\n```python\n{lines}\n```")
     if keys:
-        blocks.append(f"{_heading(keys, 'a training config')}\n\n```yaml\n{_with_names(keys)}\n```")
+        between = f"{difference}\n\n" if difference and python else ""
+        blocks.append(f"{between}{_heading(keys, 'a training config')}\n\n```yaml\n{_with_names(keys)}\n```")
     return blocks
 
 

@@ -232,11 +232,10 @@ class Recommendation:
         one, other = (min(group, key=lambda model: model.worst) for group in (surely, perhaps))
         if one.worst == other.worst:
             return ""
-        *first, last = dict.fromkeys(model.label for model in (one, self.used, other) if model is not None)
-        return (
-            f" Undecided between {', '.join(first)} and {last}, of which the last loses least: whether it is as fast "
-            "is within the spread of the times."
-        )
+        spread = "is within the spread of the times."
+        if self.used is not None and other.name == self.used.name:
+            return f" Whether it is as fast as {one.label}, which loses more, {spread}"
+        return f" {other.label} loses less: whether it is as fast {spread}"
 
     def _at_speed(self, speed: float, named: AdviceRow) -> str:
         about = "" if named.speedup.median >= speed else "about "
@@ -424,8 +423,8 @@ def beside_controls(
     sentences = {
         "better": "Clearly better than their controls, such as random tokens, in points: {}.",
         "worse": "Clearly worse than their controls, such as random tokens, in points: {}.",
-        "alike": f"Within {100 * tolerance:g} points of their controls by the whole interval: {{}}. On these samples "
-        "it hardly matters what these keep.",
+        "alike": f"As good as their controls, within {100 * tolerance:g} points: {{}}. It hardly matters here which "
+        "tokens these keep.",
         "open": "Too few samples to tell from their controls: {}.",
     }
     return " ".join(sentences[group].format(names) for group, names in named.items())

@@ -78,6 +78,10 @@ _RESIZED = (
     "Smaller images are made from the files; where a model resizes prepared ones, as by `mmod.methods.Resize`, it may "
     "answer a few pictures differently."
 )
+_KEYS_OF_SIZE = (
+    "The keys below make smaller images from the files, as this study did; `Resize` in Python makes them from prepared "
+    "images."
+)
 # Of agreement with the dense model, which a study does not measure.
 _NO_SCORE = Estimate(math.nan)
 _MEASURES = {"top1": "accuracy", "objects": "accuracy of patches of objects", "mean_iou": "mean IoU"}
@@ -257,7 +261,9 @@ class ImageStudy(StudyKind):
 
     def code(self, candidates: Sequence[Candidate]) -> list[str]:
         """Return a block of the lines of Python, and one of the keys of a training config, that apply models."""
-        return shown_code({one.label: (self._python(one), self._keys(one)) for one in candidates}, self._opening)
+        by_label = {one.label: (self._python(one), self._keys(one)) for one in candidates}
+        is_resized = any(one.image_size is not None for one in candidates)
+        return shown_code(by_label, self._opening, _KEYS_OF_SIZE if is_resized else "")
 
     @property
     def _opening(self) -> str:
@@ -355,8 +361,11 @@ def _caption(run_config: TrainConfig, model: nn.Module) -> str:
     patch = image_facts(model).patch
     if patch is None:
         return images
-    report = redundancy(whole_patches(sample_images(run_config, _MEASURED), patch[0]), patch[0])
-    return f"{images}; {report}."
+    sample = sample_images(run_config, _MEASURED)
+    report = redundancy(whole_patches(sample, patch[0]), patch[0])
+    # Advice takes images at equal distances.
+    drawn = "; another sample, such as that of advice, differs by a few %" if len(sample) == _MEASURED else ""
+    return f"{images}; {report}{drawn}."
 
 
 def _starred(rows: Lines, score: str, at_random: Container[str], used: str | None) -> Lines:
