@@ -15,7 +15,9 @@ from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.studies.measure import identity_of
 from mmod.studies.runs import Run
+from mmod.training.engine.config import TRAINING
 
+_TRAINED = "is_trained"
 REPORT = "tradeoff.json"
 """The file of a study's folder that says that there is a table."""
 
@@ -56,7 +58,7 @@ class Question:
         if changes:
             return changes
         for name in [name for name in self.models if name in answered["models"]]:
-            changes = differences(answered["models"][name], self.models[name], self.free_keys)
+            changes = _changes_of_model(answered["models"][name], self.models[name], self.free_keys)
             # Of the same change in all models, the first tells.
             if changes:
                 return f"model {name!r}: {changes}"
@@ -71,6 +73,16 @@ class Question:
         """Record in a folder what the table of some models answers."""
         models = {name: model for name, model in self.models.items() if name in names}
         write_json(folder / QUESTION, {"evaluation": self.evaluation, "seeds": self.seeds, "models": models})
+
+
+def _changes_of_model(before: Mapping[str, Any], now: Mapping[str, Any], free_keys: Collection[str]) -> str:
+    """Return the differences of two models that change figures: of how a model is trained, only where it is."""
+    trained = differences({_TRAINED: before[_TRAINED]}, {_TRAINED: now[_TRAINED]})
+    if trained:
+        return trained
+    if not now[_TRAINED]:
+        before, now = ({key: value for key, value in model.items() if key not in TRAINING} for model in (before, now))
+    return differences(before, now, free_keys)
 
 
 def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Question:
@@ -93,7 +105,7 @@ def _model_of(run: Run, written: Collection[str]) -> dict[str, Any]:
     """Return what a model is made of, the same before and after the runs that it starts from."""
     identity = identity_of(run.training)
     model = identity["config"]
-    model["is_trained"] = run.is_trained
+    model[_TRAINED] = run.is_trained
     model["searches"] = [dataclasses.asdict(search) for search in run.searches]
     weights = [checksum[:8] for checksum in itertools.chain.from_iterable(identity["weights"].values())]
     # What an earlier run of the study writes is not there yet, and follows from its config.

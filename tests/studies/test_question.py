@@ -103,6 +103,28 @@ def test_weights_tell_the_dense_model_wherever_they_are(tmp_path: Path) -> None:
                 question.check(folder)
 
 
+def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_path: Path) -> None:
+    study = study_in(tmp_path, tune=False, seeds=1)
+    folder = Path(study.output)
+    folder.mkdir()
+    (folder / "tradeoff.json").write_text("{}")
+    question_of(study.evaluation.identity, comparison_of(study).runs()).keep(folder, ["dense", "a-mod-0.5"])
+    for changes, difference in (
+        ({"epochs": 7, "optim": {"lr": 0.5}, "schedule": {"warmup_epochs": 0}}, None),
+        (
+            {"epochs": 7, "data": {"crop_pct": 0.5}},
+            r"Differing: model 'dense': data\.crop_pct: 0\.875 there, 0\.5 now$",
+        ),
+    ):
+        changed = dataclasses.replace(study, changes=changes)
+        question = question_of(changed.evaluation.identity, comparison_of(changed).runs())
+        if difference is None:
+            question.check(folder)
+            continue
+        with pytest.raises(FolderTakenError, match=difference):
+            question.check(folder)
+
+
 @pytest.mark.parametrize(
     ("dense", "tune", "folder"),
     [

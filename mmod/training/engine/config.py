@@ -50,6 +50,27 @@ def _check_sizes(fields: Mapping[str, object], name: str) -> None:
             check_value(f"{name}.{key}", value, int | None, "[1, inf)")
 
 
+TRAINING = frozenset(
+    {
+        "accumulate",
+        "checkpoint_every",
+        "distributed",
+        "ema",
+        "epoch_steps",
+        "epochs",
+        "eval_every",
+        "grad_checkpointing",
+        "grad_clip",
+        "mixup",
+        "optim",
+        "schedule",
+        "trained",
+        "training_only_epochs",
+    }
+)
+"""Keys of a training config that say how a model is trained, and nothing of one that is evaluated as it is."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StartConfig(Checked, group="model"):
     """The weights that training starts from.
