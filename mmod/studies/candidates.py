@@ -21,7 +21,6 @@ from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
-from mmod.studies.config import RUN_FIELDS
 from mmod.studies.runs import run_config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.start import sketch
@@ -29,10 +28,13 @@ from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 
 
-def baseline(plain: Candidate, fields: Mapping[str, Any], epochs: int) -> Candidate:
-    """Return a candidate with what the kind of a baseline sets."""
-    settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
-    kind = fields.get("kind")
+def baseline(plain: Candidate, settings: Mapping[str, Any], epochs: int) -> Candidate:
+    """Return a candidate with what the kind of a baseline sets.
+
+    Args:
+        epochs: Length of a training from scratch.
+    """
+    kind = settings.get("kind")
     one_of(f"baselines.{plain.name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
     if kind == "resolution":
         refuse_unknown(f"field of baselines.{plain.name}", settings, ["kind", "image_size"])

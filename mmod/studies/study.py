@@ -30,7 +30,7 @@ from mmod.opening.runs import RUN_CONFIG
 from mmod.plain import from_plain
 from mmod.planning.candidate import FIT, Candidate
 from mmod.studies.candidates import baseline, fitted, shallow, told_of_controls, with_controls
-from mmod.studies.config import StudyConfig, TimmStudyConfig, naming_dense
+from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig, naming_dense
 from mmod.studies.kind import StudyKind, study_kind
 from mmod.studies.measure import Measurer, identity_of_final, times_of
 from mmod.studies.question import question_of
@@ -50,7 +50,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
     if not config.train_dense:
-        dense, _ = read_runs(config)
+        dense, _ = training_configs(config)
         # Before candidates are fitted to budgets, which counts dozens of models.
         with naming_dense():
             dense.check_weights()
@@ -64,7 +64,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
 def comparison_of(config: StudyConfig) -> Comparison:
     """Return what a study compares: the dense model, its series, and models without a router."""
-    dense, tuned = read_runs(config)
+    dense, tuned = training_configs(config)
     candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
     # As long as a fine-tuned model has been trained in all.
     epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
@@ -105,7 +105,7 @@ def comparison_of(config: StudyConfig) -> Comparison:
     return comparison
 
 
-def read_runs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
+def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
     if config.tune and not config.finetune:
         # A silent default would repeat the dense model's whole schedule for each model.
@@ -193,7 +193,8 @@ def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
     for series, budgets in config.baselines_by_series.items():
         for budget, fields in budgets.items():
             if config.is_run(budget):
-                yield baseline(config.candidate(series, budget, fields), fields, epochs)
+                settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
+                yield baseline(config.candidate(series, budget, fields), settings, epochs)
 
 
 def _names_budgets(config: TimmStudyConfig) -> bool:

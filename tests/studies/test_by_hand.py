@@ -23,7 +23,7 @@ from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.report.page import write_report
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.study import read_runs, run_study
+from mmod.studies.study import run_study, training_configs
 
 IMAGES = 200
 DENSE = "mmod:digits-dense"
@@ -93,7 +93,7 @@ def test_study_report_and_advice_agree_with_a_script(tmp_path: Path, monkeypatch
     points: Any = result.points
 
     model = dense_model()
-    dense_run: Any = read_runs(config)[0]
+    dense_run: Any = training_configs(config)[0]
     batches = list(image_stream(dense_run.data).batches(0))
     right_dense = torch.cat([model(image_BCHW).argmax(1) == label_B for image_BCHW, label_B in batches])
     right_routed = torch.cat([a_mod(model, image_BCHW).argmax(1) == label_B for image_BCHW, label_B in batches])

@@ -38,7 +38,7 @@ from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import StudyResult, epochs_of, harm, significance
 from mmod.studies.runs import Comparison, Run
-from mmod.studies.study import baselines_of, check_following, comparison_of, read_runs, run_study, training_ahead
+from mmod.studies.study import baselines_of, check_following, comparison_of, run_study, training_ahead, training_configs
 from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.engine.start import sketch
@@ -321,7 +321,7 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 def image_study(config: ImageStudyConfig) -> ImageStudy:
     """Return a study without its candidates, which are counted to be made."""
-    dense, tuned = read_runs(config)
+    dense, tuned = training_configs(config)
     comparison = Comparison(
         candidates=[Candidate("dense", is_trained=config.tune is True)],
         dense=dense,
@@ -871,7 +871,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(
     assert all(point.to_dense is None or point.to_dense.has_interval for point in result.points)
     # Advice on the same images says the same of the models that do not draw and read the same pixels.
     config = read_config(["my-model", *words, "--dense.model.args.dynamic_img_size", "true"], ImageStudyConfig)
-    kind: Any = kind_of(read_runs(config)[0])
+    kind: Any = kind_of(training_configs(config)[0])
     batches = list(image_stream(kind.config.data).batches(0))
     advice = mmod.advise(load(kind), batches, images=12, progress=False)
     rows = {row.name: row.accuracy for row in advice.rows}
@@ -1004,10 +1004,10 @@ def test_a_run_is_its_final_model_on_its_data(file: str, tmp_path: Path) -> None
     fields = {"train_dense": False, "tune": False, "capacities": [0.5]}
     routers: dict[str, Any] = {"random": {"router": "random"}}
     study = ImageStudyConfig(output=str(tmp_path / "out"), dense=str(run / file), routers=routers, **fields)
-    dense, _ = read_runs(study)
+    dense, _ = training_configs(study)
     assert (dense.model.checkpoint, dense.data) == (str(run), trained.data)
-    changed, _ = read_runs(dataclasses.replace(study, dense={"base": study.dense, "data": {"batch_size": 3}}))
+    changed, _ = training_configs(dataclasses.replace(study, dense={"base": study.dense, "data": {"batch_size": 3}}))
     assert changed == dataclasses.replace(dense, data=dataclasses.replace(dense.data, batch_size=3))
     (run / "config.yaml").write_text("kind: chat\nlora: {}\n")
     with pytest.raises(ValueError, match=r"of another kind: kind must be 'image', got 'chat'$"):
-        read_runs(study)
+        training_configs(study)
