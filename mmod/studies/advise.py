@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +18,7 @@ from mmod.opening.runs import find_weights
 from mmod.values import check_value
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from mmod.opening.opened import Opened, Preprocessing
+    from mmod.opening.opened import Preprocessing
     from mmod.planning.prompts import IsRight
     from mmod.planning.samples import AtSize
 
@@ -43,6 +38,7 @@ def main(arguments: Sequence[str]) -> None:
     from mmod.planning.candidate import opening_line
     from mmod.planning.prompts import same_tokens
     from mmod.planning.trials import advise
+    from mmod.studies.advised import open_advised, read_images, read_prompts
     from mmod.training.engine.distributed import choose_device
 
     check_value("--number", options.number, int, "[1, inf)")
@@ -53,8 +49,6 @@ def main(arguments: Sequence[str]) -> None:
     is_right: IsRight = same_tokens
     at_size: AtSize | None = None
     if options.prompts is None:
-        from mmod.studies.advised import open_advised
-
         found = open_advised(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
         preprocessing = _checked(found.preprocessing, options)
         opened = found._replace(prepare=lambda: preprocessing)
@@ -200,115 +194,3 @@ def _checked(preprocessing: Preprocessing, options: argparse.Namespace) -> Prepr
         if values is not None and len(values) != channels:
             raise ValueError(f"--{name} needs {channels} values, one for each channel, got {len(values)}")
     return preprocessing.changed(mean=options.mean, std=options.std)
-
-
-def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], IsRight, AtSize, str]:
-    """Load a vision-language model, read prompts for it, also with smaller images, and say what was opened.
-
-    Answers are right by their texts, as in an evaluation of chats: but for case and spacing.
-    """
-    from mmod.data.readers.conversations import ConversationsConfig
-    from mmod.data.records import plain_answer
-    from mmod.opening.open import open_model
-    from mmod.opening.runs import find_run
-    from mmod.training.chat.config import ModelConfig, TrainConfig
-    from mmod.training.chat.kind import ChatKind
-    from mmod.training.chat.start import resize_images
-    from mmod.training.engine.arguments import parse_run
-    from mmod.training.engine.kind import calibration, load
-    from mmod.training.kinds import all_configs
-
-    unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
-    if unusable or not options.pretrained:
-        raise ValueError(
-            f"with --prompts the model is that of a folder: leave out --{(unusable or ['no_pretrained'])[0]}"
-        )
-    data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
-    run = find_run(options.model)
-    if run is None:
-        config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
-    else:
-        config = parse_run([options.model], all_configs())
-        if config.kind != "chat":
-            raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
-        config = dataclasses.replace(config, data=data)
-    kind = ChatKind(config)
-    opened = open_model(load(kind), dense=True)
-    # Batches are whole: the last may go beyond the number.
-    number = -(-options.number // options.batch_size)
-    prompts = _a_fifth_first(calibration(kind, opened.model, number, options.batch_size))
-    tokenizer = kind.collator.processor.tokenizer
-
-    def is_right(given_A: Tensor, answer_A: Tensor) -> bool:
-        texts = tokenizer.batch_decode([given_A, answer_A], skip_special_tokens=True)
-        given, answer = map(plain_answer, texts)
-        return given == answer
-
-    def at_size(model: nn.Module, side: int) -> Iterable[Any]:
-        resize_images(model, side)
-        return _a_fifth_first(calibration(ChatKind(config.at_size(side)), model, number, options.batch_size))
-
-    return opened.model, prompts, is_right, at_size, f"The model is {opened.sentence}."
-
-
-def _a_fifth_first(loader: Any) -> Iterable[Any]:
-    """Return batches of which the first are a fifth of few prompts: plans are searched on these alone."""
-    prompts = loader.dataset
-    fifth = math.ceil(len(prompts) / 5)
-    if fifth >= loader.batch_size:
-        return loader
-    ends = [0, *range(fifth, len(prompts), loader.batch_size), len(prompts)]
-    groups = [range(start, end) for start, end in pairwise(ends)]
-    return [loader.collate_fn([prompts[number] for number in batch]) for batch in groups]
-
-
-def read_images(
-    folder: str, opened: Opened, number: int, on_corrupt: str
-) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
-    """Read up to `number` images (N, C, H, W), spread evenly over a folder, and a sentence about them.
-
-    The images come with labels (N,) where the model knows the folders' names, or else where there are as many folders
-    as classes of the model.
-    """
-    import numpy as np
-
-    from mmod.adapters import image_facts
-    from mmod.data.corrupt import CorruptReport
-    from mmod.data.labels import ModelClasses, some_names
-    from mmod.data.readers.folders import FolderSource
-    from mmod.data.stream import ImageReader
-
-    named = opened.classes
-    names = None if named is None else ModelClasses(named, "the model", required=False)
-    source = FolderSource(folder, "", train_split="", model=names, labelled=False)
-    report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
-    # Folders stand in order of their classes, so that the first images would be those of one.
-    positions = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
-    preprocessing = opened.preprocessing
-    reader = ImageReader(source, preprocessing.mode, preprocessing.transform())
-    images, labels, faults = reader.read(positions.astype(int), None)
-    report.add(faults)
-    if not len(labels):
-        raise ValueError(f"{folder!r} holds no image that can be read: {report}")
-    classes = len(source.names)
-    known = image_facts(opened.model).classes or 0
-    notes = [f"{source.left_out}."] if source.left_out else []
-    if len(source) > number:
-        notes.append(f"{number:,} of {len(source):,} images were read; --number reads more.")
-    if report.faults:
-        notes.append(f"{len(report.faults)} broken images were skipped.")
-    if source.classes is None and classes and known:
-        notes.append(f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}.")
-        return images, " ".join(notes)
-    if classes > 1 and known and source.classes is not None and source.classes.given:
-        notes.append("" if source.classes.is_plain else f"{source.classes}.")
-        return (images, labels), " ".join(filter(None, notes))
-    if classes > 1 and classes == known and not opened.is_run:
-        return (images, labels), " ".join(notes)
-    if classes > 1 and known:
-        others = " of other names" if opened.is_run else ""
-        notes.append(
-            f"Labels are not used: the images are in {classes} folders ({some_names(source.names)}), and the model has "
-            f"{known} classes{others}."
-        )
-    return images, " ".join(notes)

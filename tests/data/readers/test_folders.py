@@ -18,7 +18,7 @@ from mmod.data.readers.folders import FolderSource, walk_images
 from mmod.data.readers.images import EXTENSIONS
 from mmod.io.progress import warn_once
 from mmod.opening.opened import Opened, Preprocessing
-from mmod.studies.advise import read_images
+from mmod.studies.advised import read_images
 
 
 def save(path: Path, value: int, kind: str | None = None) -> None:

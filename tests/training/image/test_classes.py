@@ -22,7 +22,7 @@ from mmod.data.labels import read_classes
 from mmod.opening.opened import Opened, Preprocessing
 from mmod.opening.runs import run_classes
 from mmod.opening.timm import published_classes
-from mmod.studies.advise import read_images
+from mmod.studies.advised import read_images
 from mmod.studies.audit.sets import read_set
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
