@@ -49,12 +49,12 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
     further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
     """
+    dense, tuned = training_configs(config)
     if not config.train_dense:
-        dense, _ = training_configs(config)
         # Before candidates are fitted to budgets, which counts dozens of models.
         with naming_dense():
             dense.check_weights()
-    comparison = comparison_of(config)
+    comparison = _comparison_from(config, dense, tuned)
     runs = comparison.checked_runs()
     check_following(config)
     study = study_kind(config.kind)(comparison, config.evaluation)
@@ -64,7 +64,11 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
 
 def comparison_of(config: StudyConfig) -> Comparison:
     """Return what a study compares: the dense model, its series, and models without a router."""
-    dense, tuned = training_configs(config)
+    return _comparison_from(config, *training_configs(config))
+
+
+def _comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> Comparison:
+    """Return what a study compares, by the training configs of the dense model and of fine-tuning it."""
     candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
     # As long as a fine-tuned model has been trained in all.
     epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
