@@ -45,6 +45,7 @@ from mmod.blocks import (
     Span,
     StackCalls,
     attach,
+    check_whole_batch,
     compare_grid,
     is_converted,
     map_rows,
@@ -153,13 +154,6 @@ class BlockStack:
         return self.block_list.rpartition(".")[0]
 
     @property
-    def dividing(self) -> dict[str, nn.Module]:
-        """The converted blocks, by name, if a branch of theirs runs on a part of the batch in training; else none."""
-        if self.proof is None or not self.proof.divides:
-            return {}
-        return self.converted
-
-    @property
     def converted(self) -> dict[str, nn.Module]:
         """The converted blocks, by name."""
         return {name: block for name, block in zip(self.names, self.blocks) if is_converted(block)}
@@ -185,6 +179,12 @@ class BlockStack:
         if not isinstance(owner, BlockOwner):
             self.own_(owner)
         watch_losses(owner)
+
+    def refuse_divided(self, owner: nn.Module) -> None:
+        """Refuse training in which a branch of a converted block runs on a part of the batch."""
+        blocks = self.converted
+        if blocks and self.proof is not None and self.proof.divides:
+            attach(owner, ModelHook(partial(check_whole_batch, blocks)))
 
     def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
         """Tell once if blocks whose prefix is always kept get further tokens that are no patches.

@@ -123,11 +123,11 @@ class Method(Checked, ABC, group="method"):
         earlier = {module for module in model.modules() if isinstance(module, Mixin) and not _is_free(module)}
         # A method finds a stack, one for each of its parts, or what else it changes.
         parts = target.values() if isinstance(target, Mapping) else (target,)
+        stacks = [stack for stack in parts if isinstance(stack, BlockStack)]
         with _unchanged_on_error(model):
             self.change(model, target)
-            for stack in parts:
-                if self.has_loss and isinstance(stack, BlockStack):
-                    stack.watch_losses(model)
+            for stack in stacks if self.has_loss else ():
+                stack.watch_losses(model)
         # One warning for all modules of this application.
         told: set[str] = set()
         for module in model.modules():
@@ -136,12 +136,11 @@ class Method(Checked, ABC, group="method"):
                 module.mod_told = told
                 if isinstance(module, Deciding):
                     module.remember_drawn()
-        for stack in parts:
-            if isinstance(stack, BlockStack):
-                remember(model, stack)
-                if stack.windows is not None:
-                    attach(owner_of(model, stack), stack.windows.hook)
-            owner = owner_of(model, stack) if isinstance(stack, BlockStack) else model
+        for stack in stacks:
+            remember(model, stack)
+            if stack.windows is not None:
+                attach(owner_of(model, stack), stack.windows.hook)
+        for owner in [owner_of(model, stack) for stack in stacks] or [model]:
             watch_first_call(owner)
         for hook in model_hooks(model):
             if not any(hook is other for other in hooks):
@@ -294,8 +293,7 @@ def _apply_in_training(model: Model, method: Method) -> Model:
     """Apply a method for training alone, and take it off at once from a model in evaluation mode."""
     if method.adds_weights:
         raise ValueError(f"training_only: {method.kind!r} adds weights, which the dense model cannot keep")
-    is_first = not isinstance(model, TrainingOnly)
-    if is_first:
+    if not isinstance(model, TrainingOnly):
         convert(model, TrainingOnly, ())
     changed: Any = model
     try:
@@ -449,12 +447,13 @@ def owner_of(model: nn.Module, stack: BlockStack) -> nn.Module:
 def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     """Store the methods that changed a model, also where its host library saves them."""
     # A plain attribute, so it is no parameter, buffer or submodule.
-    model.mod_methods = methods  # type: ignore[assignment]
-    if not methods:
-        del model.mod_methods
+    if methods:
+        vars(model)["mod_methods"] = methods
+    else:
+        vars(model).pop("mod_methods", None)
         detach_hooks(model, once=True)
-    if not methods and not isinstance(model, TrainingOnly):
-        forget(model)
+        if not isinstance(model, TrainingOnly):
+            forget(model)
     # A model is saved and loaded without the others.
     methods = tuple(method for method in methods if not method.training_only)
     watch_state(model, bool(methods))
@@ -478,21 +477,16 @@ def own_methods(module: nn.Module) -> tuple[Method, ...]:
 
 def methods_of(model: nn.Module) -> tuple[Method, ...]:
     """Return the methods that changed a model, in order; empty for a dense one."""
-    found: list[Method] = []
-    for owner in method_owners(model):
-        found += own_methods(owner)
-    return tuple(found)
+    return tuple(chain.from_iterable(map(own_methods, method_owners(model))))
 
 
 def methods_inside(model: nn.Module) -> tuple[Method, ...]:
-    """Return the methods that changed modules in a model, also if it is a part of the model they were applied to."""
-    applied = list(methods_of(model))
-    kinds = {method.kind for method in applied}
+    """Return a method of each kind that changed modules in a model, also if it is a part of the changed model."""
+    applied = {method.kind: method for method in methods_of(model)}
     for module in model.modules():
-        if isinstance(module, Mixin) and module.mod_method is not None and module.mod_method.kind not in kinds:
-            kinds.add(module.mod_method.kind)
-            applied.append(module.mod_method)
-    return tuple(applied)
+        if isinstance(module, Mixin) and module.mod_method is not None:
+            applied.setdefault(module.mod_method.kind, module.mod_method)
+    return tuple(applied.values())
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from mmod.blocks import (
     Record,
     Shell,
     attach,
-    check_whole_batch,
     convert,
     make_records,
 )
@@ -138,8 +137,8 @@ class Recursions(Mixture):
         if stack.read_text is not None:
             attach(owner_of(model, stack), ModelHook(partial(check_texts, stack.read_text, self.kind, False)))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
-        if stack.dividing and (self.choice == "tokens" or stack.proof.rows):
-            attach(owner_of(model, stack), ModelHook(partial(check_whole_batch, stack.dividing)))
+        if self.choice == "tokens" or getattr(stack.proof, "rows", ()):
+            stack.refuse_divided(owner_of(model, stack))
 
     def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""

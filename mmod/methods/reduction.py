@@ -26,13 +26,10 @@ from mmod.blocks import (
     BlockOwner,
     BlockState,
     Deciding,
-    ModelHook,
     Reduced,
     Remaining,
     Span,
     SpanPass,
-    attach,
-    check_whole_batch,
     convert,
     host_class,
     make_halves,
@@ -235,8 +232,7 @@ class Reducing(Method):
         owner = owner_of(model, stack)
         stack.own_(owner, ReducedModel if stack.host == "timm" else BlockOwner)
         stack.watch_grid(stack.converted)
-        if stack.dividing:
-            attach(owner, ModelHook(partial(check_whole_batch, stack.dividing)))
+        stack.refuse_divided(owner)
         warn_of_halves(halved, len(stack.blocks))
 
 

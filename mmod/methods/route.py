@@ -19,7 +19,6 @@ from mmod.blocks import (
     RoutedBlock,
     RoutedState,
     attach,
-    check_whole_batch,
     is_converted,
     make_importance,
     make_routed,
@@ -220,8 +219,8 @@ class Route(Method):
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
             if self.parts[name].protect_prefix and not self.parts[name].router.per_image:
                 stack.watch_grid(stack.converted)
-            if stack.dividing and _runs_inside(stack, self.parts[name]):
-                hooks.append((owner, ModelHook(partial(check_whole_batch, stack.dividing))))
+            if _runs_inside(stack, self.parts[name]):
+                stack.refuse_divided(owner)
             # Blocks that share nothing never ask for the call that they run in.
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
                 stack.own_(stack.owner_in(model))
@@ -248,7 +247,8 @@ class Route(Method):
 def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:
     """Return whether a routing reads or narrows what is inside a block: branches, keys, or rows of arguments."""
     hides_keys = isinstance(config.skipped, Merged) or (config.select != "topk" and not config.router.per_image)
-    return config.operator != "block" or hides_keys or bool(stack.proof.rows) or config.reads_attention(training=True)
+    has_rows = bool(getattr(stack.proof, "rows", ()))
+    return config.operator != "block" or hides_keys or has_rows or config.reads_attention(training=True)
 
 
 def _check_read_blocks(
