@@ -30,8 +30,7 @@ class ModelHook:
             Compiled calls leave it alone, unless it is `compiled`.
         compiled: It runs once in a compiled call too, before it.
         stop: Ends what it began, when it is removed and when a call fails; it may run twice.
-        reads: A block of another part that `install` converts, because it knows some of the facts.
-        install: Converts that block; routing makes it dense again with all others.
+        install: Converts a block of another part, which knows some of the facts; routing makes it dense again.
         kind: Kind of the method that attached it, which also removes it; empty for none.
     """
 
@@ -41,7 +40,6 @@ class ModelHook:
     once: bool = False
     compiled: bool = False
     stop: Callable[[], None] | None = None
-    reads: nn.Module | None = None
     install: Callable[[], None] | None = None
     kind: str = ""
 

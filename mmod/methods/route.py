@@ -37,7 +37,7 @@ from mmod.methods.base import (
     refuse_evaluated,
     register_method,
 )
-from mmod.methods.prepare import Conversion, prepare
+from mmod.methods.prepare import prepare
 from mmod.routing import BorrowedScore, DecoderRouter, Router, share_score, unshare_score
 from mmod.values import check_module, check_value
 
@@ -194,7 +194,6 @@ class Route(Method):
         hooks: list[tuple[nn.Module, ModelHook]] = []
         for name, stack in stacks.items():
             hooks += stack.hooks(self.parts[name])
-        _check_read_blocks(hooks, conversions)
         for name, stack in stacks.items():
             score = self.parts[name].router
             if score.reads_grid and stack.grid is not None:
@@ -249,19 +248,6 @@ def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:
     hides_keys = isinstance(config.skipped, Merged) or (config.select != "topk" and not config.router.per_image)
     has_rows = bool(getattr(stack.proof, "rows", ()))
     return config.operator != "block" or hides_keys or has_rows or config.reads_attention(training=True)
-
-
-def _check_read_blocks(
-    hooks: Sequence[tuple[nn.Module, ModelHook]], conversions: Mapping[str, Sequence[Conversion]]
-) -> None:
-    """Raise a ValueError if a part converts a block that another part reads."""
-    read = {hook.reads for _, hook in hooks if hook.reads is not None}
-    for part, converted in conversions.items():
-        if not read.isdisjoint(block for block, *_ in converted):
-            raise ValueError(
-                f"the config of {part} changes the last block that features come from, whose attention is the "
-                f"importance of another part (router.importance='vision_tower'): leave it out of the blocks of {part}"
-            )
 
 
 def is_routed(model: nn.Module) -> bool:

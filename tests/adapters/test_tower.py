@@ -364,11 +364,15 @@ def test_a_tower_whose_read_layer_is_routed_is_refused() -> None:
     classes = [type(module) for module in model.modules()]
     # The features come from the third of four layers.
     both = {"language": CONFIG, "image": mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(2,))}
-    with pytest.raises(ValueError, match="the config of image changes the last block that features come from"):
+    refused = "block that features come from, which another method or the config of image changes"
+    with pytest.raises(ValueError, match=refused):
         mmod.route_(model, **both)
     assert [type(module) for module in model.modules()] == classes
+    mmod.route_(model, image=both["image"])
+    with pytest.raises(ValueError, match=refused):
+        mmod.route_(model, language=CONFIG)
     batch = prompt("llava", (1,))
-    mmod.route_(model, language=CONFIG, image=both["image"].replace(blocks=(1,)))
+    mmod.route_(mmod.undo_(model), language=CONFIG, image=both["image"].replace(blocks=(1,)))
     assert torch.isfinite(model(**batch).logits).all()
 
 

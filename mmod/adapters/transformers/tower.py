@@ -175,7 +175,7 @@ class TowerImportance(TowerReader):
     several patches has their mean.
 
     Raises:
-        ValueError: See `TowerReader`, or another method has changed the layer.
+        ValueError: See `TowerReader`.
 
     Source: VisionZip, Yang et al., arXiv 2412.04467, section 3.2: its dominant tokens.
     """
@@ -183,25 +183,25 @@ class TowerImportance(TowerReader):
     def __init__(self, entry: Any, stack: BlockStack) -> None:
         super().__init__(entry, stack, "router.importance='vision_tower'", 0.0)
         self.reads: nn.Module = stack.blocks[_last_used(entry.config, len(stack.blocks))]
-        if is_converted(self.reads):
-            raise ValueError(
-                f"{self.option} reads the attention of all patches in the tower's last layer that is used, which "
-                "another method has changed: leave that layer dense"
-            )
         importance = "class_token" if stack.class_token else "mean"
         self.state = ImportanceState(call=stack.call_of(self.reads, None), importance=importance, noted=self.noted)
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
         """All hooks that it needs, with their modules."""
-        hook = ModelHook(self.drop_before, self.drop_behind, reads=self.reads, install=self.install)
+        hook = ModelHook(self.drop_before, self.drop_behind, install=self.install)
         windows = self.stack.windows
         if windows is None:
             return [(self.entry, hook)]
         return [(self.entry, hook), (self.entry.get_submodule(self.stack.owner), windows.hook)]
 
     def install(self) -> None:
-        """Let the layer note the importance of patches."""
+        """Let the layer note the importance of patches, after the blocks of all parts were converted."""
+        if is_converted(self.reads):
+            raise ValueError(
+                f"{self.option} reads the attention of all patches in the last block that features come from, which "
+                "another method or the config of image changes: leave that block dense"
+            )
         make_importance(self.reads, self.state)
         remember(self.entry, self.stack)
 
