@@ -335,10 +335,7 @@ SECOND: dict[str, Any] = {"blocks": (1,), "capacity": 0.5}
 TRACED: list[tuple[str, str, RoutingConfig | Method]] = [
     ("conditioned", "own video", RoutingConfig(router=LEARNED, **SECOND)),
     ("transformers", "dinov3", RoutingConfig(router="attention", **SECOND)),
-    ("own", "halves in sequence", RoutingConfig(router=LEARNED, **SECOND)),
     ("timm", "vit_tiny_patch16_224", mmod.preset("gradual", blocks=(0, 1), capacity=(0.8, 0.4))),
-    ("timm", "vit_tiny_patch16_224", RoutingConfig(skipped=mmod.Merged("mlp"), **SECOND)),
-    ("timm", "vit_tiny_patch16_224", RoutingConfig(router="redundancy", **SECOND)),
     ("timm", "vit_tiny_patch16_224", Prune(0.6, (1,), fuse=False, by="mean")),
     ("timm", "vit_tiny_patch16_224", Merge(3)),
 ]

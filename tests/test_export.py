@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from torch.export import Dim
 
 import mmod
 from mmod import RoutingConfig
-from mmod.methods import Experts
 from tests.kit.zoo import make_model
 
 ROUTINGS = {
@@ -25,9 +23,7 @@ ROUTINGS = {
     "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25), blocks="all"),
     "change": RoutingConfig(router="change", capacity=0.5),
     "distilled": mmod.preset("distilled", router={"init_std": 0.3}),
-    "p-mod": mmod.preset("p-mod", depth=2, router={"init_std": 0.3}),
     "threshold": RoutingConfig(router="attention", select=mmod.Threshold(1.0, max_tokens=7)),
-    "context": RoutingConfig(capacity=0.5, context="all"),
     "learned threshold": mmod.preset("modification", select={"max_tokens": 7}, router={"init_std": 0.3}),
 }
 
@@ -40,8 +36,8 @@ def _fresh_compiler() -> Iterator[None]:
         yield
 
 
-# Where positions are rotated, or differ from block to block.
-FAMILIES = {"attention": "vit_small_patch16_rope_mixed_224", "p-mod": "vit_small_patch16_dinov3"}
+# Positions are rotated, by angles that differ from block to block.
+ROTARY = "vit_small_patch16_rope_mixed_224"
 
 
 def routed(routing: str, name: str = "vit_tiny_patch16_224") -> nn.Module:
@@ -65,10 +61,9 @@ def test_compiles_without_a_break_for_any_batch() -> None:
             torch.testing.assert_close(compiled(x), model(x))
 
 
-# Routers that learn by a loss of their own are compiled with it below.
-@pytest.mark.parametrize("routing", ["context", "learned threshold"])
-def test_compiled_training_has_the_gradients_of_eager(routing: str) -> None:
-    model = routed(routing).train()
+# A router that learns by a loss of its own is compiled with it below.
+def test_compiled_training_has_the_gradients_of_eager() -> None:
+    model = routed("learned threshold").train()
     twin = copy.deepcopy(model)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
     x = images(2)
@@ -80,11 +75,8 @@ def test_compiled_training_has_the_gradients_of_eager(routing: str) -> None:
     assert_same_gradients(twin, model)
 
 
-@pytest.mark.parametrize(
-    ("method", "depth"), [(ROUTINGS["distilled"], 2), (Experts(choice="tokens"), 1)], ids=["routing", "experts"]
-)
-def test_one_graph_keeps_the_losses_of_several_passes(method: Any, depth: int) -> None:
-    model = mmod.apply_(make_model("vit_tiny_patch16_224", depth=depth), method).train()
+def test_one_graph_keeps_the_losses_of_several_passes() -> None:
+    model = routed("distilled").train()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=counter)
     views = [images(2), images(2)]
@@ -114,16 +106,15 @@ def test_inductor_gives_the_same_output() -> None:
     torch.testing.assert_close(torch.compile(block, fullgraph=True)(x), block(x), atol=1e-5, rtol=1e-4)
 
 
-# A strict export reads the code as a compiler without graph breaks does.
-STRICT = "learned threshold"
-
-
-# Thresholds of importance go to ONNX below.
-@pytest.mark.parametrize("routing", ["attention", "p-mod", "context", "learned threshold"])
-def test_exports_with_a_dynamic_batch(routing: str) -> None:
-    model = routed(routing, FAMILIES.get(routing, "vit_tiny_patch16_224"))
+# Thresholds of importance go to ONNX below. A strict export reads the code as a compiler without graph breaks does.
+@pytest.mark.parametrize(
+    ("routing", "name", "strict"),
+    [("attention", ROTARY, False), ("learned threshold", "vit_tiny_patch16_224", True)],
+)
+def test_exports_with_a_dynamic_batch(routing: str, name: str, strict: bool) -> None:
+    model = routed(routing, name)
     program = torch.export.export(
-        model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=routing == STRICT
+        model, (images(2),), dynamic_shapes=({0: Dim("batch", min=1, max=64)},), strict=strict
     )
     module = program.module()
     for batch in (1, 2, 7):

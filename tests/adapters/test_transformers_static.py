@@ -15,7 +15,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import CACHE
 from tests.kit.cover import in_turn
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES, routed
-from tests.kit.vlm_zoo import APART, IMAGE, JOINT, LANGUAGE, PATCHES, SLIDING, make_joint, make_language, pad, prompt
+from tests.kit.vlm_zoo import APART, IMAGE, JOINT, PATCHES, SLIDING, make_joint, make_language, pad, prompt
 
 PRESETS = {
     "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), router={"init_std": 0.2}),
@@ -170,32 +170,18 @@ def test_text_goes_on_in_chunks(name: str) -> None:
     torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-5, rtol=1e-4)
 
 
-# What is traced grows with the depth.
-SHALLOW = {
-    "llava": {"num_hidden_layers": 2},
-    "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-}
-COMPILED = {
-    "p-mod": ("llava", PRESETS["p-mod"].replace(blocks=(1,), capacity=0.3)),
-    "predictor": ("gemma3", EVERYTHING["predictor"]),
-}
-
-
-@pytest.mark.parametrize("case", COMPILED)
-def test_decoding_compiles_to_one_graph(case: str) -> None:
+# Text that decides for itself is compiled below. What is traced grows with the depth.
+def test_decoding_compiles_to_one_graph() -> None:
     torch._dynamo.reset()
-    name, config = COMPILED[case]
-    model = routed(name, config, **SHALLOW[name])
+    model = routed("llava", PRESETS["p-mod"].replace(blocks=(1,), capacity=0.3), num_hidden_layers=2)
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(model.__call__, backend=counter, fullgraph=True)
-    # A sliding window's mask has a shape of its own each time it grows: transformers' dense layers compile twice, too.
-    graphs = 2 if name == "gemma3" else 1
     for seed in range(2):
-        batch = text(seed) if name in LANGUAGE else prompt(name, (1, 2), seed=seed)
+        batch = prompt("llava", (1, 2), seed=seed)
         expected = logits(model, batch, transformers.DynamicCache(config=model.config), steps=4)
         same(logits(model, batch, static(model), step, steps=4), expected)
         # Another number of kept tokens is another shape of the cache: from the second on one graph serves them all.
-        assert graphs <= counter.frame_count <= graphs + (seed > 0)
+        assert 1 <= counter.frame_count <= 1 + (seed > 0)
 
 
 @torch.no_grad()
@@ -211,7 +197,7 @@ def test_decoding_without_mutation_is_the_same() -> None:
 
 def test_generate_compiles_decoding_by_itself() -> None:
     torch._dynamo.reset()
-    model = routed("llava", IMAGES_ONLY["linear"].replace(blocks=(1,)), **SHALLOW["llava"])
+    model = routed("llava", IMAGES_ONLY["linear"].replace(blocks=(1,)), num_hidden_layers=2)
     batch = prompt("llava", (1, 0, 2))
     graphs: list[Any] = []
 

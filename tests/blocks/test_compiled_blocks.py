@@ -19,10 +19,7 @@ NAME = "vit_tiny_patch16_224"
 CONSECUTIVE = (1, 2, 3)
 # A dense block has one graph; routed ones have one each for the first, the last and those between in their spans.
 GRAPHS: list[tuple[str, tuple[int, ...], dict[str, Any], int]] = [
-    ("linear", CONSECUTIVE, {}, 2),
     ("attention", CONSECUTIVE, {}, 4),
-    ("random", (1, 2, 4), {}, 4),
-    ("redundancy", CONSECUTIVE, {"skipped": "merge"}, 4),
     # As many as there are capacities, since a graph holds its number of rows, and one for the same rows again.
     ("redundancy", CONSECUTIVE, {"skipped": mmod.Merged(before="mlp"), "capacity": (0.8, 0.8, 0.6)}, 4),
 ]

@@ -25,16 +25,10 @@ REFUSED = {
     "experts-unlimited": "experts without slots cannot be exported",
     "recursions-tokens": "depths of tokens cannot be exported",
 }
-# Every operation of the other methods is one of these. To go there, a model is exported with a dynamic batch.
-# What is traced grows with the depth.
-IN_ONNX = {"merge-mean": {"depth": 1}, "experts-tokens": {"depth": 1}, "recursions-first": {}, "channels-own": {}}
-# What no model above has: two methods, tokens dropped by either score or fused, all patches returned, other images.
-EXPORTED: dict[str, dict[str, Any]] = {
-    "staged": {},
-    "prune-fused": {},
-    "prune-mean": {"global_pool": ""},
-    "resize": {"depth": 1},
-}
+# Operations that ONNX has in another form: sums and copies of rows by index. What is traced grows with the depth.
+IN_ONNX = {"merge-mean": {"depth": 1}, "experts-tokens": {"depth": 1}}
+# What no model above has: two methods, tokens that are fused, a cycle with all patches, channels.
+EXPORTED: dict[str, dict[str, Any]] = {"staged": {}, "prune-fused": {}, "recursions-first": {}, "channels-own": {}}
 BATCHES = (1, 2, 5)
 
 

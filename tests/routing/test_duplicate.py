@@ -226,21 +226,17 @@ def test_gradients_of_a_tower_that_keeps_all_are_dense_and_those_of_others_are_f
     assert all(bool(gradient.isfinite().all()) for gradient in gradients[2])
 
 
-@pytest.mark.parametrize(("name", "is_compiled"), [("test_vit", False), ("dinov2", True)])
 @torch.no_grad()
-def test_graphs_read_the_pixels_of_their_images(name: str, is_compiled: bool) -> None:
-    model, part, side = make_host(name)
+def test_a_graph_reads_the_pixels_of_its_images() -> None:
+    model, part, side = make_host("test_vit")
     # What is traced grows with the depth.
     blocks = model.get_submodule(find_stack(model).names[0].rpartition(".")[0])
     del blocks[1:]
     route(model, part, select="topk", capacity=0.5)
     first, second = page(side, 1).repeat(2, 1, 1, 1), torch.cat([page(side, 2), page(side, 3)])
     expected = [output(model, images) for images in (first, second)]
-    if is_compiled:
-        torch._dynamo.reset()
-        graph: Any = torch.compile(model, backend="eager", fullgraph=True)
-    else:
-        graph = torch.export.export(model, (first,)).module()
+    torch._dynamo.reset()
+    graph = torch.compile(model, backend="eager", fullgraph=True)
     for images, y in zip((first, second), expected):
         torch.testing.assert_close(output(graph, images), y, atol=2e-5, rtol=2e-5)
 
