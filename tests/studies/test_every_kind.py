@@ -17,7 +17,7 @@ from mmod.config.parse import named_kind, read_config
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
 from mmod.planning.candidate import PlanOptions
-from mmod.studies import assess, plan
+from mmod.studies import assess
 from mmod.studies.kind import study_kind
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.runs import Run
@@ -59,7 +59,7 @@ UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "te
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_is_evaluated_and_searched_as_it_was_trained(
+def test_a_run_is_evaluated_and_planned_as_it_was_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = kind_of(_tiny(kind, tmp_path))
@@ -97,18 +97,15 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     assess.main([str(path)])
     assert str(trained) in capsys.readouterr().out
 
-    plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
-    searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
-    routed = mmod.route_(load(kind_of(done)), **{done.parts[0]: searched})
-    assert mmod.routed_blocks(routed)
-    # A comparison writes a searched plan into `routing` as this kind reads it.
+    # A comparison writes a searched plan into `routing` as this kind reads it; `test_references.py` searches for them.
     options = PlanOptions()
+    searched = mmod.RoutingConfig(blocks=(1,), capacity=(0.5,), router="norm")
+    routed = mmod.route_(load(kind_of(done)), **{done.parts[0]: searched})
     candidate = mmod.planning.Candidate("searched", series="searched", search=options)
     run = Run(name="searched", seed=0, training=done, candidate=candidate, searches=(options,), plans=tmp_path)
     plans = {tmp_path: {options.budget: searched.to_dict()}}
     ready = Measurer(measure_run, Store(), plans).ready(run)
-    assert list(mmod.routed_blocks(load(kind_of(ready.training)))) == list(mmod.routed_blocks(routed))
-    assert "divergence added by each option" in capsys.readouterr().out
+    assert list(mmod.routed_blocks(load(kind_of(ready.training)))) == list(mmod.routed_blocks(routed)) != []
 
 
 @pytest.mark.parametrize(
