@@ -14,7 +14,7 @@ from mmod.training.engine.start import create_models
 from mmod.training.text.kind import TextKind
 from tests.kit.text_configs import text_config
 
-SIZES: dict[str, Any] = {"data": {"length": 64, "batch_size": 16, "val_limit": 16}, "epochs": 1}
+SIZES: dict[str, Any] = {"data": {"length": 32, "batch_size": 16, "val_limit": 16}, "epochs": 1}
 
 
 def routing(**changes: Any) -> dict[str, Any]:
