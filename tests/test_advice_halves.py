@@ -15,7 +15,7 @@ from mmod.analysis.statistics import Estimate
 from mmod.io.store import STORE
 from scripts import advice_halves
 from scripts.advice_halves import Recorded, advice_from, outcome, replay
-from tests.kit.fitted import fit_roughly
+from tests.kit.fitted import few_series, fit_roughly
 
 
 def recorded(**shares: float) -> Recorded:
@@ -53,6 +53,7 @@ def test_advice_is_wrong_where_all_photographs_disagree() -> None:
 
 def test_a_small_model_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_roughly(monkeypatch)
+    few_series(monkeypatch, "gradual", "smaller-image")
     generator = np.random.default_rng(0)
     for split in ("train", "test"):
         for name in ("cats", "dogs", "hens"):

@@ -19,7 +19,7 @@ from mmod.training.chat.start import router_parameters
 from scripts.real_halves import learn, on_screens, photographs, rows, screens, tune
 from scripts.real_halves.__main__ import make, save
 from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded
-from scripts.real_halves.rows import Row
+from scripts.real_halves.rows import SPREAD, Row
 
 CLASSES = ("Faces_easy", "car_side", "crab", "dollar_bill", "yin_yang")
 
@@ -191,6 +191,8 @@ def test_answers_about_screens_are_those_of_what_is_drawn(is_screen: bool) -> No
 def test_screens_are_evaluated_and_compared(screens_folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "_HALVINGS", 4)
+        # Plans of the other families are fitted alike.
+        patch.setattr(on_screens, "families", lambda depth: {SPREAD: rows.families(depth)[SPREAD]})
         found = on_screens.rows(screens_folder, screens.PATCHES)
     chosen = {name: found[name] for name in (on_screens.DENSE, on_screens.BOTH, "fewer pixels")}
     journal = screens_folder / f"answers-{screens.PATCHES}.jsonl"
