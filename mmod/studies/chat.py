@@ -84,8 +84,11 @@ class ChatStudy(StudyKind):
         full = dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
         _, _, full_image = ChatKind(full).prompts(self.evaluation.batch)
         kept = needed_shares(model, rows.kept)
-        routed = flops(model, Prompt(text, image), kept).routed
-        dense = flops(model, Prompt(text, full_image), kept).dense
+        report = flops(model, Prompt(text, image), kept)
+        routed = report.routed
+        dense = report.dense
+        if full_image != image:
+            dense = flops(model, Prompt(text, full_image), kept).dense
         # What image tokens add is compared with what they add in the dense model.
         text_alone = flops(model, Prompt(text), kept).dense
         with torch.inference_mode():
