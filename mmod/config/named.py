@@ -53,6 +53,11 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     """
     make = PRESETS[name]
     accepted = inspect.signature(make).parameters
+    if "mean" in accepted and {"mean", "capacity"} <= set(changes):
+        raise ValueError(
+            f"preset {name!r} takes mean or capacity, got mean={changes['mean']!r} and "
+            f"capacity={changes['capacity']!r}: leave one out. capacity is the mean over all routed blocks"
+        )
     if not set(changes) <= set(preset_arguments(name)):
         check_options(changes, preset_arguments(name), vars(preset(name)))
     if depth is not None:

@@ -232,7 +232,7 @@ def follow(message: str, model: nn.Module) -> nn.Module:
     [
         ((), {"preset": "gradual"}, mmod.preset("gradual", depth=6)),
         ((), {"preset": "gradual", "mean": 0.7}, mmod.preset("gradual", depth=6, mean=0.7)),
-        (("gradual",), {"mean": 0.7, "capacity": 0.5}, mmod.preset("gradual", 6, mean=0.7, capacity=0.5)),
+        (("gradual",), {"start": 2, "capacity": 0.5}, mmod.preset("gradual", 6, start=2, capacity=0.5)),
         (("a-mod",), {"capacity": 0.25}, mmod.preset("a-mod", capacity=0.25)),
         ((), {"router": "norm", "capacity": 0.25}, mmod.RoutingConfig(router="norm", capacity=0.25)),
     ],
@@ -243,6 +243,12 @@ def test_arguments_taken_for_parts_are_told_their_place(
     with pytest.raises(ValueError, match=f"^call .*this model has no part {', '.join(sorted(parts))}; ") as refusal:
         mmod.route_(make(), *arguments, **parts)
     assert mmod.routing_config(follow(str(refusal.value), make())) == expected
+
+
+@pytest.mark.parametrize("depth", [None, 6])
+def test_two_budgets_of_a_preset_are_refused(depth: int | None) -> None:
+    with pytest.raises(ValueError, match=r"takes mean or capacity, got mean=0\.5 and capacity=0\.9: leave one"):
+        mmod.preset("gradual", depth, mean=0.5, capacity=0.9)
 
 
 @pytest.mark.parametrize(("name", "field"), [("norm", "router"), ("late", "blocks")])
