@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -174,6 +175,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
     wait_passively()
     # peft imports bitsandbytes, which would begin the output with a line on a kernel that no command needs.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    # And it reads an old name of transformers, which is no key of a user's.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     with one_line_errors(), one_line_warnings():
         _check_config(command, arguments)
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
