@@ -233,6 +233,12 @@ CALLS = {
         ("mmod.load_pretrained(folder, model=dense)",),
         replaces=True,
     ),
+    "a mean that equal steps cannot reach": Call(
+        "options = {'mean': 0.3}",
+        "mmod.preset('gradual', 12, **options)",
+        "equal steps cannot reach",
+        ("capacity=0.3; options = {'capacity': capacity}",),
+    ),
     "FLOPs of a routed language model": Call(
         "model = mmod.route_(llama(), mmod.RoutingConfig(router='linear')); text_tokens = 8; image_tokens = 0",
         "mmod.flops(model, {'input_ids': torch.ones(1, 8, dtype=torch.int64)})",

@@ -19,6 +19,8 @@ from mmod.values import check_value, one_of
 
 # Stands for a depth that is not known yet, or that changes leave nothing to.
 _USUAL_DEPTH = 24
+# Two ways to say what a plan keeps on average.
+_MEANS = ("mean", "capacity")
 _BY_DEPTH = ("blocks", "capacity")
 
 
@@ -172,7 +174,11 @@ class Preset(RoutingConfig):
             preset('gradual', mean=0.7, protect_prefix=False)
         """
         parts = revised({name: getattr(self, name) for name in PARTS}, changes)
-        return preset(self.preset, **{**self.changes, **{name: parts[name] for name in changes}})
+        former = dict(self.changes)
+        for name in _MEANS if set(_MEANS) & set(changes) else ():
+            # A capacity takes the place of a mean, and the other way round.
+            former.pop(name, None)
+        return preset(self.preset, **{**former, **{name: parts[name] for name in changes}})
 
     def to_dict(self, complete: bool = False) -> dict[str, Any]:
         """Return the preset's name and the changes as plain JSON values, which `read_routing` reads.
@@ -214,6 +220,8 @@ class Preset(RoutingConfig):
 def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     """Return the routing that plain values describe: fields of `RoutingConfig`, or `preset: NAME` with its arguments.
 
+    A preset's option that is null is left out: no preset has one that takes None.
+
     Example:
         >>> read_routing({"preset": "a-mod", "capacity": 0.25}).capacity
         0.25
@@ -222,7 +230,9 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
         options = dict(fields)
         name = options.pop("preset")
         if name is not None:
-            return preset(name, **options)
+            of_presets = set().union(*map(preset_arguments, PRESETS)) - set(ROUTING_FIELDS)
+            unset = [option for option in options if options[option] is None and option in of_presets]
+            return preset(name, **{option: options[option] for option in options if option not in unset})
         fields = options
     return RoutingConfig.from_dict(fields)
 

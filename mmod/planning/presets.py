@@ -90,7 +90,14 @@ def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, object]:
     from ToMe, Bolya et al., arXiv 2210.09461, which merges in every block, compares keys, and never splits merged
     tokens.
     """
-    plan = falling(depth, mean, steps=min(5, depth - start), start=start)
+    steps = min(5, depth - start)
+    least = (steps - 1) / (2 * max(1, steps))
+    if isinstance(mean, (int, float)) and 0 < mean <= least:
+        raise ValueError(
+            f"mean must be a number in ({least:g}, 1], got {mean!r}, which {steps} equal steps cannot reach: "
+            f"capacity={mean!r} in its place scales the plan to it"
+        )
+    plan = falling(depth, mean, steps=steps, start=start)
     return {
         "router": score("redundancy", channels=64),
         "skipped": Merged("mlp"),

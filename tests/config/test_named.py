@@ -251,6 +251,18 @@ def test_two_budgets_of_a_preset_are_refused(depth: int | None) -> None:
         mmod.preset("gradual", depth, mean=0.5, capacity=0.9)
 
 
+def test_a_later_mean_takes_the_place_of_a_capacity() -> None:
+    assert mmod.preset("gradual", mean=0.5).replace(capacity=0.9) == mmod.preset("gradual", capacity=0.9)
+    assert mmod.preset("gradual", capacity=0.9).replace(mean=0.5) == mmod.preset("gradual", mean=0.5)
+
+
+def test_null_leaves_out_an_option_of_a_preset() -> None:
+    for name in ("gradual", "a-mod"):
+        assert read_routing({"preset": name, "mean": None}) == mmod.preset(name)
+    with pytest.raises(ValueError, match="unknown routing option"):
+        read_routing({"preset": "gradual", "meen": None})
+
+
 @pytest.mark.parametrize(("name", "field"), [("norm", "router"), ("late", "blocks")])
 def test_values_of_fields_are_told_from_presets(name: str, field: str) -> None:
     with pytest.raises(TypeError, match=f"got '{name}', which is a value of {field}: pass mmod") as refusal:
