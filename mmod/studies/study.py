@@ -270,6 +270,7 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: M
         return result
 
     is_announced = False
+    # Each run comes back once `study.measure` has done it, and its rows are in the table.
     for run in compare(table, [runs], measurer, runner):
         if run.seed == 0 and run.name in names:
             done[run.name] = measurer.ready(run)
