@@ -34,6 +34,7 @@ from mmod.blocks import (
     BlockCall,
     BlockOwner,
     CallForm,
+    Deciding,
     GridSource,
     Halves,
     ModelHook,
@@ -47,11 +48,10 @@ from mmod.blocks import (
     attach,
     check_whole_batch,
     compare_grid,
+    convert,
     is_converted,
     map_rows,
-    own_,
     parameters_of,
-    watch_losses,
 )
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_captured, keys_and_values
@@ -171,14 +171,16 @@ class BlockStack:
     def own_(self, owner: nn.Module, mixin: type[BlockOwner] = BlockOwner) -> None:
         """Let a module begin and end the calls of the blocks, after these were converted."""
         name = self.block_list.rpartition(".")[2]
-        own_(owner, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks), mixin)
+        convert(owner, mixin, OwnerState(self.calls, name, tuple(self.blocks), self.host, self.read_blocks))
 
     def watch_losses(self, model: nn.Module) -> None:
         """Let a call that fails drop the losses of its pass; called after the blocks were converted."""
         owner = self.owner_in(model)
-        if not isinstance(owner, BlockOwner):
+        losing = tuple(module for module in owner.modules() if isinstance(module, Deciding) and module.has_loss)
+        if losing and not isinstance(owner, BlockOwner):
             self.own_(owner)
-        watch_losses(owner)
+        if isinstance(owner, BlockOwner):
+            owner.mod_owner.losing = losing
 
     def refuse_divided(self, owner: nn.Module) -> None:
         """Refuse training in which a branch of a converted block runs on a part of the batch."""

@@ -46,7 +46,7 @@ from mmod.blocks.grid import (
 )
 from mmod.blocks.hook import ModelHook, attach, check_whole_batch, detach_hooks, model_hooks
 from mmod.blocks.importance import ImportanceBlock, ImportanceState, make_importance
-from mmod.blocks.owner import BlockOwner, OwnerState, own_, watch_losses
+from mmod.blocks.owner import BlockOwner, OwnerState
 from mmod.blocks.record import Deciding, Record, deciding_modules, make_records, recomputing
 from mmod.blocks.remaining import Reduced, Remaining
 from mmod.blocks.routed import RoutedBlock, RoutedState, SpannedBlock, make_routed

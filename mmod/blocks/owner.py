@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from mmod.blocks.calls import ReadBlocks, StackCall, StackCalls
-from mmod.blocks.conversion import Mixin, convert, is_converted
+from mmod.blocks.conversion import Mixin, is_converted
 from mmod.blocks.hook import ModelHook, runs_code_of
 from mmod.blocks.record import Deciding, PassLoss, Record
 from mmod.threads import PerThread
@@ -21,15 +22,17 @@ HostMethod = Callable[..., Any]
 
 @dataclass(eq=False)
 class OwnerState:
-    """Plain state of a module that owns a stack of blocks.
+    """Plain state of a module that owns a stack of blocks, made after these were converted.
 
     Args:
         calls: The calls of the stack, by thread.
         name: Name of the list of blocks in the module.
         host: Package whose code may run blocks that pass on rows; empty for none.
         read_blocks: See `StackCall`.
+
+    Attributes:
         in_front: The blocks before the first changed one, and the modules inside them.
-        losing: The modules whose passes in training leave losses.
+        losing: The modules whose passes in training leave losses, which go with a call that fails.
     """
 
     calls: PerThread[StackCalls] = field(repr=False)
@@ -39,6 +42,10 @@ class OwnerState:
     read_blocks: ReadBlocks | None = None
     in_front: tuple[nn.Module, ...] = ()
     losing: tuple[Deciding, ...] = ()
+
+    def __post_init__(self) -> None:
+        for block in itertools.takewhile(lambda block: not is_converted(block), self.blocks):
+            self.in_front += tuple(block.modules())
 
 
 class BlockOwner(Mixin):
@@ -196,20 +203,3 @@ def _as_call(converted: type[nn.Module], name: str, host_method: HostMethod) -> 
         return self.run_in_call(name, getattr(super(converted, self), name), args, kwargs)
 
     return run
-
-
-def own_(owner: nn.Module, state: OwnerState, mixin: type[BlockOwner] = BlockOwner) -> None:
-    """Let a module begin and end the calls of its blocks, after these were converted."""
-    for block in state.blocks:
-        if is_converted(block):
-            break
-        state.in_front += tuple(block.modules())
-    convert(owner, mixin, state)
-    watch_losses(owner)
-
-
-def watch_losses(owner: nn.Module) -> None:
-    """Let a call of a `BlockOwner` that fails drop the losses of its pass."""
-    if isinstance(owner, BlockOwner):
-        modules = [module for module in owner.modules() if isinstance(module, Deciding)]
-        owner.mod_owner.losing = tuple(module for module in modules if module.has_loss)

@@ -126,7 +126,7 @@ class Method(Checked, ABC, group="method"):
         stacks = [stack for stack in parts if isinstance(stack, BlockStack)]
         with _unchanged_on_error(model):
             self.change(model, target)
-            for stack in stacks if self.has_loss else ():
+            for stack in stacks:
                 stack.watch_losses(model)
         # One warning for all modules of this application.
         told: set[str] = set()
