@@ -137,7 +137,7 @@ class Recursions(Mixture):
         if stack.read_text is not None:
             attach(owner_of(model, stack), ModelHook(partial(check_texts, stack.read_text, self.kind, False)))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
-        if self.choice == "tokens" or getattr(stack.proof, "rows", ()):
+        if self.choice == "tokens" or bool(getattr(stack.proof, "rows", ())):
             stack.refuse_divided(owner_of(model, stack))
 
     def restore(self, model: nn.Module) -> None:
