@@ -465,7 +465,11 @@ def brief(value: object) -> str:
     except ValueError:
         # Python refuses to format integers of more than 4300 digits.
         return f"a {type(value).__name__} too long to be written"
-    return text if len(text) <= 200 else f"{text[:200]}..."
+    return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}..."
+
+
+# Of a value in a message.
+_LETTERS = 200
 
 
 class _Shown(str):
@@ -476,11 +480,14 @@ class _Shown(str):
 
 
 def _without_data(value: Any, depth: int = 3) -> Any:
-    """Return a value with type and shape instead of tensors and arrays, down to a depth: values may hold themselves."""
+    """Return a value with type and shape instead of tensors and arrays, down to a depth: values may hold themselves.
+
+    More items than letters are not shown.
+    """
     if getattr(value, "shape", ()) and hasattr(value, "dtype"):
         return _Shown(f"{type(value).__name__} {tuple(value.shape)}")
     if depth and isinstance(value, Mapping):
-        return {key: _without_data(item, depth - 1) for key, item in value.items()}
+        return {key: _without_data(item, depth - 1) for key, item in itertools.islice(value.items(), _LETTERS)}
     if depth and type(value) in (list, tuple):
-        return type(value)(_without_data(item, depth - 1) for item in value)
+        return type(value)(_without_data(item, depth - 1) for item in itertools.islice(value, _LETTERS))
     return value
