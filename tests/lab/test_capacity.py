@@ -28,12 +28,10 @@ LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
 # Counting FLOPs takes longest: few models suffice.
 WAYS = {
     "linear": LINEAR,
-    "attention": mmod.RoutingConfig(router="attention"),
     "shared": mmod.RoutingConfig(router="attention", blocks="late"),
-    "mlp": mmod.RoutingConfig(router="linear", operator="mlp", blocks=(1, 2)),
     "all": mmod.RoutingConfig(router="linear", context="all", blocks=(0, 2, 3)),
 }
-MODELS = ["vit_tiny_patch16_224", "vit_base_patch16_siglip_gap_224", "deit_tiny_distilled_patch16_224"]
+MODELS = ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"]
 
 
 def numbers(seed: int, *shape: int) -> Tensor:
@@ -123,9 +121,8 @@ def learning_model(name: str, way: str, budget: float = 0.6) -> tuple[nn.Module,
     return model, learned, make_images(name, 2)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_loss_has_its_gradient(way: str) -> None:
-    budget = 0.83 if way in ("mlp", "attention", "all") else 0.7
+@pytest.mark.parametrize(("way", "budget"), [("shared", 0.7), ("all", 0.83)])
+def test_the_loss_has_its_gradient(way: str, budget: float) -> None:
     model, learned, images = learning_model(MODELS[0], way, budget)
     model, learned, images = model.double(), learned.double(), images.double()
     offsets = learned.offsets
@@ -149,7 +146,7 @@ def test_the_loss_has_its_gradient(way: str) -> None:
         assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(float(gradient[block]), abs=1e-3, rel=1e-2)
 
 
-@pytest.mark.parametrize(("name", "way"), list(zip(MODELS, ["shared", "linear", "linear"])))
+@pytest.mark.parametrize(("name", "way"), list(zip(MODELS, ["shared", "linear"])))
 def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_path: Path) -> None:
     model, learned, images = learning_model(name, way, 0.7)
     learned.offsets.data = numbers(3, len(learned.offsets)).float()

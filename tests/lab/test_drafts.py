@@ -38,10 +38,7 @@ def make(name: str, routing: str) -> Any:
     return mmod.route_(make_language(name).double(), ROUTINGS[routing]).eval()
 
 
-@pytest.mark.parametrize(
-    ("name", "routing"),
-    [*(("llama", routing) for routing in ROUTINGS), *in_turn(["qwen2", "qwen3", "mistral", "gemma"], ROUTINGS)],
-)
+@pytest.mark.parametrize(("name", "routing"), in_turn(["llama", "qwen3", "mistral", "gemma"], ROUTINGS))
 def test_tokens_are_those_of_greedy_decoding(name: str, routing: str) -> None:
     draft = make(name, routing)
     full, prompt = full_pass(draft), torch.randint(3, 80, (1, 9))

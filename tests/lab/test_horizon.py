@@ -61,7 +61,7 @@ def test_the_curve_is_that_of_texts_that_go_on_alone() -> None:
     assert found.rows == sum(int(text.sum()) for text in texts)
 
 
-@pytest.mark.parametrize("name", ["llava", "llava-next", "internvl", "qwen2.5-vl", "gemma3-vision"])
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
 def test_the_curve_is_the_divergence_of_plans_and_the_model_stays(name: str) -> None:
     model = make_joint(name).train()
     batch = prompt(name, (1, 2))

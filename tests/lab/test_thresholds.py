@@ -13,7 +13,6 @@ import mmod
 from mmod.lab import calibrate_thresholds
 from mmod.planning.schedules import falling
 from mmod.routing import Router
-from tests.kit.cover import in_turn
 from tests.kit.zoo import make_model
 
 SIDE = 80
@@ -92,7 +91,7 @@ def merged_by_hand(model: Any, image: Tensor, config: mmod.RoutingConfig) -> tup
     return model.forward_head(model.norm(tokens[None]))[0], counts
 
 
-@pytest.mark.parametrize(("power", "start"), [(1.0, 1), (0.5, 0), (0.0, 2)])
+@pytest.mark.parametrize(("power", "start"), [(0.5, 0), (0.0, 2)])
 def test_groups_are_those_of_a_loop_over_tokens(power: float, start: int) -> None:
     model = make_model(NAME, img_size=SIDE, depth=6).double()
     images = easy_and_hard(3).double()
@@ -111,15 +110,12 @@ def test_groups_are_those_of_a_loop_over_tokens(power: float, start: int) -> Non
         torch.testing.assert_close(out[place], expected, rtol=1e-7, atol=1e-7)
 
 
-# Blocks of their own code, and several prefix tokens; what routing does with each other model, the invariants say.
-@pytest.mark.parametrize(
-    ("name", "before"), [("vit_little_patch16_reg4_gap_256", "mlp"), ("eva02_tiny_patch14_224", "block")]
-)
-def test_a_mean_budget_is_kept_and_easy_images_cost_less(name: str, before: str) -> None:
-    model = make_model(name, img_size=SIDE)
+def test_a_mean_budget_is_kept_and_easy_images_cost_less() -> None:
+    # Several prefix tokens; what routing does with each other model, the invariants say.
+    model = make_model("vit_little_patch16_reg4_gap_256", img_size=SIDE)
     images = easy_and_hard(8)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
-    config = calibrate_thresholds(model, images, 0.7, mmod.preset("gradual", skipped={"before": before}))
+    config = calibrate_thresholds(model, images, 0.7, mmod.preset("gradual", skipped={"before": "block"}))
     assert not mmod.is_routed(model)
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
     assert mmod.RoutingConfig.from_dict(config.to_dict()) == config
@@ -137,9 +133,7 @@ def test_a_mean_budget_is_kept_and_easy_images_cost_less(name: str, before: str)
     torch.testing.assert_close(out, model(images.double()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("router", "skipped"), in_turn(["redundancy", "attention", "norm", "random", "cells"], ["follow", "merge"])
-)
+@pytest.mark.parametrize(("router", "skipped"), [("attention", "merge"), ("cells", "follow")])
 def test_tokens_join_others_by_any_threshold(router: str, skipped: str) -> None:
     model = make_model(NAME, img_size=SIDE).double()
     images = easy_and_hard(4).double()
