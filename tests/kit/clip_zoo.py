@@ -15,6 +15,8 @@ from open_clip import coca_model
 from open_clip import model as clip_models
 from torch import Tensor, nn
 
+from tests.kit.made import made_once
+
 CONTEXT, VOCABULARY = 12, 64
 # Ids of words stay clear of those that mean start, end and padding in any tokenizer.
 FIRST_WORD, START, END = 5, VOCABULARY - 2, VOCABULARY - 1
@@ -86,6 +88,7 @@ def small_trunks(name: str) -> Iterator[None]:
         timm.create_model = original
 
 
+@made_once
 def make_clip(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """Return a small evaluated model whose every parameter matters."""
     torch.manual_seed(seed)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmod
+from tests.kit.made import made_once
 
 DIM, HEADS, DEPTH = 24, 3, 5
 TEXT, TEXT_DIM = 7, 10
@@ -257,6 +258,7 @@ CONDITIONED: dict[str, Stack] = {
 }
 
 
+@made_once
 def make_conditioned(name: str, seed: int = 0) -> Any:
     """Return a small evaluated model whose every parameter matters: no gate of zeros."""
     torch.manual_seed(seed)

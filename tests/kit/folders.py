@@ -9,6 +9,8 @@ import torch
 import transformers
 from PIL import Image
 
+from tests.kit.made import made_once
+
 SIDE = 32
 NAMES = {0: "cat", 1: "dog"}
 _TOWER: dict[str, Any] = {
@@ -25,6 +27,7 @@ _TIMM = {"architecture": "test_vit", "model_args": {"img_size": 64}, "pretrained
 CLASSIFIERS = ("vit", "dinov2", "siglip classifier", "timm wrapper")
 
 
+@made_once
 def make_image_model(name: str, seed: int = 0) -> Any:
     """Return a small dense model of transformers in evaluation mode."""
     torch.manual_seed(seed)

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.kit.made import made_once
+
 DIM, HEADS, SIDE, PATCH = 32, 4, 64, 8
 GRID = SIDE // PATCH
 
@@ -355,6 +357,7 @@ REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
 }
 
 
+@made_once
 def make_own(name: str, seed: int = 0) -> Any:
     """Return a model of `ROUTED` whose every parameter matters."""
     torch.manual_seed(seed)

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests.kit.made import made_once
 from tests.kit.vlm_zoo import MERGED, lively, make_joint
 
 ALL = (
@@ -22,6 +23,7 @@ UNEQUAL = ("idefics3", "smolvlm", *IN_SEQUENCE)
 _SIDES = ((3, 3), (4, 2), (2, 3))
 
 
+@made_once
 def make_deep(name: str, layers: int = 6, attention: str = "sdpa", **changes: Any) -> nn.Module:
     """Return a vision-language model whose tower has more layers, and other settings changed."""
     config: Any = make_joint(name).config

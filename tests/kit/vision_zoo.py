@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor
 
 import mmod
+from tests.kit.made import made_once
 
 SIDE, PATCH, DIM = 64, 8, 32
 _SMALL: dict[str, Any] = {
@@ -75,6 +76,7 @@ VISION_ZOO: dict[str, Callable[[], Any]] = {
 }
 
 
+@made_once
 def make_vision(name: str, seed: int = 0) -> Any:
     """Return a small evaluated model whose every parameter matters: no layer scale near zero, no zero bias."""
     torch.manual_seed(seed)

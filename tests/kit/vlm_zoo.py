@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
+from tests.kit.made import made_once
 from tests.kit.vlm_types import (
     EAGER,
     FAMILIES,
@@ -116,6 +117,7 @@ MINISTRAL: dict[str, Any] = {
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(1, 3))
 
 
+@made_once
 def make_language(name: str, seed: int = 0, **changes: Any) -> nn.Module:
     """Return a small causal language model whose every parameter matters."""
     torch.manual_seed(seed)
@@ -132,6 +134,7 @@ def _text_config(name: str, changes: dict[str, Any]) -> Any:
     return config
 
 
+@made_once
 def make_joint(name: str, seed: int = 0, attention: str = "sdpa", **changes: Any) -> nn.Module:
     """Return a small vision-language model whose every parameter matters, by its name or its type of transformers."""
     torch.manual_seed(seed)

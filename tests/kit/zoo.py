@@ -8,6 +8,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from tests.kit.made import made_once
+
 _SMALL = {"depth": 4, "embed_dim": 64, "num_heads": 4, "num_classes": 7}
 _BY_64 = {**_SMALL, "img_size": 64}
 _BY_56 = {**_SMALL, "img_size": 56}
@@ -55,6 +57,7 @@ PLAIN = ["test_vit", "vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256", 
 PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
 
 
+@made_once
 def make_model(name: str, seed: int = 0, **changes: object) -> nn.Module:
     """Return a small evaluated model whose every parameter matters: no LayerScale near zero, no zero bias."""
     torch.manual_seed(seed)
