@@ -41,12 +41,12 @@ def high(x_BND: Tensor) -> Tensor:
 def trained(config: mmod.RoutingConfig, *, images: int = 4) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the rows of some steps of a small model on noise, and what was warned of."""
     torch.manual_seed(0)
-    model = mmod.route_(timm.create_model("test_vit", num_classes=3), config).train()
+    model = mmod.route_(timm.create_model("test_vit", num_classes=3, img_size=112), config).train()
     health, rows = RouterHealth(model), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(1, STEPS + 1):
-            loss = model(torch.randn(images, 3, 160, 160)).square().mean()
+            loss = model(torch.randn(images, 3, 112, 112)).square().mean()
             loss = loss + (mmod.auxiliary_loss(model) if config.losses else 0.0)
             health.read()
             loss.backward()
