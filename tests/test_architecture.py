@@ -23,7 +23,7 @@ import pytest
 
 import mmod
 from mmod.cli import COMMANDS
-from tests.kit.fitted import fit_once
+from tests.kit.fitted import few_series, fit_once
 from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
@@ -248,6 +248,7 @@ def test_package_is_imported_without_its_sources(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fit_once(monkeypatch)
+    few_series(monkeypatch, "gradual", "smaller-image")
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted
     assert result.failed == 0

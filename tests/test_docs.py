@@ -30,7 +30,7 @@ from mmod import cli
 from mmod.plain import dataclass_in
 from mmod.training.kinds import KINDS, config_class
 from scripts import doc_tables, reference
-from tests.kit.fitted import fit_once
+from tests.kit.fitted import few_series, fit_once
 from tests.kit.pages import BENCHMARK, COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
 from tests.kit.processes import run_processes
 from tests.kit.scripts import ROOT, run_script
@@ -247,6 +247,7 @@ SLOW = ("docs/api/planning.md", "docs/api/training.md")
 def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fit_once(monkeypatch)
+    few_series(monkeypatch, "gradual", "smaller-image")
     create = timm.create_model
     monkeypatch.setattr(timm, "create_model", lambda *names, pretrained=False, **options: create(*names, **options))
     # A CLIP model of a few layers under the name of a large one.
