@@ -21,7 +21,7 @@ from mmod import cli
 from mmod.analysis import timing
 from mmod.studies.report import StudyResult
 from mmod.studies.study import comparison_of
-from tests.kit.fitted import count_candidates_once, few_of_prompts, fit_once
+from tests.kit.fitted import count_candidates_once, fit_roughly, open_alone
 from tests.kit.folders import save_image_model
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
 from tests.kit.prompts import make_prompts
@@ -71,8 +71,9 @@ def write_table(path: Path, folder: str, number: int) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with everything that the pages start from, and a small DeiT without published weights."""
     monkeypatch.chdir(tmp_path)
-    fit_once(monkeypatch)
-    few_of_prompts(monkeypatch)
+    # What advice compares, and on which samples, `studies/test_advise.py` and the references show.
+    open_alone(monkeypatch)
+    fit_roughly(monkeypatch)
     count_candidates_once(monkeypatch)
     monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     create = timm.create_model

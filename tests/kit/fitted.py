@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mmod.adapters import image_output
 from mmod.planning import budgets, search, trials, untrained
 from mmod.planning.candidate import Candidate
 from mmod.planning.plan_search import BlockCosts
@@ -64,6 +67,23 @@ def count_candidates_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return _FLOPS[key]
 
     monkeypatch.setattr(candidates, "_flops_of", counted)
+
+
+def open_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `mmod advise` run the model on the first samples alone: what it compares, other tests show."""
+
+    def read_once(model: nn.Module, batches: Iterable[Any], **_: Any) -> str:
+        batch = next(iter(batches))
+        model.eval()
+        with torch.no_grad():
+            if isinstance(batch, Mapping):
+                model(**batch)
+            else:
+                # With or without labels.
+                image_output(model, batch if isinstance(batch, torch.Tensor) else batch[0])
+        return "advice"
+
+    monkeypatch.setattr(trials, "advise", read_once)
 
 
 def few_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
