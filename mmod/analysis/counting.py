@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mmod.adapters.tokens import share_proofs
 from mmod.analysis.memory import ActivationMemory
@@ -155,6 +156,43 @@ def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
     return len(written) == len(results) and not written & read
 
 
+# Operations whose indices may be masks.
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+
+
+class KnownValues(TorchDispatchMode):
+    """Keeps on the CPU what no weight on the meta device has changed, so that code can read its values.
+
+    Towers read the sizes of images, and some their pixels, to tell windows, positions and padding.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            if func in _INDEXED:
+                args = (args[0], list(chain.from_iterable(map(_places, args[1]))), *args[2:])
+            args, named = tree_map(to_meta, (args, named))
+        elif named.get("device") is not None:
+            # What is asked for beside weights, such as positions.
+            named["device"] = torch.device("cpu")
+        return func(*args, **named)
+
+
+def _places(index: Tensor | None) -> Sequence[Tensor | None]:
+    """Return the indices for which an index stands: of a mask with values, those of its true elements."""
+    if index is None or index.is_meta or index.dtype is not torch.bool:
+        return [index]
+    return index.nonzero(as_tuple=True)
+
+
+def to_meta(leaf: object) -> Any:
+    """Return a tensor of the same shape on the meta device, and anything else as it is."""
+    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
+
+
 class _ToMeta(TorchFunctionMode):
     """Makes deep copies of tensors on the meta device, including those that are neither parameter nor buffer."""
 
@@ -223,11 +261,15 @@ def count_pass(
 
         def note(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], name: str = name) -> None:
             # Hosts may pass the tokens by name, before all else.
-            tokens[name] = next(iter((*args, *kwargs.values()))).shape[1]
+            x = next(iter((*args, *kwargs.values())))
+            # Towers may run all images as one sequence, without an axis of images.
+            tokens[name] = x.shape[min(1, x.ndim - 2)]
 
         block.register_forward_pre_hook(note, with_kwargs=True)
     memory = _memory_of(model, inputs)
     counted = _FlopCount(memory)
+    # Whatever runs is the model's, also where its own forward is not called.
+    counted.running.add("")
     with (
         torch.no_grad(),
         _tracing(model) as decisions,

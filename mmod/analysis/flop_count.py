@@ -15,9 +15,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mmod.adapters import BlockStack, adapted_model, find_library, find_parts, find_stacks
 from mmod.adapters.images import image_facts
 from mmod.adapters.tokens import Tokens, declared, proofs_of, restore_proofs
-from mmod.analysis.counting import PassCounts, count_pass, meta_copy, pass_flops, run_model, training_bytes
-from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
-from mmod.analysis.prefill import Prefill, Prompt, language_stack, shares_of_free
+from mmod.analysis.counting import (
+    PassCounts,
+    by_data,
+    count_pass,
+    meta_copy,
+    pass_flops,
+    run_model,
+    to_meta,
+    training_bytes,
+)
+from mmod.analysis.flop_report import REST, BlockFlops, FlopCounts, FlopReport, PrefillFlops
+from mmod.analysis.prefill import Prefill, Prompt, VisionPass, language_stack, shares_of_free
 from mmod.analysis.tracing import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_inside, restore_
@@ -56,8 +65,11 @@ def flops(
     Where images are kept or skipped as a whole, counts are means over images and memory is that of a kept image. Memory
     is that of activations in the parameters' dtype, with attention that stores no map.
 
-    For a `Prompt`, the language model of a transformers model is counted from its layers alone: neither vision tower
-    nor memory, and all pairs of queries and keys that are computed, as `torch.utils.flop_counter` does.
+    For a `Prompt`, the language model of a transformers model is counted from its layers, with all pairs of queries and
+    keys that are computed, as `torch.utils.flop_counter` does, and the logits of the last token; no memory is. With
+    `pixels` of the prompt, vision tower and projector are counted too: values of images are read, those of weights not.
+    Where weights decide how many tokens each window of a tower keeps, attention among all kept tokens of an image is
+    counted: a few percent too much.
 
     Args:
         model: A model of a supported library or a part of one, such as `clip.visual`, routed or dense; it stays
@@ -127,7 +139,7 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, 
     free = sum(prefill.free)
     # Not those of a vision tower.
     deciding = {name: one for name, one in deciding_modules(routed).items() if name.startswith(stack.block_list)}
-    images = _fix_shares(deciding, shares_of_free(model, kept), free)
+    images = _fix_shares(deciding, shares_of_free(model, _needed_of(deciding, model, kept)), free)
     for name in images:
         block = routed.get_submodule(name)
         if isinstance(block, RoutedBlock):
@@ -142,6 +154,7 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, 
     # The last layers may have no keys of their own.
     cached = [cache.keys.shape[-2] for cache in caches] + [0] * (len(rows) - len(caches))
     head = sum(routed_count.flops[name] for name in prefill.heads)
+    vision = None if prompt.pixels is None else vision_flops(model, prompt.pixels, kept)
     return PrefillFlops(
         blocks=tuple(dataclasses.replace(row, cached=keys) for row, keys in zip(rows, cached)),
         rest=BlockFlops(REST, 0, 0, head, head),
@@ -149,7 +162,52 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, 
         image_tokens=sum(prompt.images),
         cache_bytes=_bytes(caches),
         dense_cache_bytes=_bytes(dense_caches),
+        vision=vision,
     )
+
+
+@torch.inference_mode(False)
+def vision_flops(
+    model: nn.Module, inputs: Mapping[str, Any], kept: float | Mapping[str, float] | Trace | None = None
+) -> FlopCounts:
+    """Count what a vision-language model of transformers computes for images before its language model reads them.
+
+    `rest` is all but the tower's layers: patch embedding and projector.
+
+    Args:
+        inputs: What its processor returned for prompts with these images.
+        kept: As of `mmod.flops`, by module name or a trace.
+    """
+    routed = meta_copy(model)
+    dense = _dense(routed)
+    stack = _stacks(dense, 1).get("image")
+    text = language_stack(dense).block_list
+    deciding = {name: one for name, one in deciding_modules(routed).items() if not name.startswith(text)}
+    images = _fix_shares(deciding, _needed_of(deciding, model, kept))
+    routed_count = _run_images(routed, stack, inputs)
+    dense_count = routed_count if dense is routed else _run_images(dense, stack, inputs)
+    return FlopCounts(
+        blocks=_rows(routed, [] if stack is None else [stack], dense_count, routed_count, images),
+        rest=BlockFlops(REST, 0, 0, _outside(dense_count), _outside(routed_count)),
+    )
+
+
+def _run_images(model: nn.Module, stack: BlockStack | None, inputs: Mapping[str, Any]) -> PassCounts:
+    """Count a pass over images on the meta device."""
+    reader = VisionPass(model, inputs)
+    blocks = {} if stack is None else _blocks(model, stack)
+    try:
+        return count_pass(model, blocks, reader.inputs, reader.run)
+    except NotImplementedError as error:
+        raise _unreadable(model, "its image tokens") from error
+
+
+def _needed_of(
+    deciding: Mapping[str, Deciding], model: nn.Module, kept: float | Mapping[str, float] | Trace | None
+) -> float | Mapping[str, float] | Trace | None:
+    """Return kept shares for one part of a model: None where the cost of another part alone follows from the data."""
+    of_part = any(module.cost_follows_data for module in deciding.values())
+    return kept if of_part or not by_data(model) else None
 
 
 def _run_prefill(model: nn.Module, stack: BlockStack, prefill: Prefill) -> tuple[PassCounts, Sequence[Any]]:
@@ -354,10 +412,6 @@ def _shapes(inputs: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape[1:]) for name, value in inputs.items() if isinstance(value, Tensor)}
 
 
-def _to_meta(leaf: object) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
-
-
 def _reads_images_alone(model: nn.Module) -> bool:
     parts = find_parts(model)
     # A model of transformers with a vision tower may read text that no part knows.
@@ -367,7 +421,7 @@ def _reads_images_alone(model: nn.Module) -> bool:
 def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Any]:
     """Return a model's arguments by name, without data."""
     if isinstance(input_size, Mapping) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(dict(input_size))):
-        return {name: tree_map(_to_meta, value) for name, value in input_size.items()}
+        return {name: tree_map(to_meta, value) for name, value in input_size.items()}
     if not _reads_images_alone(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     size = (input_size, input_size) if isinstance(input_size, int) else input_size

@@ -132,6 +132,8 @@ class PrefillFlops(FlopCounts):
 
     Args:
         image_tokens: Image tokens among the `tokens` of the prompt.
+        vision: The cost of the images before the language model reads them, in `dense` and `routed` too; None if the
+            prompt came without pixels.
         cache_bytes: Bytes of the KV cache of the prompt, over all layers, in the model's dtype.
     """
 
@@ -139,6 +141,22 @@ class PrefillFlops(FlopCounts):
     image_tokens: int
     cache_bytes: int
     dense_cache_bytes: int
+    vision: FlopCounts | None = None
+
+    @property
+    def dense(self) -> int:
+        """FLOPs of the dense model."""
+        return super().dense + (0 if self.vision is None else self.vision.dense)
+
+    @property
+    def routed(self) -> int:
+        """FLOPs of the routed model, with routers and importance."""
+        return super().routed + (0 if self.vision is None else self.vision.routed)
+
+    @property
+    def importance(self) -> int:
+        """FLOPs of importance, included in `routed`."""
+        return super().importance + (0 if self.vision is None else self.vision.importance)
 
     @property
     def cache_share(self) -> float:
@@ -147,12 +165,23 @@ class PrefillFlops(FlopCounts):
 
     def summary(self) -> list[str]:
         """Return the main figures, one line each."""
+        counted = "the FLOPs (2 per multiply-add)"
+        if self.vision is None:
+            counted = "the language model's FLOPs (2 per multiply-add; no vision tower, without pixels)"
         return [
-            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of the language "
-            f"model's FLOPs (2 per multiply-add; no vision tower is counted), "
+            f"a prompt of {self.tokens} tokens, {self.image_tokens} of images: {self.share:.3f} of {counted}, "
             f"{self.cache_share:.3f} of the cache, {self.cache_bytes:,} bytes",
             *super().summary(),
         ]
+
+    def rows(self) -> list[list[str]]:
+        """Return the counts in MFLOPs as rows of a table, header first; the tower's blocks stand before the layers."""
+        if self.vision is None:
+            return super().rows()
+        rest = BlockFlops(
+            REST, 0, 0, self.rest.dense + self.vision.rest.dense, self.rest.routed + self.vision.rest.routed
+        )
+        return FlopCounts((*self.vision.blocks, *self.blocks), rest).rows()
 
 
 def _mega(count: int) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_parts
-from mmod.analysis.counting import by_data
+from mmod.adapters import BlockStack, adapted_model, find_parts
+from mmod.analysis.counting import KnownValues, by_data
 from mmod.analysis.tracing import Trace
 from mmod.blocks import RoutedBlock, detach_hooks, model_hooks
 from mmod.routing import TokenGroups, assign_groups
@@ -18,6 +19,8 @@ from mmod.values import check_fields
 
 # All causal language models of transformers name their output layer so.
 _HEAD = "lm_head"
+# Arguments of towers that a prompt has for its text.
+_OF_TEXT = {"input_ids", "attention_mask"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class Prompt:
         image_tokens: Image tokens, or those of each image or frame. The router "temporal" takes them as frames of one
             video.
         protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
+        pixels: The model's arguments for the images, such as `pixel_values` and `image_grid_thw`, or all of what its
+            processor returns: vision tower and projector are counted too.
 
     Example:
         >>> Prompt(text_tokens=40, image_tokens=(576, 576)).tokens
@@ -40,6 +45,7 @@ class Prompt:
     text_tokens: Annotated[int, "[0, inf)"]
     image_tokens: Annotated[int | tuple[int, ...], "[0, inf)"] = 0
     protected_tokens: Annotated[int, "[0, inf)"] = 0
+    pixels: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -70,6 +76,28 @@ def language_stack(model: nn.Module) -> BlockStack:
     if "language" not in parts:
         raise ValueError(f"this {type(model).__name__} has no language part")
     return parts["language"]()
+
+
+class VisionPass:
+    """A pass of a model of transformers over images alone: its vision tower and projector.
+
+    Attributes:
+        inputs: The arguments that describe images, on the CPU.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
+        # The inner model's names all arguments; the outer one's may take some as keywords.
+        readers = [module for module in adapted_model(model).modules() if hasattr(module, "get_image_features")]
+        if not readers:
+            raise ValueError(f"this {type(model).__name__} has no vision tower: leave pixels out")
+        self._read: Any = readers[-1].get_image_features
+        named = set(inspect.signature(self._read).parameters) - _OF_TEXT
+        self.inputs = {name: value.cpu() for name, value in inputs.items() if name in named and value is not None}
+
+    def run(self) -> None:
+        """Read the images; the model may be on the meta device."""
+        with KnownValues():
+            self._read(**self.inputs)
 
 
 class Prefill:

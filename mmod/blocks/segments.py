@@ -238,7 +238,8 @@ class FlatBlock(InterceptedBlock):
         if not differ and not call.boundaries:
             return super().forward(x, *args, **kwargs)
         bias = kwargs.pop(KEY_BIAS, None)
-        if self.mod_state.inner.value.expects_batch:
+        # Without values, nothing tells how many rows a window keeps.
+        if self.mod_state.inner.value.expects_batch or (window_BK is not None and window_BK.is_meta):
             bias = bias if window_BK is None else _within_windows(bias, window_BK, x.dtype)
         elif call.boundaries and (bias is not None or window_BK is not None):
             return self._run_filled(x, args, kwargs, bias, window_BK)

@@ -22,8 +22,6 @@ _ROUNDS = 7
 _PARAMETERS = "parameters"
 # Behind the type of a sample: the model without its methods.
 _DENSE = ", dense"
-# What is counted of samples of which the model is not counted whole. Times are those of all of it.
-_COUNTED = {"prompt": " of the language model (no vision tower is counted)"}
 
 
 def assess(config: RunConfig, *, progress: bool = True) -> Table:
@@ -99,8 +97,7 @@ def described(table: Table) -> str:
     lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]
     for sample, flops in costs.items():
         times = _by_size({size: median(ms[name]) for (of, size), ms in table.times.items() if of == sample})
-        counted = _COUNTED.get(sample.removesuffix(_DENSE), "")
-        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs{counted}, ms {times}")
+        lines.append(f"{sample}: {flops / 1e9:.4g} GFLOPs, ms {times}")
     for sample in [sample for sample in costs if sample + _DENSE in costs]:
         faster = {}
         for (of, size), ms in table.times.items():
@@ -108,8 +105,7 @@ def described(table: Table) -> str:
                 # Round by round, as in studies.
                 faster[size] = ratios(table.times[sample + _DENSE, size][name], ms[name]).median
         fewer = costs[sample + _DENSE] / costs[sample]
-        counted = _COUNTED.get(sample, "")
-        lines.append(f"{sample}: {fewer:.3g} times fewer FLOPs{counted} than dense, times as fast: {_by_size(faster)}")
+        lines.append(f"{sample}: {fewer:.3g} times fewer FLOPs than dense, times as fast: {_by_size(faster)}")
     return "\n".join(lines)
 
 

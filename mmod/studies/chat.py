@@ -30,7 +30,7 @@ from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.chat.evaluate import RIGHT, generate, mean_over_kinds, right_answers
-from mmod.training.chat.kind import ChatKind, fill_cache
+from mmod.training.chat.kind import ChatKind, fill_cache, prompt_flops
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,27 +77,28 @@ class ChatStudy(StudyKind):
         return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
-        """Count FLOPs and cache of reading a prompt of mean length."""
+        """Count FLOPs and cache of reading a prompt of mean length, vision tower included."""
         kind = ChatKind(run.training)
         prompts, text, image = kind.prompts(self.evaluation.batch)
-        # Shares refer to the dense model's prompts; a baseline's images may be smaller.
-        full = dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
-        _, _, full_image = ChatKind(full).prompts(self.evaluation.batch)
-        kept = needed_shares(model, rows.kept)
-        report = flops(model, Prompt(text, image), kept)
-        routed = report.routed
-        dense = report.dense
-        if full_image != image:
-            dense = flops(model, Prompt(text, full_image), kept).dense
-        # What image tokens add is compared with what they add in the dense model.
-        text_alone = flops(model, Prompt(text), kept).dense
+        routed = dense = prompt_flops(model, prompts, text, image, rows.kept)
+        if run.training.model.image_size is not None:
+            # Shares refer to the dense model's prompts; this baseline's images are smaller, and it takes no others.
+            full = ChatKind(
+                dataclasses.replace(run.training, model=dataclasses.replace(run.training.model, image_size=None))
+            )
+            full_prompts, _, full_image = full.prompts(self.evaluation.batch)
+            dense = prompt_flops(full.prepare(weights=False), full_prompts, text, full_image, rows.kept)
+        # What image tokens add to the language model is compared with what they add in the dense one.
+        text_alone = flops(model, Prompt(text), needed_shares(model, rows.kept)).dense
+        added = routed.routed - routed.vision - text_alone
+        dense_added = dense.dense - dense.dense_vision - text_alone
         with torch.inference_mode():
             cache = fill_cache(model, prompts)
         cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
         return {
-            "gflops": routed / 1e9,
-            "flops_share": routed / dense,
-            "image_share": (routed - text_alone) / (dense - text_alone),
+            "gflops": routed.routed / 1e9,
+            "flops_share": routed.routed / dense.dense,
+            "image_share": added / dense_added,
             "cache_bytes": cache_bytes // len(prompts["input_ids"]),
         }
 

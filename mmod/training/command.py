@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
     counted = estimate(config)
     print(counted)
     if rate is not None:
-        print(f"{counted.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process{counted.part}")
+        print(f"{counted.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")
 
 
 def next_commands(config: RunConfig, result: FitResult[Any]) -> str:

@@ -57,6 +57,75 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
     assert str(report).splitlines()[0].startswith(f"a prompt of {tokens} tokens, {images} of images")
 
 
+# A router, so that attention keeps its kernel, and one that reads the attention of the tower's block before.
+TOWER = {
+    "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(1,)),
+    "attention": mmod.RoutingConfig(router={"name": "attention", "importance": "mean"}, capacity=0.5, blocks=(1,)),
+}
+WHOLE = ("llava-next", "qwen3-vl", "internvl", "smolvlm", "gemma3-vision", "qwen2.5-vl", "glm4v")
+PARTS = {
+    "dense": {},
+    "language": {"language": CONFIGS["linear"]},
+    "image": {"image": TOWER["linear"]},
+    "both": {"image": TOWER["attention"], "language": CONFIGS["linear"]},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [*((name, parts) for name in ("llava", "qwen2-vl") for parts in PARTS), *in_turn(WHOLE, PARTS)],
+)
+def test_with_pixels_the_whole_model_is_counted(name: str, parts: str) -> None:
+    # In fp64, attention shares no probabilities with importance.
+    model: Any = make_joint(name).double()
+    if PARTS[parts]:
+        mmod.route_(model, **PARTS[parts])
+    batch = prompt(name, (2,))
+    batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
+    report = flops(model, Prompt(tokens - images, [images // 2] * 2, pixels=batch))
+    with flop_counter() as counter:
+        model(**batch, logits_to_keep=1)
+    assert report.routed == counter.get_total_flops()
+    assert report.vision is not None
+    assert 0 < report.vision.dense < report.dense
+    assert (report.vision.share < 1) == ("image" in PARTS[parts])
+    assert str(report).startswith(f"a prompt of {tokens} tokens, {images} of images: {report.share:.3f} of the FLOPs")
+    assert f" {report.routed / 1e6:,.2f} |" in str(report).splitlines()[-1]
+
+
+@torch.no_grad()
+def test_kept_tokens_of_windows_count_as_attending_to_all_of_their_image() -> None:
+    model: Any = mmod.route_(make_joint("qwen2.5-vl"), image=mmod.RoutingConfig(router="linear", blocks="all"))
+    batch = prompt("qwen2.5-vl", (2,))
+    words = batch["input_ids"].shape[1] - 2 * PATCHES
+    report = flops(model, Prompt(words, [PATCHES] * 2, pixels=batch))
+    with flop_counter() as counter:
+        model(**batch, logits_to_keep=1)
+    # Two images of four kept patches, of 16 channels, in the blocks with windows.
+    most = 4 * 4**2 * 16 * 2 * len(model.model.visual.blocks)
+    assert 0 < report.routed - counter.get_total_flops() < most
+
+
+@torch.no_grad()
+def test_towers_whose_cost_follows_from_pixels_take_the_kept_shares() -> None:
+    model: Any = mmod.route_(make_joint("llava"), image="pixelprune", language=CONFIGS["linear"])
+    batch = prompt("llava", (1,))
+    batch["pixel_values"][:] = batch["pixel_values"][..., :4, :4].repeat(1, 1, 3, 3)
+    words = Prompt(batch["input_ids"].shape[1] - PATCHES, PATCHES, pixels=batch)
+    with pytest.raises(ValueError, match=r"model\.vision_tower\S+ .*follows from the data: pass kept="):
+        flops(model, words)
+    with mmod.trace(model) as decisions:
+        model(**batch)
+    report = flops(model, words, decisions)
+    assert report.vision is not None
+    assert report.vision.share < 0.5
+    with flop_counter() as counter:
+        model(**batch, logits_to_keep=1)
+    assert report.routed == counter.get_total_flops()
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -231,3 +300,5 @@ def test_thresholds_need_the_kept_share() -> None:
 def test_a_prompt_counts_no_vision_tower_and_says_so() -> None:
     model = mmod.route_(make_joint("llava"), image="pixelprune")
     assert "1.000 of the language model's FLOPs (2 per multiply-add; no vision tower" in str(flops(model, Prompt(9, 4)))
+    with pytest.raises(ValueError, match=r"this LlamaForCausalLM has no vision tower: leave pixels out"):
+        flops(make_language("llama"), Prompt(9, 4, pixels=prompt("llava", (1,))))

@@ -46,22 +46,18 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
 
 
-def test_an_evaluation_of_prompts_says_that_no_vision_tower_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_config = vlm_config(tmp_path, trainer={"max_steps": 1}, routing=P_MOD)
+def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_config = vlm_config(tmp_path, trainer={"max_steps": 1}, routing={**P_MOD, "image": {"router": "linear"}})
     fit(run_config, progress=False)
     main([run_config.output])
     printed = capsys.readouterr().out
     model = open_model(run_config.output).model
-    _, text, image = kind_of(run_config).prompts(COUNTED)
-    count = flops(model, Prompt(text, image))
-    part = "of the language model (no vision tower is counted)"
-    # In the words of the count itself.
-    assert "of the language model's FLOPs (2 per multiply-add; no vision tower is counted)" in str(count)
-    assert f"prompt: {count.routed / 1e9:.4g} GFLOPs {part}, ms " in printed
-    assert f"prompt, dense: {count.dense / 1e9:.4g} GFLOPs {part}, ms " in printed
-    assert f"prompt: {count.dense / count.routed:.3g} times fewer FLOPs {part} than dense, times as fast: " in printed
+    prompts, text, image = kind_of(run_config).prompts(COUNTED)
+    one = {"pixel_values": prompts["pixel_values"][:1]}
+    count = flops(model, Prompt(text, image, pixels=one))
+    assert f"prompt: {count.routed / 1e9:.4g} GFLOPs, ms " in printed
+    assert f"prompt, dense: {count.dense / 1e9:.4g} GFLOPs, ms " in printed
+    assert f"prompt: {count.dense / count.routed:.3g} times fewer FLOPs than dense, times as fast: " in printed
 
 
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:

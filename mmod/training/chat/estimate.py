@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import mean
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.analysis.counting import needed_shares
+from mmod.analysis.flop_count import vision_flops
+from mmod.analysis.flop_report import FlopCounts
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import check_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
@@ -44,7 +46,10 @@ class ChatEstimate(RunEstimate):
         tokens: Mean tokens of a conversation, image tokens included.
         longest: Tokens of the longest encoded conversation.
         answers: Mean number of tokens with a label.
-        language: FLOPs of the language model for a conversation of mean length.
+        language: FLOPs of the language model for a prompt of mean length; training computes the logits of all tokens.
+        vision: Mean FLOPs of vision tower and projector for a conversation.
+        dense: FLOPs of the dense model for a conversation.
+        tower_trains: The backward pass goes through the vision tower: something in it is trained.
         kept: Kept share by routed block; None for a threshold.
         depth: Number of blocks in the routed parts, or in the language model if none is routed.
     """
@@ -55,17 +60,26 @@ class ChatEstimate(RunEstimate):
     longest: int
     answers: float
     language: PrefillFlops
+    vision: float
+    dense: float
+    tower_trains: bool
     kept: dict[str, float | None]
     depth: int
     router_parameters: int
-    part: ClassVar[str] = " (language model alone, without the vision tower)"
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of an optimiser step; a backward pass counts as two forward passes, without a tower that is fixed."""
+        return super().step_flops - (0 if self.tower_trains else 2 * self.batch * self.vision)
 
     def __str__(self) -> str:
         lines = [
             super().__str__(),
             f"{self.samples} conversations of {self.tokens} tokens, {self.image_tokens} of images; at most "
             f"{self.longest}; {self.answers:.1f} to learn",
-            f"forward GFLOPs of the dense language model: {self.language.dense / 1e9:.4g}",
+            f"forward GFLOPs of the vision tower: {self.vision / 1e9:.4g}"
+            + ("" if self.tower_trains else " (no backward pass)")
+            + f"; of the dense model: {self.dense / 1e9:.4g}",
             f"{len(self.kept)} of {self.depth} layers are routed, by {self.router_parameters:,} parameters",
         ]
         lines += [
@@ -102,7 +116,11 @@ def estimate(kind: Any) -> ChatEstimate:
     steps, epoch_steps = steps_of(arguments, len(train))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
-    language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), needed_shares(model, shares))
+    known = needed_shares(model, shares)
+    language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), known)
+    # The loss reads the logits of every token, and the count has those of one.
+    logits = (tokens - 1) * language.rest.routed
+    dense_vision, vision = _mean_vision(model, samples, known)
 
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
@@ -126,8 +144,11 @@ def estimate(kind: Any) -> ChatEstimate:
         image_tokens=image_tokens,
         longest=max(lengths),
         answers=mean(_count(sample["labels"] != IGNORED) for sample in samples),
-        flops={"conversation": language.routed},
+        flops={"conversation": language.routed + logits + vision},
         language=language,
+        vision=vision,
+        dense=language.dense + logits + dense_vision,
+        tower_trains="image" in stacks and _is_trained(stacks["image"]),
         kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
         depth=sum(len(stack.blocks) for name, stack in stacks.items() if name in (config.routing or ["language"])),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -137,6 +158,24 @@ def estimate(kind: Any) -> ChatEstimate:
         training_bytes=3 * bytes_of(trained),
         activation_bytes=arguments.train_batch_size * held,
     )
+
+
+def _mean_vision(
+    model: Any, samples: Sequence[Mapping[str, Tensor]], shares: Mapping[str, float] | None
+) -> tuple[float, float]:
+    """Return the mean FLOPs of vision tower and projector for a conversation, dense and with the model's methods."""
+    counted: dict[Any, FlopCounts] = {}
+    dense = routed = 0
+    for sample in samples:
+        if count_patches(model, sample):
+            # Images of one size cost the same.
+            shapes = {name: value.shape for name, value in sample.items() if name.startswith(("pixel", "image"))}
+            sizes = str((shapes, sample.get("image_grid_thw")))
+            if sizes not in counted:
+                counted[sizes] = vision_flops(model, sample, shares)
+            dense += counted[sizes].dense
+            routed += counted[sizes].routed
+    return dense / len(samples), routed / len(samples)
 
 
 def _count(mask: Tensor) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
 from mmod.analysis.counting import needed_shares
 from mmod.analysis.evaluations import evaluate_answers
+from mmod.analysis.flop_count import vision_flops
 from mmod.data.labels import Classes
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
@@ -79,9 +80,8 @@ class ChatKind:
         return {"prompt": ModelInput(parts, samples, partial(fill_cache, model), partial(self._flops, model))}
 
     def _flops(self, model: nn.Module, kept: Mapping[str, float]) -> float:
-        """Count the FLOPs of the prefill of a prompt with one image, of the mean length of a few."""
-        _, text, image = self.prompts(COUNTED)
-        return flops(model, Prompt(text, image), needed_shares(model, kept)).routed
+        """Count the FLOPs of the prefill of a prompt with one image, the mean of a few; see `prompt_flops`."""
+        return prompt_flops(model, *self.prompts(COUNTED), kept).routed
 
     def _spread(self, count: int, size: int) -> DataLoader[Any]:
         """Return encoded training conversations in batches, evenly over the data, the first among them."""
@@ -126,6 +126,38 @@ class ChatKind:
         rows = len(prompts["input_ids"])
         image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // rows
         return prompts, int(prompts["attention_mask"].sum()) // rows - image, image
+
+
+class MeanFlops(NamedTuple):
+    """FLOPs of a prompt of mean length, dense and with the model's methods, and the vision tower's among them."""
+
+    dense: float
+    routed: float
+    dense_vision: float
+    vision: float
+
+
+def prompt_flops(
+    model: nn.Module, prompts: Mapping[str, Tensor], text: int, image: int, kept: Mapping[str, float]
+) -> MeanFlops:
+    """Count the FLOPs of the prefill of a prompt of mean length, vision tower and projector included.
+
+    Args:
+        prompts: Encoded prompts, whose images are counted.
+        text: Mean number of text tokens.
+        image: Mean number of image tokens.
+        kept: Kept shares by module.
+    """
+    shares = needed_shares(model, kept)
+    language = flops(model, Prompt(text, image), shares)
+    vision = vision_flops(model, prompts, shares)
+    rows = len(prompts["input_ids"])
+    return MeanFlops(
+        dense=language.dense + vision.dense / rows,
+        routed=language.routed + vision.routed / rows,
+        dense_vision=vision.dense / rows,
+        vision=vision.routed / rows,
+    )
 
 
 def fill_cache(model: Any, prompts: Mapping[str, Tensor]) -> Any:

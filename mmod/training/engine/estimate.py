@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -45,8 +44,6 @@ class RunEstimate:
     training_bytes: int
     activation_bytes: int
     full_bytes: int = 0
-    # What FLOPs and hours are of, in brackets, if not of the whole model.
-    part: ClassVar[str] = ""
 
     @property
     def step_flops(self) -> float:
@@ -63,7 +60,7 @@ class RunEstimate:
         return "\n".join(
             [
                 f"epochs: {self.epochs:.4g}, steps: {self.steps} of {self.batch} samples",
-                f"forward GFLOPs of a sample{self.part}: {by_input}; about {step} TFLOPs a step",
+                f"forward GFLOPs of a sample: {by_input}; about {step} TFLOPs a step",
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
                 f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "
                 f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 import yaml
 from PIL import Image
@@ -19,6 +20,8 @@ import mmod
 from mmod.adapters.probe import BlockInputs
 from mmod.adapters.proven import Proof
 from mmod.adapters.trial import prove
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches
 from mmod.training.chat.processor import create_word_processor
@@ -26,9 +29,11 @@ from mmod.training.chat.start import create_with_processor
 from mmod.training.command import main
 from mmod.training.kinds import estimate
 from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
+from tests.kit.counting import flop_counter
 from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 
 ROOT = Path(__file__).parents[3]
+IMAGE_ALONE = {"image": {"router": "linear", "capacity": 0.5}}
 LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults
 CLIP = transformers.CLIPVisionConfig(
     hidden_size=1024,
@@ -196,19 +201,35 @@ def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> No
     assert not (ROOT / config.output).exists()
 
 
-def test_a_dry_run_says_that_no_vision_tower_is_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_says_what_the_vision_tower_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = vlm_config(folder, "printed", routing=P_MOD)
     (folder / "printed.yaml").write_text(yaml.safe_dump(config.to_dict()))
     main([str(folder / "printed.yaml"), "--dry-run=0.001"], "chat")
     printed = capsys.readouterr().out
     cost = estimate(config)
-    part = "(language model alone, without the vision tower)"
-    assert cost.flops == {"conversation": cost.language.routed}
-    assert (
-        f"forward GFLOPs of a sample {part}: conversation {cost.language.routed / 1e9:.4g}; "
-        f"about {cost.step_flops / 1e12:.4g} TFLOPs a step\n" in printed
-    )
-    assert printed.endswith(f"\n{cost.hours(0.001):.4g} hours at 0.001 TFLOP/s in each process {part}\n")
+    assert f"of a sample: conversation {cost.flops['conversation'] / 1e9:.4g}; about" in printed
+    assert f"\nforward GFLOPs of the vision tower: {cost.vision / 1e9:.4g}; of the dense model: " in printed
+    assert printed.endswith(f"\n{cost.hours(0.001):.4g} hours at 0.001 TFLOP/s in each process\n")
+
+
+@pytest.mark.parametrize("routing", [None, P_MOD, IMAGE_ALONE, {**P_MOD, **IMAGE_ALONE}], ids=str)
+def test_a_conversation_costs_what_torch_counts_of_the_whole_model(folder: Path, routing: Any, tmp_path: Path) -> None:
+    Image.new("RGB", (640, 480)).save(tmp_path / "a.png")
+    said = [{"from": "human", "value": "<image> which colour is it"}, {"from": "gpt", "value": "7"}]
+    (tmp_path / "one.json").write_text(json.dumps([{"id": "1", "image": "a.png", "conversations": said}]))
+    data = ConversationsConfig(str(tmp_path / "one.json"), images=str(tmp_path), on_corrupt="skip")
+    config = vlm_config(folder, routing=routing, data=data)
+    cost = estimate(config)
+    model, processor = create_with_processor(config)
+    (chat,) = open_conversations(data.train, data).read([0])
+    batch = ChatCollator(processor, data.max_length)([chat])
+    with torch.no_grad(), flop_counter() as counter:
+        model.eval()(**batch)
+    assert cost.flops == {"conversation": counter.get_total_flops()}
+    assert (cost.dense == cost.flops["conversation"]) == (routing is None)
+    assert cost.step_flops == 3 * cost.batch * cost.flops["conversation"]
+    fixed = estimate(replace(config, routing=None, frozen=["image"]))
+    assert fixed.step_flops == fixed.batch * (3 * fixed.dense - 2 * fixed.vision)
 
 
 def test_estimate_agrees_with_the_model(folder: Path) -> None:
