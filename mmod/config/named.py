@@ -231,8 +231,14 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
         name = options.pop("preset")
         if name is not None:
             of_presets = set().union(*map(preset_arguments, PRESETS)) - set(ROUTING_FIELDS)
-            unset = [option for option in options if options[option] is None and option in of_presets]
-            return preset(name, **{option: options[option] for option in options if option not in unset})
+            options = {one: value for one, value in options.items() if value is not None or one not in of_presets}
+            foreign = [option for option in options if option in of_presets and option not in preset_arguments(name)]
+            if foreign:
+                raise ValueError(
+                    f"preset {name!r} has no option {foreign[0]}, which is one of another preset: leave it out, by "
+                    f"`{foreign[0]}: null` where a config that this one changes names it"
+                )
+            return preset(name, **options)
         fields = options
     return RoutingConfig.from_dict(fields)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from docstring_parser import parse
 
-from mmod.io.yaml import BASE_KEY, DENSE_KEY, PRESET_KEY, merged, parse_option
+from mmod.io.yaml import BASE_KEY, DENSE_KEY, merged, parse_option
 from mmod.plain import dataclass_in, required_fields
 from mmod.values import fits
 
@@ -37,8 +37,8 @@ def with_options(
     """Return the plain fields of a config with those of options: dotted keys, and values in YAML.
 
     A mapping is merged into the one of the config key by key, as a file over its `base`; an empty one or null empties
-    it first. A group is read before the keys in it, and a `base` or `preset` before the keys beside it, wherever they
-    stand on the line. Keys of a `dense` that a path stands for are changed there: the path becomes their `base`.
+    it first. A group is read before the keys in it, and a `base` before the keys beside it, wherever they stand on the
+    line. Keys of a `dense` that a path stands for are changed there: the path becomes their `base`.
     """
     result = dict(fields)
     for key, text in sorted(options, key=_order):
@@ -48,7 +48,7 @@ def with_options(
 
 def _order(option: tuple[str, str]) -> tuple[int, bool]:
     *groups, last = option[0].split(".")
-    return len(groups), last not in (BASE_KEY, PRESET_KEY)
+    return len(groups), last != BASE_KEY
 
 
 def _with_option(
@@ -66,8 +66,6 @@ def _with_option(
                 inner_fields = {}
             elif isinstance(old, str):
                 inner_fields = {BASE_KEY: old}
-        if inner == [PRESET_KEY] and isinstance(parse_option(text), str) and inner_fields.get(PRESET_KEY) != text:
-            inner_fields = {}
         return {**fields, name: _with_option(inner_fields, inner, text, group)}
     value = parse_option(text)
     if fits(text, hint) and not fits(value, hint):

@@ -17,8 +17,6 @@ BASE_KEY = "base"
 """Key of the config whose other keys are changed by those beside it."""
 DENSE_KEY = "dense"
 """Key of a config within a config: its path, its fields, or a `base` with the fields that differ."""
-PRESET_KEY = "preset"
-"""Key of the preset that a routing starts from, whose options stand beside it."""
 _DEPTH = 100
 _WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
 # Parsing takes seconds per 100 kB.
@@ -97,7 +95,7 @@ def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_rem
     """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
     Under `dense`, a mapping that names another config that it changes, its `base`, replaces the old one as that
-    config's name would. So does another `preset`: the fields and options beside the old one are not its own.
+    config's name would. So does a `preset` in place of fields that are written out, which would leave nothing of it.
 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})
@@ -106,8 +104,6 @@ def merged(fields: Mapping[str, object], changes: Mapping[str, object], null_rem
         {'dense': {'base': 'run', 'seed': 1}}
         >>> merged({"options": {"a": 1}}, {"options": {"base": "x"}})
         {'options': {'a': 1, 'base': 'x'}}
-        >>> merged({"routing": {"preset": "gradual", "mean": 0.7}}, {"routing": {"preset": "a-mod"}})
-        {'routing': {'preset': 'a-mod'}}
     """
     result = dict(fields)
     for name, value in changes.items():
@@ -126,7 +122,7 @@ def _replaces(name: str, fields: Mapping[str, object], old: Mapping[str, object]
     # Files are merged before the kind of their config is known: what is a config shows by its name alone.
     if name == DENSE_KEY and isinstance(fields.get(BASE_KEY), str):
         return fields[BASE_KEY] != old.get(BASE_KEY)
-    return isinstance(fields.get(PRESET_KEY), str) and fields[PRESET_KEY] != old.get(PRESET_KEY)
+    return isinstance(fields.get("preset"), str) and "preset" not in old
 
 
 def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import nn
 
 import mmod
 from mmod.config import PRESETS, Preset, preset_arguments, read_routing, rescaled
+from mmod.io.yaml import merged
 from mmod.methods.resolve import resolve_methods, resolve_routing
 from mmod.training import TrainConfig
 from mmod.training.engine.kind import create
@@ -254,6 +255,15 @@ def test_two_budgets_of_a_preset_are_refused(depth: int | None) -> None:
 def test_a_later_mean_takes_the_place_of_a_capacity() -> None:
     assert mmod.preset("gradual", mean=0.5).replace(capacity=0.9) == mmod.preset("gradual", capacity=0.9)
     assert mmod.preset("gradual", capacity=0.9).replace(mean=0.5) == mmod.preset("gradual", mean=0.5)
+
+
+def test_another_preset_over_a_config_leaves_out_an_option_of_the_former_by_null() -> None:
+    former = {"routing": {"preset": "gradual", "mean": 0.7, "capacity": 0.5}}
+    with pytest.raises(ValueError, match=r"preset 'a-mod' has no option mean.*`mean: null`"):
+        read_routing(merged(former, {"routing": {"preset": "a-mod"}})["routing"])
+    # What both have stays.
+    changed = merged(former, {"routing": {"preset": "a-mod", "mean": None}}, null_removes=True)
+    assert read_routing(changed["routing"]) == mmod.preset("a-mod", capacity=0.5)
 
 
 def test_null_leaves_out_an_option_of_a_preset() -> None:

@@ -57,13 +57,6 @@ def test_mappings_merge_key_by_key_as_in_files_and_an_empty_one_empties() -> Non
     # Fields that are written out would leave nothing of a preset.
     assert changed('--free={"preset":"p"}', fields).free == {"preset": "p"}
     assert changed('--free={"preset":"p"} --free={"preset":"q","b":1}').free == {"preset": "q", "b": 1}
-    # Another preset has other options; the same one keeps its own.
-    named = {"free": {"preset": "p", "a": 1}}
-    for words in ('--free={"preset":"q"}', "--free.preset q"):
-        assert changed(words, named).free == {"preset": "q"}
-    for words in ('--free={"preset":"p","b":2}', "--free.preset p --free.b 2"):
-        assert changed(words, named).free == {"preset": "p", "a": 1, "b": 2}
-    assert changed("--free.b 2 --free.preset q", named).free == {"preset": "q", "b": 2}
 
 
 @pytest.mark.parametrize("words", ["--dense p.yaml --dense.a.b 1", "--dense.a.b 1 --dense p.yaml"])

@@ -17,7 +17,8 @@ from PIL import Image
 
 from mmod.cli import main
 from mmod.config.parse import parse_config
-from mmod.studies.candidates import comparison_of
+from mmod.studies.config import StudyConfig
+from mmod.studies.study import comparison_of
 from mmod.training import TrainConfig, fit
 from mmod.training.command import next_commands
 from mmod.training.engine.run_folder import FitResult
@@ -111,6 +112,12 @@ def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"{whole.output}: resumed at step {steps // 2} of {steps}" in lines_of(capsys)
 
 
+def begin_study(config: StudyConfig) -> SimpleNamespace:
+    """Plan and check the runs of a study, and do none."""
+    comparison_of(config).checked_runs()
+    return SimpleNamespace(folder=Path(config.output), show=lambda said: None)
+
+
 PRUNE = {"kind": "prune", "keep": 0.5, "blocks": [1]}
 
 
@@ -134,8 +141,7 @@ def test_a_finished_run_names_commands_that_can_follow(
     # Advice and a study of the run are begun; what they compare, their own tests show.
     open_alone(monkeypatch)
     fit_roughly(monkeypatch)
-    monkeypatch.setattr("mmod.studies.study.run_study", lambda study: (study, comparison_of(study).checked_runs()))
-    monkeypatch.setattr("mmod.studies.command._shown", lambda begun, _: Path(begun[0].output))
+    monkeypatch.setattr("mmod.studies.study.run_study", begin_study)
     monkeypatch.setattr("mmod.report.command.report_on", lambda _: print("a report"))
     config = digits_config(tmp_path / "a run", epochs=1, epoch_steps=1, **changes)
     file = tmp_path / "config.yaml"
