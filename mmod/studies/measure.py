@@ -17,6 +17,7 @@ from torch import nn
 
 from mmod.analysis.table import DENSE, Measured, measured_once
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
+from mmod.data.fingerprint import data_files
 from mmod.io.files import sha256
 from mmod.io.jobs import Callback
 from mmod.io.store import Store
@@ -110,7 +111,9 @@ class Measurer:
 
 
 def identity_of(run_config: RunConfig) -> dict[str, Any]:
-    """Return what stands for the model that a run starts from, and for its data: the config, and checksums of weights.
+    """Return what stands for the model that a run starts from, and for its data.
+
+    The config, checksums of weights, and what tells the files of its evaluation data.
 
     The folder of the run is left out, and the path of a checkpoint is relative to it: studies can be moved.
     """
@@ -122,7 +125,10 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
         if path is not None:
             # A path may be written anew, with other weights.
             weights[name] = _checksum(path)
-    return {"kind": run_config.kind, "config": fields, "weights": weights}
+    identity = {"kind": run_config.kind, "config": fields, "weights": weights}
+    files = data_files(run_config.data)
+    # As may what is in its files.
+    return identity if files is None else {**identity, "files": [*files]}
 
 
 def identity_of_final(run: Run) -> dict[str, object]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmod.data.fingerprint import data_files
 from mmod.io.files import write_json
 from mmod.io.records import QUESTION, FolderTakenError, answered_by, differences
 from mmod.studies.measure import identity_of
@@ -88,6 +89,10 @@ def _changes_of_model(before: Mapping[str, Any], now: Mapping[str, Any], free_ke
 def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Question:
     """Return what a study asks by its runs, and by how these are evaluated."""
     first = [run for run in runs if run.seed == 0]
+    files = data_files(first[0].training.data)
+    if files is not None:
+        # Not the times, which a copy of the data changes.
+        evaluation = {**evaluation, "data": files.names}
     written = {run.training.output for run in first}
     free_keys = {*first[0].training.free_keys}
     if not any(run.is_trained for run in first):

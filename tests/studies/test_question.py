@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 import timm
 from safetensors.torch import save_file
 
+from mmod.data.fingerprint import forget_files
 from mmod.io.records import FolderTakenError
 from mmod.io.yaml import merged
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.question import question_of
+from mmod.studies.measure import identity_of
+from mmod.studies.question import Question, question_of
 from mmod.studies.study import comparison_of
 from tests.kit.image_study import DENSE
 
@@ -123,6 +126,35 @@ def test_of_models_that_are_not_trained_only_what_evaluates_them_differs(tmp_pat
             continue
         with pytest.raises(FolderTakenError, match=difference):
             question.check(folder)
+
+
+def test_data_that_changed_in_place_are_evaluated_anew_and_take_no_other_ones_table(tmp_path: Path) -> None:
+    image = tmp_path / "data/val/class/a.png"
+    image.parent.mkdir(parents=True)
+    image.write_bytes(b"1234")
+    study = study_in(
+        tmp_path, changes={"data": {"source": "folder", "root": str(tmp_path / "data"), "val_split": "val"}}
+    )
+    folder = Path(study.output)
+    folder.mkdir()
+    (folder / "tradeoff.json").write_text("{}")
+
+    def asked() -> tuple[Question, dict[str, Any]]:
+        forget_files()
+        runs = comparison_of(study).runs()
+        return question_of(study.evaluation.identity, runs), identity_of(runs[0].training)
+
+    question, identity = asked()
+    question.keep(folder, ["dense"])
+    # As many bytes at another time: results of the store are of other data, and the table goes on.
+    os.utime(image, ns=(0, 10**9))
+    changed, identity_now = asked()
+    changed.check(folder)
+    assert identity_now != identity
+    image.with_name("b.png").write_bytes(b"1")
+    grown, _ = asked()
+    with pytest.raises(FolderTakenError, match=r"Differing: data: '1 files, \w+' there, '2 files, \w+' now"):
+        grown.check(folder)
 
 
 @pytest.mark.parametrize(
