@@ -210,7 +210,7 @@ def told_of_controls(candidates: Sequence[Candidate], expected: Collection[str])
     ]
     if alone:
         told.append(
-            f"Without a control, as the images or a search decide how much is kept: {', '.join(alone)}. Whether it "
-            "matters which tokens these keep is not tested, unless `controls` names a control"
+            f"Without a control: {', '.join(alone)}. The images or a search decide how much these keep, so that no "
+            "random choice of as many tokens is known; `controls` may name one"
         )
     return told
