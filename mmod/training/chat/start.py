@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -18,11 +20,15 @@ from mmod.model import change_
 from mmod.opening.open import TRANSFORMERS, open_model
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
-from mmod.values import refuse_unknown
+from mmod.values import check_value, refuse_unknown
 
 _HALF = (torch.bfloat16, torch.float16)
 # Options of LoRA that choose modules.
 _CHOOSING = ("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern")
+# Starts of the names of initial adapters that are decomposed weights.
+_DECOMPOSING = ("pissa", "olora", "orthogonal")
+# What peft raises for options that it does not take.
+_REFUSALS = (AttributeError, ImportError, IndexError, RuntimeError, TypeError, ValueError, re.error)
 # Names of the parts of LLaVA-like models in transformers.
 _PREFIXES = {
     "image": ("vision_tower", "vision_model", "visual"),
@@ -78,19 +84,46 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
     from peft import LoraConfig, NoMatchingPeftModuleError, get_peft_model
 
     refuse_unknown("option of LoRA", fields, [item.name for item in dataclasses.fields(LoraConfig)])
-    options = LoraConfig(**fields)
+    if fields.get("inference_mode"):
+        raise ValueError("lora.inference_mode would train no adapter: leave it out")
     # By full names, because hosts have routers of their own; those without weights have nothing to save.
     names = {id(module): name for name, module in model.named_modules()}
     learning = [names[id(router)] for router in routers_of(model) if next(router.parameters(), None) is not None]
-    options.modules_to_save = [*(options.modules_to_save or ()), *learning]
+    saved = _modules_to_save(names.values(), fields.get("modules_to_save"))
+    decomposed = str(fields.get("init_lora_weights")).startswith(_DECOMPOSING)
+    if decomposed and any(parameter.is_meta for parameter in model.parameters()):
+        # Weights without values, of which shapes alone matter.
+        fields = {**fields, "init_lora_weights": True}
     try:
-        return get_peft_model(model, options)
-    except ValueError as error:
+        options = LoraConfig(**fields)
+        options.modules_to_save = [*saved, *learning]
+        with warnings.catch_warnings():
+            # peft's own reading of a property that transformers has renamed; no key of a config has this name.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return get_peft_model(model, options)
+    except torch.OutOfMemoryError:
+        raise
+    except _REFUSALS as error:
         # Without these, peft chooses for models that it knows.
         is_open = not (fields.get("target_modules") or fields.get("target_parameters"))
-        if is_open or isinstance(error, NoMatchingPeftModuleError):
+        if isinstance(error, NoMatchingPeftModuleError) or (is_open and isinstance(error, ValueError)):
             raise ValueError(_no_match(model, fields)) from error
-        raise
+        given = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        # Some messages print whole modules.
+        reason = shorten(" ".join(str(error).split()), 300, placeholder=" ...")
+        raise ValueError(f"lora with {given} is refused by peft: {reason}") from error
+
+
+def _modules_to_save(names: Iterable[str], given: object) -> list[str]:
+    """Return the modules that are trained beside adapters as a list, each of which names one of the model."""
+    listed = [given] if isinstance(given, str) else given or []
+    check_value("lora.modules_to_save", listed, list[str])
+    # As peft compares them.
+    known = tuple(names)
+    for name in listed:
+        if not any(module.endswith(name) for module in known):
+            raise ValueError(f"lora.modules_to_save: no module of the model is named {name!r}, or ends so")
+    return list(listed)
 
 
 def _no_match(model: nn.Module, fields: Mapping[str, Any]) -> str:

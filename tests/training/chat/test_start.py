@@ -197,6 +197,43 @@ def test_adapters_that_match_nothing_are_refused_with_names_that_do(
         assert any("q_proj.lora_A" in name for name, _ in made.named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bias": "some"}, "is refused by peft: Requested bias: some, is not implemented"),
+        ({"target_modules": "(("}, "is refused by peft: missing \\), unterminated subpattern"),
+        ({"target_modules": 5}, "is refused by peft: 'int' object is not iterable"),
+        ({"target_modules": ["self_attn"]}, "is refused by peft: Target module .* \\.\\.\\.$"),
+        ({"init_lora_weights": "foo"}, "is refused by peft: Unknown initialization"),
+        (
+            {"layers_to_transform": [1], "target_modules": ".*q_proj"},
+            "by peft: `layers_to_transform` cannot",
+        ),
+        ({"rank_pattern": 5}, "rank_pattern=5 is refused by peft"),
+        ({"modules_to_save": ["nothing"]}, "lora.modules_to_save: no module of the model is named 'nothing'"),
+        ({"modules_to_save": 5}, "lora.modules_to_save must be several values, each a text, got 5"),
+        ({"inference_mode": True}, "lora.inference_mode would train no adapter: leave it out"),
+    ],
+)
+def test_other_mistakes_in_adapters_are_told_in_one_line(folder: Path, fields: dict[str, Any], message: str) -> None:
+    config = vlm_config(folder, lora={"target_modules": ["q_proj"], **fields})
+    with pytest.raises((ValueError, TypeError), match=message) as refusal:
+        create_with_processor(config, on_meta=True)
+    assert "\n" not in str(refusal.value)
+
+
+def test_adapters_train_beside_named_modules_and_from_decomposed_weights(folder: Path) -> None:
+    with warnings.catch_warnings():
+        # Of peft and transformers, which no key of a config asks for.
+        warnings.simplefilter("error", FutureWarning)
+        config = vlm_config(folder, lora={"target_modules": ["q_proj"], "modules_to_save": "lm_head"})
+        model, _ = create_with_processor(config)
+    trained = [name for name, value in model.named_parameters() if value.requires_grad and "lora_" not in name]
+    assert trained == ["base_model.model.lm_head.modules_to_save.default.weight"]
+    # An estimate has no weights to decompose.
+    create_with_processor(vlm_config(folder, lora={"target_modules": ["q_proj"], "init_lora_weights": "pissa"}), True)
+
+
 def test_processors_take_arguments(tmp_path: Path) -> None:
     qwen().save_pretrained(tmp_path / "processor")
     picture = Image.new("RGB", (300, 300))
