@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmod.blocks.conversion import host_class, mixin_forwards, mixins_of
@@ -39,6 +40,8 @@ def refuse_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
     accelerate's forward runs the one before it. Code that replaces a forward would run the host's block densely.
     """
+    if torch.jit.is_tracing():
+        _refuse_trace(module)
     watches = [
         _Watch(name, inner)
         for name, inner in module.named_modules()
@@ -47,6 +50,14 @@ def refuse_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if watches:
         # A call that did not end, as after a KeyboardInterrupt, was not the first: the next one watches anew.
         attach(module, ModelHook(refuse_hidden, partial(_refuse, watches), once=True, stop=partial(_remove, watches)))
+
+
+def _refuse_trace(module: nn.Module) -> None:
+    """Refuse torch.jit.trace where a block would, before host and torch warn of what a trace cannot record."""
+    for inner in module.modules():
+        reason = getattr(inner, "untraceable", "")
+        if reason:
+            raise RuntimeError(reason)
 
 
 def _refuse(

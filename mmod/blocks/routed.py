@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
     router: Router
     mod_state: RoutedState
     added_modules = ("router",)
+    untraceable: ClassVar[str] = _TRACED
+    """Why torch.jit.trace cannot record the block."""
 
     @property
     def cost_follows_data(self) -> bool:
@@ -138,7 +140,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     def _slow_forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse torch.jit.trace, under which torch calls this in place of `forward`."""
-        raise RuntimeError(_TRACED)
+        raise RuntimeError(self.untraceable)
 
     def scorers(self) -> dict[str, nn.Module]:
         """Return the router, and the score that it shares with others."""
