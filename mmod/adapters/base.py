@@ -76,18 +76,20 @@ class Wrapper(nn.Module):
         self.inner: Any = inner
 
 
-class TextCall(NamedTuple):
-    """What a call of a language model says of its texts.
+class Structure(NamedTuple):
+    """The structure of a language model's inputs.
 
     Args:
-        continues: Cached tokens come before.
-        is_packed: Rows pack several samples.
         valid_BN: False at padding (B, N).
+        segment_BN: Sample of each token, from 0, in rows that pack several samples (B, N); None where none does.
+        causal: Attention is causal over the valid tokens.
+        past: Number of cached tokens before.
     """
 
-    continues: bool
-    is_packed: bool
     valid_BN: Tensor
+    segment_BN: Tensor | None
+    causal: bool
+    past: Tensor | int
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class BlockStack:
     text_tower: nn.Module | None = None
     sequence: int | None = None
     reads_images: bool = False
-    read_text: Callable[..., TextCall] | None = None
+    read_text: Callable[..., Structure] | None = None
     class_token: bool = False
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""

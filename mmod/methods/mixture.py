@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.adapters.base import TextCall
+from mmod.adapters.base import Structure
 from mmod.blocks import Deciding, modules_of
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
@@ -103,7 +103,7 @@ class Choosing(Added, Deciding):
 
 
 def check_texts(
-    read_text: Callable[..., TextCall],
+    read_text: Callable[..., Structure],
     kind: str,
     fills: bool,
     module: nn.Module,
@@ -122,13 +122,13 @@ def check_texts(
     if not choosing or not choosing[0].chooses_together(module.training):
         return
     text = read_text(module, args, kwargs)
-    if text.continues:
+    if text.past:
         raise ValueError(
             f"text cannot be generated where {kind} choose among future tokens, as they do in training mode "
             "and with choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or "
             "'tokens'"
         )
-    if text.is_packed:
+    if text.segment_BN is not None:
         _refuse_rows(kind, "packed with several samples", "one sample per row")
     if fills and not bool(text.valid_BN.all()):
         _refuse_rows(kind, "padded", "texts of one length")
