@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -243,8 +242,7 @@ def _unfit_with(
     if is_mixture and config.merges_inside and together:
         return "skipped.before='mlp'", "whose MLP is a mixture of experts: use before='block'"
     gate_on = config.language.gate_on
-    # Only decoder layers have an option of language models.
-    if is_mixture and gate_on != "update" and any(one in others for one in cast(Any, call).branches(block, gate_on)):
+    if is_mixture and gate_on != "update" and any(one in others for one in call.branches(block, gate_on)):
         return f"gate_on={gate_on!r}", ("whose MLP is a mixture of experts with its own gates: use gate_on='update'")
     if together and config.select != "topk" and not config.router.per_image:
         return "select=Threshold", (
