@@ -38,8 +38,12 @@ def grid_of_map(output: Any) -> Grid | None:
     return None
 
 
-def check_pixels(source: GridSource, score: Score, first: str) -> None:
+def check_pixels(source: GridSource | RowSource, score: Score, first: str) -> None:
     """Raise a ValueError unless a score can read the pixels of each patch before a block."""
+    # An option that does not fit these images is told of now and not in the first pass.
+    if isinstance(source, RowSource):
+        score.see(torch.zeros(1, 1, 1, source.channels, 1), None)
+        return
     module = source.module
     if not isinstance(module, nn.Conv2d) or not _cuts(module):
         raise ValueError(
@@ -47,7 +51,6 @@ def check_pixels(source: GridSource, score: Score, first: str) -> None:
             f"most {_CHANNELS} channels whose stride is its kernel, without padding and dilation; they are made by a "
             f"{type(module).__name__}({module.extra_repr()})"
         )
-    # An option that does not fit these images is told of now and not in the first pass.
     score.see(torch.zeros(1, 1, 1, module.in_channels, 1), source.std)
 
 

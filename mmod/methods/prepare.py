@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 
-import torch
 from torch import nn
 
 from mmod.adapters import BlockStack
@@ -170,10 +169,9 @@ def _check_grid(stack: BlockStack, config: RoutingConfig, first: str) -> None:
             "rows in an order that the tower does not tell, by a spatial_merge_size and, if blocks see windows, by "
             "calling transformers' get_vision_window_index"
         )
-    if score.reads_pixels and stack.grid is not None:
-        check_pixels(stack.grid, score, first)
-    elif score.reads_pixels and stack.rows is not None:
-        score.see(torch.zeros(1, 1, 1, stack.rows.channels, 1), None)
+    source = stack.grid or stack.rows
+    if score.reads_pixels and source is not None:
+        check_pixels(source, score, first)
 
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[PlannedBlock]) -> dict[int, RoutingConfig]:

@@ -34,21 +34,16 @@ class TowerPixels(TowerReader):
     def __init__(self, entry: Any, stack: BlockStack, score: Score) -> None:
         super().__init__(entry, stack, f"router={score.name!r}", FIRST)
         self.score = score
-        self.std: tuple[float, ...] | None = None
-        if stack.rows is not None:
-            self.source: nn.Module = stack.rows.module
-            # Refuses an option that does not fit these pictures now, and not in the first pass.
-            score.see(torch.zeros(1, 1, 1, stack.rows.channels, 1), None)
-            return
-        if stack.grid is None:
+        source = stack.rows or stack.grid
+        if source is None:
             raise ValueError(
                 f"{self.option} needs patches whose row and column in the image are known: the tower of a "
                 f"{type(entry).__name__} shows no rows and columns of patches, as where images of several sizes are "
                 "one sequence"
             )
-        check_pixels(stack.grid, score, stack.names[0])
-        self.source = stack.grid.module
-        self.std = stack.grid.std
+        check_pixels(source, score, stack.names[0])
+        self.source = source.module
+        self.std = None if stack.grid is None else stack.grid.std
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
