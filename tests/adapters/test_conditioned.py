@@ -28,6 +28,7 @@ from tests.kit.conditioned_zoo import (
     run,
     tokens_of,
 )
+from tests.kit.cover import in_turn
 
 BLOCKS: dict[str, Any] = {"blocks": (1, 2, 3), "capacity": 0.5}
 # As many slots as a text has words.
@@ -76,8 +77,7 @@ def of_image(value: Any, image: int, batch: int, index_K: Tensor, tokens: int) -
     return tree_map(lambda leaf: select(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
-@pytest.mark.parametrize("title", ["random", "slots", "threshold"])
-@pytest.mark.parametrize("name", CONDITIONED)
+@pytest.mark.parametrize(("name", "title"), in_turn(CONDITIONED, ["random", "slots", "threshold"]))
 @torch.no_grad()
 def test_kept_tokens_run_as_if_the_others_were_not_there(name: str, title: str) -> None:
     """A slow definition: a block's copy on each image's kept rows alone."""

@@ -39,9 +39,12 @@ BY_ATTENTION = {
 
 
 @pytest.mark.parametrize(
-    ("method", "side", "trains"), cover([*IMAGES_ONLY, *BY_ATTENTION], ["left", "right"], [False, True])
+    ("method", "way"),
+    in_turn([*IMAGES_ONLY, *BY_ATTENTION], [("left", False), ("right", True), ("left", True), ("right", False)]),
+    ids=str,
 )
-def test_prefill_and_decode_equal_one_pass(method: str, side: str, trains: bool) -> None:
+def test_prefill_and_decode_equal_one_pass(method: str, way: tuple[str, bool]) -> None:
+    side, trains = way
     model = routed("llava", {**IMAGES_ONLY, **BY_ATTENTION}[method]).train(trains)
     check_cache_changes_nothing(model, prompt("llava", (1, 0, 2), side=side))
 
@@ -52,9 +55,11 @@ def test_prefill_and_decode_equal_one_pass_in_every_family(name: str) -> None:
     check_cache_changes_nothing(routed(name, IMAGES_ONLY["linear"]), prompt(name, (2, 1)))
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
-    "name", ["llava-mistral-window", "llava-next", "smolvlm", "qwen2-vl", "gemma3-vision", "paligemma"]
+    ("name", "attention"),
+    in_turn(
+        ["llava-mistral-window", "llava-next", "smolvlm", "qwen2-vl", "gemma3-vision", "paligemma"], ["sdpa", "eager"]
+    ),
 )
 def test_importance_is_that_of_the_prompt_where_answers_are_labelled(name: str, attention: str) -> None:
     check_cache_changes_nothing(routed(name, IMAGES_ONLY["attention"], attention), prompt(name, (2, 1)))
@@ -164,7 +169,6 @@ def test_batch_equals_single_samples(method: str, side: str, attention: str) -> 
     in_turn(
         ["llava", "llava-mistral-window", "qwen2.5-vl", "qwen3-vl"],
         [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}],
-        times=2,
     ),
     ids=str,
 )
@@ -185,16 +189,18 @@ def test_assisted_generation_equals_plain_generation(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("way", "words", "given"),
-    cover(
-        [("linear", {}), ("linear", {"num_beams": 3}), ("attention", {}), ("frames", {}), ("change", {"num_beams": 2})],
-        [1, 4, 40],
-        ["marked embeddings", "embeddings and ids", "marked ids", "ids"],
-    ),
-    ids=str,
+    ("method", "options", "words", "given"),
+    [
+        ("linear", {}, 1, "marked embeddings"),
+        ("linear", {"num_beams": 3}, 4, "embeddings and ids"),
+        ("attention", {}, 40, "marked ids"),
+        ("frames", {}, 1, "ids"),
+        ("change", {"num_beams": 2}, 40, "marked embeddings"),
+    ],
 )
-def test_a_second_prompt_is_routed_by_its_own_tokens(way: tuple[str, dict[str, Any]], words: int, given: str) -> None:
-    method, options = way
+def test_a_second_prompt_is_routed_by_its_own_tokens(
+    method: str, options: dict[str, Any], words: int, given: str
+) -> None:
     model, batch = routed("llava", IMAGES_ONLY[method]), prompt("llava", (1, 1))
     embeds, image_mask = merged_embeddings(model, batch), batch["input_ids"] == IMAGE
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -223,7 +229,7 @@ TWO_WAYS: dict[str, tuple[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("method", "options"), in_turn(TWO_WAYS, [{}, {"use_cache": False}, {"num_beams": 2}], times=2), ids=str
+    ("method", "options"), in_turn(TWO_WAYS, [{}, {"use_cache": False}, {"num_beams": 2}]), ids=str
 )
 def test_what_decides_otherwise_in_training_generates_in_evaluation_alone(method: str, options: dict[str, Any]) -> None:
     name, config = TWO_WAYS[method]
@@ -245,7 +251,7 @@ def test_what_decides_otherwise_in_training_generates_in_evaluation_alone(method
             model(input_ids=torch.tensor([[5], [6]]), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("method", [*IMAGES_ONLY, "threshold"])
+@pytest.mark.parametrize("method", ["linear", "frames", "threshold"])
 def test_what_decides_in_one_way_generates_in_training_mode(method: str) -> None:
     model = routed("llava", {**IMAGES_ONLY, "threshold": EVERYTHING["threshold"]}[method])
     batch = prompt("llava", (1, 2))
@@ -270,7 +276,7 @@ CUT = [(0,), (1,), (2,), (3,), (0, 1), (2, 3)]
     [
         (places, name, options)
         for (places, name), options in zip(
-            in_turn(CUT, ["llama", "mistral-window", "llava", "gemma3"], times=2), itertools.cycle(CACHES)
+            in_turn(CUT, ["llama", "mistral-window", "llava", "gemma3"]), itertools.cycle(CACHES)
         )
     ],
     ids=str,
