@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from PIL import Image
 
 import mmod
-from mmod.studies.pairs_config import PairsStudyConfig
-from mmod.studies.study import run_study
 from mmod.training import fit
 from mmod.training.engine.kind import evaluate, load
 from mmod.training.pairs.config import ModelConfig, TrainConfig
@@ -110,22 +107,3 @@ def test_folders_that_hold_no_image_text_model_are_refused(saved: tuple[Path, An
     tower.save_pretrained(tmp_path / "tower")
     with pytest.raises(ValueError, match="models of image-text pairs in folders of transformers read both"):
         create_dense(ModelConfig(str(tmp_path / "tower")))
-
-
-def test_a_study_compares_a_folder_routed_and_dense(tmp_path: Path) -> None:
-    save_pair_model("clip", tmp_path / "clip")
-    dense = config_of(tmp_path / "clip", tmp_path / "unused", epoch_steps=1)
-    (tmp_path / "dense.yaml").write_text(yaml.safe_dump(dense.to_dict()))
-    study = PairsStudyConfig(
-        output=str(tmp_path / "out"),
-        dense=str(tmp_path / "dense.yaml"),
-        finetune={"optim": {"lr": 1e-4}},
-        routers={"a-mod": {"image": {"preset": "a-mod"}}},
-        latency_batch=4,
-        latency_rounds=2,
-    )
-    points = {point.name: point for point in run_study(study, progress=False).points}
-    dense_point, routed = points["dense"], points["a-mod-0.5"]
-    assert dense_point.cost["image_gflops"] > routed.cost["image_gflops"] > 0
-    assert dense_point.cost["text_gflops"] == routed.cost["text_gflops"] > 0
-    assert all({"before", "zero_shot_top1"} <= set(point.row()) for point in points.values())
