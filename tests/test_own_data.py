@@ -32,6 +32,7 @@ SMALL_VIT = (
     "{num_classes: 3, embed_dim: 24, num_heads: 2, depth: 3, img_size: 32, patch_size: 8, dynamic_img_size: true}"
 )
 FAST = "--schedule.warmup_epochs 0 --epochs 1 --device cpu"
+CHAT = "--trainer.max_steps 1 --trainer.warmup_steps 0 --trainer.use_cpu true"
 # What the study of the page is told of its model; `studies/test_image.py` has other models.
 STUDIED = (
     "--dense.model.name vit --dense.model.args '{}' --dense.model.checkpoint null "
@@ -46,8 +47,10 @@ SMALL = {
     f"{FAST}",
     "train pairs": "--model.name tiny-scenes --model.config configs/clip/tiny-scenes.json --model.pretrained null "
     f"--data.batch_size 4 {FAST}",
-    "train chat": "--data.train questions:tiny/train --data.val questions:tiny/val --trainer.max_steps 1 "
-    "--trainer.warmup_steps 0 --trainer.use_cpu true --max_new_tokens 6",
+    # The run that is evaluated has questions.
+    "train chat mine.yaml": f"--data.train questions:tiny/train --data.val null {CHAT}",
+    "train chat mine.yaml --output": "--data.train questions:tiny/train --data.val questions:tiny/val "
+    f"--max_new_tokens 6 {CHAT}",
     "tradeoff my-model": "",
     # Written from the config that comes with mmod.
     "tradeoff study.yaml": STUDIED,

@@ -78,6 +78,8 @@ def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None =
         "data": ConversationsConfig("questions:tiny/train", "questions:tiny/val", root=str(SETS / "questions")),
         "trainer": {**TRAINER, **(trainer or {})},
         "max_new_tokens": 3,
+        # All questions at once: more batches are asked in the references, and of few in `test_kind.py`.
+        "eval_batch_size": 72,
         **changes,
     }
     return TrainConfig(**fields)
