@@ -1,4 +1,4 @@
-"""Commands of README and docs run: training, audits and reports in a few steps, studies up to their models."""
+"""Commands of README and docs run: one training of each kind, audits and reports; others up to their models."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import open_clip
 import open_clip_train.main
 import pytest
 import timm
+import yaml
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
 from mmod import cli
-from mmod.analysis import timing
 from mmod.planning import budgets
 from mmod.studies import isoflop
 from mmod.studies.study import comparison_of
-from mmod.training.engine.kind import create
-from mmod.training.kinds import kind_of
+from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.engine.start import sketch
+from mmod.training.kinds import config_class, kind_of
 from mmod.training.text import kind as text_kind
 from tests.kit import pages
 from tests.kit.conversations import write_own
-from tests.kit.fitted import few_of_prompts, few_series, fit_once
+from tests.kit.fitted import open_alone
 from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
@@ -53,15 +54,9 @@ SMALL = {
     "": "",
     "train image": f"{IMAGES} {STEPS}",
     "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --training_only_epochs null",
-    "train image configs/cifar/dinov2": "--print_config",
-    "train image configs/cifar/routed-training": f"{IMAGES} {STEPS} {SIDE} --training_only_epochs null",
-    "train image configs/fashion": "--print_config",
-    "train image configs/patches": f"--data.source crowds:tiny --data.root {SETS}/crowds {STEPS} {SIDE} --device cpu",
     "train image configs/imagenet": "--print_config",
     "train pairs": f"{SCENES} --epochs 1 --epoch_steps 1 --schedule.warmup_epochs 0",
-    "train pairs configs/clip/vit-b-32": "--print_config",
     "train chat": f"{QUESTIONS} {CHAT_STEPS}",
-    "train chat configs/vlm/llava": "--print_config",
     "train chat configs/vlm/own": CHAT_STEPS,
     "train text": f"{TEXT} --epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0",
     "data": "--difficulty tiny",
@@ -72,6 +67,7 @@ SMALL = {
     "audit runs/vlm": f"--audit.questions 4 {AUDIT}",
     "plan": f"{QUESTIONS} --plan.batches 1 --plan.batch_size 2",
     "isoflop": "--dry-run",
+    "isoflop configs/isoflop/text": "--print_config",
     "advise llava": "--number 4 --batch_size 2 --device cpu",
     "advise": "--number 2 --batch_size 2 --no_pretrained",
     "benchmark drafts": "--prompts 1 --prompt_tokens 4 --new_tokens 2 --rounds 1 --draft_tokens [3] --threads 1",
@@ -101,18 +97,21 @@ EXIT = "--methods '[{kind: exit, confidence: 0.8, blocks: [1, 2, 3]}]'"
 RUNS = {
     "image": {
         "runs/digits/dense": "train image digits/dense",
-        "runs/digits/resnet": "train image digits/resnet",
-        **{f"runs/digits/{name}": f"train image digits/{name}" for name in ("a-mod", "mod", "distilled", "random")},
+        "runs/digits/a-mod": "train image digits/a-mod",
         "runs/digits/exit": f"train image digits/dense {EXIT}",
     },
     "pairs": {"runs/clip/scenes": "train pairs clip/scenes"},
     "chat": {f"runs/vlm/{name}": f"train chat vlm/{name}" for name in ("tiny-llava", "tiny-p-mod")},
-    "text": {f"runs/text/{name}": f"train text text/{name}" for name in ("dense", "elastic")}
-    | {f"runs/text/seed0/{name}": f"train text text/{name}" for name in ("mod", "mod-score")},
+    "text": {"runs/text/elastic": "train text text/elastic", "runs/text/seed0/mod": "train text text/mod"},
 }
 # Runs of studies, and the runs above that stand for them.
-STUDIED = {"base": "dense", "dense": "dense", "exit": "exit", "exit-0.25": "exit"}
-STUDIED |= {f"{name}-0.25": name for name in ("a-mod", "mod", "distilled", "random")}
+STUDIED = {"dense": "dense", "exit": "exit", "exit-0.25": "exit", "a-mod-0.25": "a-mod"}
+# Commands like another one but for the run that they read.
+ALIKE = {
+    "audit runs/digits/a-mod",
+    "audit runs/tradeoff/digits-quarter/seed0/mod-0.25",
+    "evaluate runs/digits/dense",
+}
 # Which commands are run one after another in one folder.
 GROUPS = {
     "image": r"train image|evaluate|audit runs/(digits|tradeoff)|report runs/(audit|tradeoff)",
@@ -147,7 +146,6 @@ def test_every_command_is_in_a_group() -> None:
 @pytest.fixture(autouse=True)
 def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty working folder, and ViTs of 24 channels without published weights."""
-    fit_once(monkeypatch)
     create = timm.create_model
 
     def create_narrow(name: str, *, pretrained: bool = False, **options: Any) -> Any:
@@ -158,7 +156,7 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def small(command: str) -> list[str]:
+def smaller(command: str) -> list[str]:
     """Return the options that make a command small."""
     return shlex.split(SMALL[max(("", *SMALL), key=lambda start: len(start) * command.startswith(start))])
 
@@ -167,7 +165,7 @@ def unlike(commands: list[str]) -> list[str]:
     """Return commands that differ by more than options that are replaced, and that no other one continues."""
     words: dict[tuple[str, ...], str] = {}
     for command in commands:
-        said, replaced = shlex.split(command), small(command)
+        said, replaced = shlex.split(command), smaller(command)
         places = [place for place, word in enumerate(said) if word.startswith("--") and word in replaced]
         names = [word for place, word in enumerate(said) if not {place, place - 1} & set(places)]
         words.setdefault(tuple(names), command)
@@ -178,9 +176,9 @@ def unlike(commands: list[str]) -> list[str]:
     ]
 
 
-def run(command: str) -> str:
-    """Run a command in small and return what it prints."""
-    words = [*shlex.split(command), *small(command)]
+def run(command: str, small: bool = True) -> str:
+    """Run a command, in small or as it is, and return what it prints."""
+    words = [*shlex.split(command), *(smaller(command) if small else [])]
     if "--training_only_epochs" in words:
         # Where the length is made small, and the methods with it.
         words += ["--training_only_epochs", "null"]
@@ -193,13 +191,26 @@ def run(command: str) -> str:
     return printed.getvalue()
 
 
+def check_training(command: str) -> None:
+    """Read the config of a run and make its model by names and sizes: each kind is trained by its `RUNS`."""
+    printed = yaml.safe_load(run(f"{command} --print_config", small=False))
+    config = config_class(command.split()[1]).from_dict(printed)
+    config.check_schedule()
+    # The architecture of this one is on a hub.
+    if not command.startswith("train chat configs/vlm/llava"):
+        sketch(kind_of(config))
+
+
 def run_group(group: str) -> None:
-    """Run the commands of a group that are not among its `RUNS`, reports last."""
+    """Run the commands of a group that are not among its `RUNS`, reports last; only read those that train."""
     made = {re.sub(r"^(train \w+) (\S+)", r"\1 configs/\2.yaml", command) for command in RUNS.get(group, {}).values()}
     commands = [command for command in COMPLETE if re.match(f"(?:{GROUPS[group]})", command)]
-    commands = [command for command in unlike(commands) if command not in made]
+    commands = [command for command in unlike(commands) if command not in made | ALIKE]
     assert commands
     for number, command in enumerate(sorted(commands, key=lambda command: command.startswith("report"))):
+        if re.match("train (image|pairs|chat|text) ", command) and not {"--dry-run", "--help"} & set(command.split()):
+            check_training(command)
+            continue
         # Two pages may run one config in different ways.
         option = {"train": "--output", "advis": "--output", "bench": "--out"}.get(command[:5], "")
         is_free = option and option not in command and not command.startswith("train open-clip")
@@ -233,11 +244,9 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_group(group)
 
 
-@pytest.mark.slow
-def test_models_are_evaluated_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_series(monkeypatch, "gradual", "smaller-image")
-    few_of_prompts(monkeypatch)
-    monkeypatch.setattr(timing, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+def test_models_of_photos_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What advice compares, and on which samples, `studies/test_advise.py` and the references show.
+    open_alone(monkeypatch)
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
     make_clip = open_clip.create_model_and_transforms
@@ -257,9 +266,6 @@ def test_models_are_evaluated_by_photos(monkeypatch: pytest.MonkeyPatch) -> None
     run_group("photos")
 
 
-CREATED = ("routing", "methods", "elastic", "distill", "lora")
-
-
 class _MadeError(Exception):
     """All models of a study are made."""
 
@@ -270,33 +276,30 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
 
     def make(study: Any, **_: Any) -> Any:
         comparison = comparison_of(study)
-        candidates = comparison.candidates
-        jobs = comparison.runs()
-        assert len(candidates) > 2
-        dense: Any = jobs[0].training
-        for job in jobs:
-            if job.seed == 0 and not job.searches:
-                config: Any = job.training
-                fields = dict.fromkeys(("checkpoint", "image_checkpoint"))
-                fields["pretrained"] = getattr(type(dense.model), "pretrained", None)
-                fields |= {name: getattr(dense.model, name, None) for name in ("config", "processor")}
-                model = dataclasses.replace(
-                    config.model, **{name: fields[name] for name in fields if hasattr(config.model, name)}
-                )
-                untrained = {"trained": None} if hasattr(config, "trained") else {}
-                # What decides about a model; studies share many of them.
-                asked = (type(config), model, config.data, *(getattr(config, name, None) for name in CREATED))
-                if repr(asked) not in known:
-                    known.add(repr(asked))
-                    create(kind_of(dataclasses.replace(config, model=model, **untrained)))
+        assert len(comparison.candidates) > 2
+        # Budgets of a series change its numbers alone, and studies share many models.
+        few = {candidate.series or candidate.name: candidate for candidate in comparison.candidates}
+        dataclasses.replace(comparison, candidates=[*few.values()]).checked_runs()
         raise _MadeError
+
+    def sketch_once(kind: Any) -> None:
+        config = kind.config
+        # Weights are not read.
+        named = {**vars(config.model), "checkpoint": None}
+        asked = repr((config.kind, named, config.image_shape, config.routing, config.methods))
+        if asked not in known:
+            known.add(asked)
+            sketch(kind)
 
     def first_guess(studied: Any, _: Any, *sizes: Any, strict: bool) -> Any:
         # What candidates cost, `test_study_configs_plan_their_runs` in tests/studies/test_image.py counts.
         return budgets.at_budgets(studied, lambda candidate: candidate.budget or 1.0, *sizes, strict=strict)
 
-    # Runs that pages name are not here.
+    # Runs and weights that pages name are not here.
     monkeypatch.setattr("mmod.studies.config.StudyConfig.check_dense", lambda _: None)
+    for config in (RunConfig, LoopConfig):
+        monkeypatch.setattr(config, "check_weights", lambda _: None)
+    monkeypatch.setattr("mmod.studies.runs.sketch", sketch_once)
     monkeypatch.setattr("mmod.studies.candidates.at_budgets", first_guess)
     monkeypatch.setattr("mmod.studies.study.run_study", make)
     # What says on what, how often and in how many processes models are compared makes no other model.
