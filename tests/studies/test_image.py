@@ -757,18 +757,20 @@ def test_study_configs_plan_their_runs(path: Path, monkeypatch: pytest.MonkeyPat
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 
-@pytest.mark.parametrize("model", ["timm", "transformers"])
+@pytest.mark.parametrize("model", ["6 blocks, 64 patches", "12 blocks, 576 patches", "transformers"])
 def test_a_name_tells_the_share_of_the_dense_flops(model: str, tmp_path: Path) -> None:
-    side = 64
-    size = {"embed_dim": 24, "num_heads": 2, "img_size": side, "patch_size": 8, "depth": 6, "num_classes": 4}
+    depth, side, patch = (12, 384, 16) if model.startswith("12 ") else (6, 64, 8)
+    size = {"embed_dim": 24, "num_heads": 2, "img_size": side, "patch_size": patch, "depth": depth, "num_classes": 4}
     dense: dict[str, Any] = {"name": SMALL, "args": size, "checkpoint": "runs/mine"}
     if model == "transformers":
         save_image_model("vit", tmp_path / "vit")
         dense = {"name": str(tmp_path / "vit"), "args": {}, "pretrained": True}
         side = 32
     config = ImageStudyConfig(**read_yaml("my-model"))
-    # Two budgets of some series on one, and one of the others on the other.
+    # Two budgets of some series on one, one of the others on another, and what depends on depth and grid on the third.
     budgets, series = ([0.7], FITTED - FREE) if model == "transformers" else ([0.7, 0.55], FREE)
+    if depth == 12:
+        budgets, series = [0.7], {"gradual", "smaller-image", "tome"}
     tables = (
         {name: one for name, one in table.items() if name in series} for table in (config.routers, config.baselines)
     )
