@@ -67,7 +67,7 @@ def test_a_tower_that_keeps_all_equals_the_dense_one(name: str) -> None:
     assert (list(model.state_dict()), classes(model)) == (keys, hosts)
 
 
-@pytest.mark.parametrize(("name", "config"), [*in_turn(ALL, CONFIGS, times=2)])
+@pytest.mark.parametrize(("name", "config"), in_turn(ALL, CONFIGS))
 @torch.no_grad()
 def test_an_image_does_not_depend_on_others(name: str, config: str) -> None:
     model = make_joint(name)
@@ -178,8 +178,7 @@ def test_importance_is_read_within_images() -> None:
         torch.testing.assert_close(score_N[: pairs_HNN.shape[-1]], pairs_HNN.mean((0, 1)), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("config", ["gradual", "importance"])
-@pytest.mark.parametrize("name", IN_SEQUENCE)
+@pytest.mark.parametrize(("name", "config"), in_turn(IN_SEQUENCE, ["gradual", "importance"]))
 @torch.no_grad()
 def test_rows_are_passed_on_where_nothing_reads_between_layers(
     name: str, config: str, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
-from tests.kit.cover import cover, in_turn
+from tests.kit.cover import in_turn
 from tests.kit.generation import routed
 from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, sample_of, video
 
@@ -95,8 +95,9 @@ def places(start: int, tokens: int, qwen: bool, samples: int = 1) -> dict[str, T
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("frames", ["span", PATCHES])
-@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    ("name", "frames"), in_turn(["llava", "llava-qwen2", "qwen3-vl", "qwen2.5-vl"], ["span", PATCHES])
+)
 def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> None:
     model, qwen = routed(name, BY_FRAME.replace(language={"tokens": frames})), name.startswith("qwen")
     images = prompt(name, (3,))
@@ -195,10 +196,15 @@ def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.Rout
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "method", "side"),
-    cover(["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"], SECOND_TURN, ["left", "right"]),
+    ("name", "way"),
+    in_turn(
+        ["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"],
+        [("attention", "left"), ("linear", "right"), ("distilled", "left"), ("attention", "right")],
+    ),
+    ids=str,
 )
-def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: str, side: str) -> None:
+def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, way: tuple[str, str]) -> None:
+    method, side = way
     model, qwen = routed(name, SECOND_TURN[method]), name.startswith("qwen")
     first, turns = prompt(name, (1, 2)), pad([[5, 6, 7], [8, 9, 10, 11, 12]], side)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.routing import DecoderRouter, assign_groups, select_within
-from tests.kit.cover import cover
+from tests.kit.cover import cover, in_turn
 from tests.kit.vlm_types import SMALL
 from tests.kit.vlm_zoo import (
     IMAGE,
@@ -63,14 +63,15 @@ def test_image_tokens_are_found_in_embeddings() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("name", "method", "mask_name"),
-    cover(
+    ("name", "way"),
+    in_turn(
         ["llava", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl"],
-        ["p-mod", "videollm-mod", "a-mod"],
-        ["image_mask", "mm_token_type_ids"],
+        [("p-mod", "image_mask"), ("videollm-mod", "mm_token_type_ids"), ("a-mod", "image_mask")],
     ),
+    ids=str,
 )
-def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method: str, mask_name: str) -> None:
+def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, way: tuple[str, str]) -> None:
+    method, mask_name = way
     model, batch = make_joint(name), prompt(name, (1, 0, 2))
     ids = batch["input_ids"]
     if name.startswith("qwen"):
@@ -97,9 +98,14 @@ def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("router", ["linear", "attention"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llava", "llava-onevision", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    ("name", "router", "training"),
+    cover(
+        ["llama", "gemma3", "llava", "llava-onevision", "qwen2.5-vl", "qwen3-vl"],
+        ["linear", "attention"],
+        [False, True],
+    ),
+)
 def test_an_empty_batch_fares_as_in_the_dense_model(name: str, router: str, training: bool) -> None:
     model = (make_language(name) if name in LANGUAGE else make_joint(name)).train(training)
 

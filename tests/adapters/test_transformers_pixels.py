@@ -203,7 +203,7 @@ def test_features_that_generate_computes_once_serve_all_of_its_passes(name: str,
     short = {"max_new_tokens": 2}
     assert torch.equal(generate(model, batch, use_cache=False, **short), generate(model, batch, **short))
     # Not all types have beams and chunks that equal plain generation when they are dense.
-    if name in PLAIN[:5]:
+    if name in PLAIN[:2]:
         short["num_beams"] = 2
         assert torch.equal(generate(model, batch, use_cache=False, **short), generate(model, batch, **short))
         # The first chunk has no image token.

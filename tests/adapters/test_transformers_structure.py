@@ -14,7 +14,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.structure import read_structure
 from mmod.methods import Experts, Recursions
-from tests.kit.cover import in_turn
+from tests.kit.cover import cover, in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
 
 SCORE = mmod.score("linear", init_std=0.3)
@@ -68,7 +68,7 @@ def packed_by(how: str, lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "how"),
-    in_turn(METHODS, ["positions", "boundaries", "bool", "float", "infinite", "positions left"], times=2),
+    in_turn(METHODS, ["positions", "boundaries", "bool", "float", "infinite", "positions left"]),
 )
 def test_packed_samples_are_routed_as_if_alone(name: str, how: str) -> None:
     model = mmod.route_(make_language("llama"), METHODS[name].replace(language={"tokens": "all"}))
@@ -79,9 +79,10 @@ def test_packed_samples_are_routed_as_if_alone(name: str, how: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", [lambda mask: mask, as_bias], ids=["bool", "float"])
-@pytest.mark.parametrize("labelled", [False, True])
-@pytest.mark.parametrize("method", ["p-mod", "videollm-mod", "a-mod"])
+@pytest.mark.parametrize(
+    ("method", "labelled", "form"),
+    cover(["p-mod", "videollm-mod", "a-mod"], [False, True], [lambda mask: mask, as_bias]),
+)
 def test_images_of_packed_samples_compete_apart(method: str, labelled: bool, form: Any) -> None:
     model = mmod.route_(make_joint("llava"), language=mmod.preset(method, blocks=(1, 2), capacity=0.5))
     for block in mmod.routed_blocks(model).values():

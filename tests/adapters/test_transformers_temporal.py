@@ -74,7 +74,7 @@ def test_it_is_the_distance_to_the_same_place_one_frame_earlier(name: str) -> No
                     torch.testing.assert_close(actual.double(), expected, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "capacity"), in_turn(FRAME, [0.0, 0.25, 0.5, 1.0], times=2))
+@pytest.mark.parametrize(("name", "capacity"), in_turn(FRAME, [0.0, 0.25, 0.5, 1.0]))
 @torch.no_grad()
 def test_first_frames_stay_whole_and_the_rest_is_chosen_over_all_later_ones(name: str, capacity: float) -> None:
     batch = video(name, (1, 2), FRAMES)

@@ -219,7 +219,7 @@ def test_blocks_that_run_in_cycles_have_no_states_to_collect(name: str) -> None:
         run(model, inputs_of(name))
 
 
-@pytest.mark.parametrize("name", ["vit", "dinov2", "dinov2 backbone", "dinov3", "clip", "siglip", "mlcd", "yolos"])
+@pytest.mark.parametrize("name", ["vit", "dinov2 backbone", "siglip", "mlcd"])
 @torch.no_grad()
 def test_resized_images_are_those_that_the_model_gets(name: str) -> None:
     model, inputs = make(name), inputs_of(name, 2)
