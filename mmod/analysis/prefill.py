@@ -90,7 +90,8 @@ class VisionPass:
         readers = [module for module in adapted_model(model).modules() if hasattr(module, "get_image_features")]
         if not readers:
             raise ValueError(f"this {type(model).__name__} has no vision tower: leave pixels out")
-        self._read: Any = readers[-1].get_image_features
+        inner: Any = readers[-1]
+        self._read = inner.get_image_features
         named = set(inspect.signature(self._read).parameters) - _OF_TEXT
         self.inputs = {name: value.cpu() for name, value in inputs.items() if name in named and value is not None}
 

@@ -125,7 +125,10 @@ def timing_caution(times: Times[Timed], waiting: float, base: str) -> str:
         reasons.append(f"rounds scatter, with quartiles {100 * scatter:.0f} % apart on average")
     if not reasons:
         return ""
-    return f"Speeds are uncertain: {'; '.join(reasons)}. On an idle machine, measure again in another folder."
+    return (
+        f"Speeds are uncertain: {'; '.join(reasons)}. Measure again on an idle machine, with a new --output or folder "
+        "if this one keeps its times."
+    )
 
 
 def interleave(

@@ -215,13 +215,14 @@ class Advice:
             slow = [f"`--faster {unreached[0]:g}`, in Python `faster={unreached[0]:g}`, tries smaller budgets for it."]
         return [
             f"{dense}.",
+            # How many samples were read, and which option reads more, is asked right behind the verdict.
+            *filter(None, [self.note]),
             *front,
             *columns,
             *slow,
             *filter(None, [self._beside_controls]),
             *too_small,
             *redundancy,
-            *filter(None, [self.note]),
             *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
         ]
 

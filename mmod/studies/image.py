@@ -395,6 +395,9 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
     if to_dense:
         points = max((value.high - value.low) / 2 for value in to_dense)
         text = f"{images:,} test images: the widest interval is {points:.1f} points to each side."
+        if points > 1:
+            text += f" About {_rounded(images * points**2)} would make it one point."
+        return text
     elif score != "top1":
         # Classes, and patches of one image, are no independent draws.
         return f"{images:,} test images: intervals come with further seeds."
@@ -407,6 +410,10 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
         text = f"{images:,} test images: differences below {points:.1f} points may be chance."
     if points <= 1:
         return text
-    needed = images * points**2
-    digits = len(str(round(needed))) - 2
-    return f"{text} About {math.ceil(needed / 10**digits) * 10**digits:,} are needed to tell one point from chance."
+    return f"{text} About {_rounded(images * points**2)} are needed to tell one point from chance."
+
+
+def _rounded(number: float) -> str:
+    """Return a number rounded up to two digits."""
+    digits = len(str(round(number))) - 2
+    return f"{math.ceil(number / 10**digits) * 10**digits:,}"

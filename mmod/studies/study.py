@@ -55,12 +55,15 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         # Before candidates are fitted to budgets, which counts dozens of models.
         with naming_dense():
             dense.check_weights()
+    runner = Runner(config.processes, progress)
+    # Counting dozens of models may take a minute, in which nothing else is said.
+    runner.say("making the models that are compared, and counting their FLOPs")
     comparison = _comparison_from(config, dense, tuned)
     runs = comparison.checked_runs()
     check_following(config)
     study = study_kind(config.kind)(comparison, config.evaluation)
     # From here on, nothing reads the config.
-    return _compared(study, runs, Runner(config.processes, progress), dataclasses.asdict(config))
+    return _compared(study, runs, runner, dataclasses.asdict(config))
 
 
 def comparison_of(config: StudyConfig) -> Comparison:

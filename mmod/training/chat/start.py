@@ -114,7 +114,7 @@ def _with_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
         raise ValueError(f"lora with {given} is refused by peft: {reason}") from error
 
 
-def _modules_to_save(names: Iterable[str], given: object) -> list[str]:
+def _modules_to_save(names: Iterable[str], given: Any) -> list[str]:
     """Return the modules that are trained beside adapters as a list, each of which names one of the model."""
     listed = [given] if isinstance(given, str) else given or []
     check_value("lora.modules_to_save", listed, list[str])
