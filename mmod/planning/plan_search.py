@@ -24,6 +24,7 @@ from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.methods.route import Route
 from mmod.model import change_, copy_of
+from mmod.planning.candidate import PlanOptions
 from mmod.planning.divergence import routed
 from mmod.values import brief, check_value
 
@@ -52,6 +53,11 @@ class Option(NamedTuple):
     def config(self, blocks: Iterable[int], router: Score) -> RoutingConfig:
         """Return the config that routes some blocks this way; `router` selects tokens at a capacity above 0."""
         return RoutingConfig(blocks=tuple(blocks), router=router, **self._asdict())
+
+
+def named_options(options: PlanOptions) -> list[Option] | None:
+    """Return the options that a search names; None for all that the blocks support."""
+    return None if options.options is None else [Option(*option) for option in options.options]
 
 
 Choices = tuple["Option | None", ...]

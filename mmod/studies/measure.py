@@ -17,17 +17,20 @@ from torch import nn
 
 from mmod.analysis.table import DENSE, Measured, measured_once
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
+from mmod.config import RoutingConfig
 from mmod.data.fingerprint import data_files
-from mmod.io.files import sha256
+from mmod.io.files import locked, make_folder, sha256
 from mmod.io.jobs import Callback
-from mmod.io.store import Store
+from mmod.io.store import STORE, Store
 from mmod.opening.runs import find_weights
-from mmod.studies.plan import search_for
+from mmod.planning.candidate import PlanOptions
+from mmod.planning.plan_search import PlanSearch, named_options
+from mmod.planning.search import search_plan
 from mmod.studies.runs import BASE, Run
 from mmod.training import kinds
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
-from mmod.training.engine.kind import Kind, device_of, evaluate, load, seed_draws
+from mmod.training.engine.kind import Kind, calibration, device_of, evaluate, load, seed_draws
 from mmod.training.engine.run_folder import FitResult, portable
 from mmod.training.kinds import kind_of
 
@@ -108,6 +111,46 @@ class Measurer:
         # What the study recommends is written with its plan.
         candidate = dataclasses.replace(run.candidate, routing=routing)
         return dataclasses.replace(run, candidate=candidate, training=run_config, searches=())
+
+
+def search_for(run_config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[PlanSearch]:
+    """Search plans for the model that a run would start from, which is loaded once, and write them into a folder.
+
+    Args:
+        searches: Searches that differ in their budgets alone.
+    """
+    kind = kind_of(run_config)
+    if getattr(run_config, "routing", None) is not None:
+        raise ValueError("a plan is searched for a dense model: set `routing: null`")
+    if not run_config.model.has_weights:
+        raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
+    model = load(kind)
+    found = []
+    for options in searches:
+        name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
+        # Processes of one study may search the plans of one series.
+        with locked(folder, wait=True):
+            make_folder(folder)
+            search = search_plan(
+                model,
+                calibration(kind, model, options.batches, options.batch_size),
+                options.budget,
+                part=options.part or run_config.parts[0],
+                options=named_options(options),
+                router=options.router,
+                cost=options.cost,
+                divergence=options.divergence,
+                rounds=options.rounds,
+                # A stopped search continues, and another budget scores nothing again.
+                store=folder / STORE,
+            )
+            path = folder / f"{name}.json"
+            if not path.exists() or RoutingConfig.load(path) != search.plan:
+                search.plan.save(path)
+            for suffix in ("png", "svg"):
+                search.plot(folder / f"{name}.{suffix}", overwrite=True)
+        found.append(search)
+    return found
 
 
 def identity_of(run_config: RunConfig) -> dict[str, Any]:

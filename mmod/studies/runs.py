@@ -20,12 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
+
 from mmod.analysis.table import DENSE
 from mmod.io.jobs import Job
 from mmod.io.yaml import merged
 from mmod.plain import with_keys_in
 from mmod.planning.candidate import Candidate, PlanOptions
-from mmod.studies.plan import check_searches
+from mmod.planning.plan_search import named_options
+from mmod.planning.search import check_reachable
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import kind_of
@@ -226,8 +229,21 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
             if run.seed == 0 and is_changed:
                 sketch(kind_of(started))
             if run.seed == 0 and run.searches:
-                check_searches(started, run.searches)
+                _check_searches(started, run.searches)
         # Hosts refuse sizes by assertions.
         except (ValueError, AssertionError) as error:
             told = with_keys_in(keys, run.training, str(error))
             raise ValueError(f"model {run.name!r} of the study: {told}") from error
+
+
+def _check_searches(run_config: RunConfig, searches: Sequence[PlanOptions]) -> None:
+    """Raise a ValueError for a budget that no plan reaches, where the size of images alone says what plans cost."""
+    # FLOPs of prompts follow from the data, and times from the weights.
+    shares = [options for options in searches if options.cost == "flops"]
+    if not shares or run_config.image_shape is None:
+        return
+    model = sketch(kind_of(run_config))
+    image = torch.empty(1, *run_config.image_shape, device="meta")
+    for options in shares:
+        part = options.part or run_config.parts[0]
+        check_reachable(model, image, options.budget, part, named_options(options), options.router)

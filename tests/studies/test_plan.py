@@ -9,7 +9,9 @@ import yaml
 
 import mmod
 from mmod.io.store import STORE
-from mmod.studies.plan import SEARCHES, PlanOptions, main, search_for
+from mmod.planning.candidate import PlanOptions
+from mmod.studies.measure import search_for
+from mmod.studies.plan import SEARCHES, main
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from tests.kit.disk import visible

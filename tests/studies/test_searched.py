@@ -61,7 +61,7 @@ def test_each_seed_has_plans_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     measurer = Measurer(measure_run, Store(tmp_path / STORE))
     loaded: list[Any] = []
     with monkeypatch.context() as patch:
-        patch.setattr("mmod.training.engine.kind.load", lambda kind: loaded.append(kind) or load(kind))  # type: ignore[func-returns-value]
+        patch.setattr("mmod.studies.measure.load", lambda kind: loaded.append(kind) or load(kind))  # type: ignore[func-returns-value]
         cheap, dear = (measurer.ready(jobs[f"searched-{budget}"]).training for budget in reversed(budgets))
     # The dense model is loaded once for all budgets.
     assert len(loaded) == 1

@@ -15,8 +15,7 @@ from mmod.io.jobs import Runner
 from mmod.io.store import Store
 from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.studies.assess import assess
-from mmod.studies.measure import Measurer, measure_run
-from mmod.studies.plan import search_for
+from mmod.studies.measure import Measurer, measure_run, search_for
 from mmod.studies.runs import Comparison
 from mmod.training.engine.kind import Kind, LoopKind
 from mmod.training.kinds import KINDS, Row, estimate, fit
