@@ -40,7 +40,6 @@ from tools.benchmarks.report import BenchmarkReport
 
 IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 8 --data.val_limit 8 --device cpu"
 STEPS = "--epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0"
-SIDE = "--data.image_size 32 --model.args.img_size 32 --model.args.patch_size 4"
 SCENES = f"--data.train scenes:tiny/train --data.val scenes:tiny/val --data.root {SETS}/scenes --device cpu"
 QUESTIONS = f"--data.train questions:tiny/train --data.val questions:tiny/val --data.root {SETS}/questions"
 TEXT = "--data.length 32 --data.batch_size 2 --data.val_limit 2 --device cpu"
@@ -53,11 +52,11 @@ TIMED = "--seconds 0.01 --rounds 1 --threads 1"
 SMALL = {
     "": "",
     "train image": f"{IMAGES} {STEPS}",
-    "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --training_only_epochs null",
     "train image configs/imagenet": "--print_config",
     "train pairs": f"{SCENES} --epochs 1 --epoch_steps 1 --schedule.warmup_epochs 0",
-    "train chat": f"{QUESTIONS} {CHAT_STEPS}",
-    "train chat configs/vlm/own": CHAT_STEPS,
+    "train chat": f"{QUESTIONS} {CHAT_STEPS} --eval_batch_size 72",
+    # A plan is made of it, and nothing is asked.
+    "train chat vlm/tiny-llava": f"{QUESTIONS} --data.val null {CHAT_STEPS}",
     "train text": f"{TEXT} --epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0",
     "data": "--difficulty tiny",
     "data conversations": "",
@@ -179,9 +178,6 @@ def unlike(commands: list[str]) -> list[str]:
 def run(command: str, small: bool = True) -> str:
     """Run a command, in small or as it is, and return what it prints."""
     words = [*shlex.split(command), *(smaller(command) if small else [])]
-    if "--training_only_epochs" in words:
-        # Where the length is made small, and the methods with it.
-        words += ["--training_only_epochs", "null"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             benchmark(words[1:]) if words[0] == "benchmark" else cli.main(words)
@@ -235,7 +231,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_kind, "window_flops", lambda model, length, _=None: step_flops(model, length) // 3)
     for output, command in RUNS.get(group, {}).items():
         run(f"{command} --output {output}")
-    if group in ("chat", "data"):
+    if group == "data":
         write_own(Path())
     if group == "image":
         for folder in (f"runs/tradeoff/{study}/seed0" for study in ("digits-quarter", "digits-exit")):
