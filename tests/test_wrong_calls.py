@@ -44,7 +44,7 @@ CONFIGS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"capacity": -0.5}, ValueError, r"a number in \[0, 1\] or several .*, got -0.5"),
     ({"blocks": "odd"}, ValueError, "one of 'every_other', 'late', 'all' or several values"),
-    ({"blocks": (), "depth": 4}, ValueError, r"from 0 to 3, each once, got \[\]"),
+    ({"blocks": (), "depth": 4}, ValueError, r"no block is left to route among 4: name some in blocks"),
     ({"blocks": (1, 1), "depth": 4}, ValueError, r"ascending numbers from 0 to 3, .*\[1, 1\]"),
     ({"select": "top-k"}, ValueError, "one of 'topk', 'threshold', got 'top-k'"),
     ({"select": {"name": "topk", "max_tokens": 4}}, ValueError, "no options, got max_tokens"),

@@ -332,7 +332,8 @@ def _row(
 def _importance(name: str, block: nn.Module, baseline: int, dense: PassCounts, routed: PassCounts) -> int:
     """Return the FLOPs of importance: in a dense block those beyond the baseline, in a routed one of attention."""
     if isinstance(block, ImportanceBlock):
-        return routed.flops[name] - baseline
+        # A block that reads all images as one sequence attends to each by itself, so that it may even cost less.
+        return max(0, routed.flops[name] - baseline)
     if not isinstance(block, RoutedBlock) or not block.mod_state.observes:
         return 0
     # Its attention comes before the decision and runs on all tokens, as in the dense model.

@@ -59,8 +59,10 @@ def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
 
 def check_blocks(blocks: Sequence[int], depth: int) -> None:
     """Raise a ValueError unless blocks of a model are named in order, each once, and at least one."""
+    if not blocks:
+        raise ValueError(f"no block is left to route among {depth}: name some in blocks, or take a deeper model")
     ascend = list(blocks) == sorted(set(blocks))
-    if not blocks or not ascend or blocks[0] < 0 or blocks[-1] >= depth:
+    if not ascend or blocks[0] < 0 or blocks[-1] >= depth:
         raise ValueError(f"blocks must be ascending numbers from 0 to {depth - 1}, each once, got {list(blocks)}")
 
 
