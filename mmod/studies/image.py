@@ -398,19 +398,18 @@ def _of_chance(dense: Measured, score: str, to_dense: Sequence[Estimate]) -> str
         if points > 1:
             text += f" About {_rounded(images * points**2)} would make it one point."
         return text
-    elif score != "top1":
+    if score != "top1":
         # Classes, and patches of one image, are no independent draws.
         return f"{images:,} test images: intervals come with further seeds."
-    else:
-        # Where all or none are right, as if two of some more were not.
-        least = 2 / (images + 4)
-        right = min(max(dense.figures[score] / 100, least), 1 - least)
-        # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
-        points = 196 * math.sqrt(2 * right * (1 - right) / images)
-        text = f"{images:,} test images: differences below {points:.1f} points may be chance."
-    if points <= 1:
-        return text
-    return f"{text} About {_rounded(images * points**2)} are needed to tell one point from chance."
+    # Where all or none are right, as if two of some more were not.
+    least = 2 / (images + 4)
+    right = min(max(dense.figures[score] / 100, least), 1 - least)
+    # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
+    points = 196 * math.sqrt(2 * right * (1 - right) / images)
+    text = f"{images:,} test images: differences below {points:.1f} points may be chance."
+    if points > 1:
+        text += f" About {_rounded(images * points**2)} are needed to tell one point from chance."
+    return text
 
 
 def _rounded(number: float) -> str:
