@@ -311,7 +311,7 @@ class StudyConfig(Checked):
         folder = Path(self.output) / self.then["output"]
         fields = merged({**vars(self), "then": None}, {**self.then, "output": str(folder)}, null_removes=True)
         # Read as a file is, which converts values and names an unknown key.
-        return from_plain(type(self), fields)
+        return from_plain(type(self), fields, "then")
 
     opens_names: ClassVar[bool] = False
     """Whether the dense model's checkpoint may be a name of a hub."""

@@ -88,9 +88,20 @@ def test_a_copy_of_a_folder_has_the_same_names(tmp_path: Path) -> None:
         TextConfig(),
         ConversationsConfig(),
         ConversationsConfig(val="questions:tiny/val"),
-        object(),
+        None,
     ],
-    ids=str,
+    ids=[
+        "drawn",
+        "streamed",
+        "no folder",
+        "no shards",
+        "remote",
+        "pairs",
+        "text",
+        "conversations",
+        "questions",
+        "none",
+    ],
 )
 def test_sets_without_files_here_have_none(data: object) -> None:
     assert looked_up(data) is None

@@ -592,7 +592,7 @@ UNTUNED = {"tune": False}
         ({"routers": {"x": {"router": "random", "budgets": {}}}}, ValueError, "routers.x.budgets must name a budget"),
         ({"baselines": {"x": {}}}, ValueError, "baselines.x must name a budget"),
         ({"controls": {"mod": None}}, TypeError, "controls must be a mapping of names to a text or False"),
-        ({"then": {"output": "b", "sedes": 2}}, ValueError, "unknown config key 'sedes'; near ones: seeds"),
+        ({"then": {"output": "b", "sedes": 2}}, ValueError, "unknown config key 'then.sedes'; near ones: seeds"),
         ({"then": {"output": "b", "seeds": 0}}, ValueError, "seeds must be an integer of at least 1, got 0"),
         ({"then": {"output": "b", "dense": "nowhere.yaml"}}, FileNotFoundError, "no config file at 'nowhere.yaml'"),
         ({"then": {"output": "b", "finetune": {"epoch": 1}}}, ValueError, "unknown config key 'finetune.epoch'"),
