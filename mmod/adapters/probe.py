@@ -324,39 +324,22 @@ def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str, module: nn.Module
 
 
 def light_copy(model: nn.Module, block_list: nn.Module) -> Any:
-    """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU.
-
-    Its blocks, which never run, share all but their modules and tables with those of the model.
-    """
-    copies: dict[int, Any] = {}
-    for block in block_list.children():
-        _hollow_copy(block, copies)
-    inside = {id(tensor) for tensor in (*block_list.parameters(), *block_list.buffers())}
+    """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
+    # Those of the blocks are never used.
+    tensors = {id(tensor): tensor for tensor in (*block_list.parameters(), *block_list.buffers())}
     for tensor in (*model.parameters(), *model.buffers()):
-        copies[id(tensor)] = tensor if id(tensor) in inside else runnable(tensor)
-    return copy_with(model, copies)
+        if id(tensor) not in tensors:
+            tensors[id(tensor)] = runnable(tensor)
+    return copy_with(model, tensors)
 
 
-def _hollow_copy(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
-    if id(module) in copies:
-        known: nn.Module = copies[id(module)]
-        return known
-    clone = copies[id(module)] = copy.copy(module)
-    for name, value in vars(clone).items():
-        if isinstance(value, (dict, list, set)):
-            vars(clone)[name] = value.copy()
-    for name, child in module._modules.items():
-        clone._modules[name] = child and _hollow_copy(child, copies)
-    return clone
-
-
-def copy_with(module: nn.Module, copies: dict[int, Any]) -> Any:
+def copy_with(module: nn.Module, tensors: dict[int, Any]) -> Any:
     """Return a copy in evaluation mode, without hooks and replaced forwards.
 
     Args:
-        copies: What the copy has in the place of tensors and modules, by their ids.
+        tensors: What the copy has in the place of tensors, by their ids.
     """
-    clone = copy.deepcopy(module, copies)
+    clone = copy.deepcopy(module, tensors)
     for inner in clone.modules():
         vars(inner).pop("forward", None)
         for name, hooks in vars(inner).items():

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mmod.analysis.table import DENSE, Measured, Table, Weigh, gap, gaps, measured_once
 from mmod.data.config import DataConfig
-from mmod.data.fingerprint import data_files
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Callback
 from mmod.io.store import Store
@@ -299,8 +298,7 @@ def identity_of_features(feature: str, run_config: TrainConfig, split: str) -> d
     names = ("model", "routing", "methods", "precision")
     settings = {name: known["config"][name] for name in names if name in known["config"]}
     data = json.loads(_splits(run_config.data)[split])
-    files = data_files(from_plain(DataConfig, data))
-    return {**known, "config": settings, "work": "features", "feature": feature, "data": data, "files": files}
+    return {**known, "config": settings, "work": "features", "feature": feature, "data": data}
 
 
 def _tested_features(study: FeaturesStudy, run: Run) -> Tensor:
