@@ -18,7 +18,6 @@ from torch import nn
 from mmod.analysis.table import DENSE, Measured, measured_once
 from mmod.analysis.timing import PASSES, Reading, Readings, Times, times_once
 from mmod.config import RoutingConfig
-from mmod.data.fingerprint import data_files
 from mmod.io.files import locked, make_folder, sha256
 from mmod.io.jobs import Callback
 from mmod.io.store import STORE, Store
@@ -154,9 +153,7 @@ def search_for(run_config: RunConfig, searches: Sequence[PlanOptions], folder: P
 
 
 def identity_of(run_config: RunConfig) -> dict[str, Any]:
-    """Return what stands for the model that a run starts from, and for its data.
-
-    The config, checksums of weights, and what tells the files of its evaluation data.
+    """Return what stands for the model that a run starts from, and for its data: the config, and checksums of weights.
 
     The folder of the run is left out, and the path of a checkpoint is relative to it: studies can be moved.
     """
@@ -168,10 +165,7 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
         if path is not None:
             # A path may be written anew, with other weights.
             weights[name] = _checksum(path)
-    identity = {"kind": run_config.kind, "config": fields, "weights": weights}
-    files = data_files(run_config.data)
-    # As may what is in its files.
-    return identity if files is None else {**identity, "files": [*files]}
+    return {"kind": run_config.kind, "config": fields, "weights": weights}
 
 
 def identity_of_final(run: Run) -> dict[str, object]:

@@ -19,6 +19,7 @@ from mmod.studies.runs import Run
 from mmod.training.engine.config import TRAINING
 
 _TRAINED = "is_trained"
+_DATA = "data"
 REPORT = "tradeoff.json"
 """The file of a study's folder that says that there is a table."""
 
@@ -55,7 +56,9 @@ class Question:
 
     def _changes_from(self, answered: Mapping[str, Any]) -> str:
         """Return what keeps a study from going on with an answered one; empty where nothing does."""
-        changes = differences(answered["evaluation"], self.evaluation)
+        # What older studies did not record is not compared.
+        known = {_DATA: self.evaluation.get(_DATA), **answered["evaluation"]}
+        changes = differences(known, self.evaluation)
         if changes:
             return changes
         for name in [name for name in self.models if name in answered["models"]]:
@@ -91,8 +94,7 @@ def question_of(evaluation: Mapping[str, object], runs: Sequence[Run]) -> Questi
     first = [run for run in runs if run.seed == 0]
     files = data_files(first[0].training.data)
     if files is not None:
-        # Not the times, which a copy of the data changes.
-        evaluation = {**evaluation, "data": files.names}
+        evaluation = {**evaluation, _DATA: files}
     written = {run.training.output for run in first}
     free_keys = {*first[0].training.free_keys}
     if not any(run.is_trained for run in first):

@@ -21,7 +21,6 @@ from typing import Any
 
 from mmod.analysis.style import save_picture
 from mmod.analysis.table import DENSE, Table, compare
-from mmod.data.fingerprint import forget_files
 from mmod.io.files import make_folder
 from mmod.io.jobs import Runner
 from mmod.io.progress import Bar
@@ -248,7 +247,6 @@ def _compared(study: StudyKind, runs: Sequence[Run], runner: Runner, settings: M
     names = [candidate.name for candidate in comparison.candidates if candidate.series]
     # A folder that cannot be written, or has the table of another study, is no news for the end of a run.
     store = Store(make_folder(comparison.folder) / STORE)
-    forget_files()
     question = question_of(study.evaluation.identity, runs)
     question.check(comparison.folder)
     facts = study.describe()
