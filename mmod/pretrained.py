@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +18,8 @@ from mmod.adapters import ADAPTERS, find_library, load_adapter
 from mmod.adapters.saving import FORMAT_VERSION, KEY, Saving
 from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import MethodWarning, host_class
-from mmod.io.files import make_folder, parse_json, replacing, write_atomically
-from mmod.io.tensors import WEIGHTS, check_fits, read_tensors, write_tensors
+from mmod.io.files import DamagedFileError, make_folder, parse_json, replacing, write_atomically
+from mmod.io.tensors import WEIGHTS, check_fits, read_header, read_tensors, write_tensors
 from mmod.methods.base import as_evaluated, check_changed, methods_inside, methods_of, restore_, training_only_models
 from mmod.random_state import Unfilled
 from mmod.values import brief, check_module
@@ -142,6 +143,8 @@ def _check_files(folder: Path) -> None:
         )
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {str(folder)!r}")
+    if missing == [CONFIG] and KEY in _header_of(folder):
+        raise FileNotFoundError(f"{str(folder)!r} has lost its {CONFIG}. {_restored(folder)}")
     # The model of a run is in a folder inside, also that of a dense one.
     files = [file for file in folder.glob("*/*.json") if file.name in (CONFIG, "config.json")]
     inside = sorted({file.parent for file in files})[:3]
@@ -468,13 +471,34 @@ def _settings(model: nn.Module) -> dict[str, object]:
     return settings
 
 
+def _header_of(folder: Path) -> dict[str, str]:
+    with suppress(DamagedFileError):
+        return read_header(folder / WEIGHTS)
+    return {}
+
+
+def _restored(folder: Path) -> str:
+    """Return the sentence that says how to write a description again, of which the weights have a copy."""
+    return (
+        f"{WEIGHTS} has the same text in its header: `import pathlib, safetensors; "
+        f"pathlib.Path({str(folder / CONFIG)!r}).write_text(safetensors.safe_open({str(folder / WEIGHTS)!r}, 'pt')"
+        f".metadata()[{KEY!r}])` writes it back"
+    )
+
+
 def _read_config(path: Path) -> dict[str, Any]:
-    config = parse_json(path.read_bytes(), repr(str(path)))
+    try:
+        config = parse_json(path.read_bytes(), repr(str(path)))
+    except ValueError as error:
+        if KEY not in _header_of(path.parent):
+            raise
+        raise ValueError(f"{error}. {_restored(path.parent)}") from error
     format_version = config.get("format_version") if isinstance(config, dict) else None
     if format_version != FORMAT_VERSION:
         raise ValueError(
             f"{str(path)!r} has format version {format_version!r}; this mmod ({_version('mmod')}) reads version "
-            f"{FORMAT_VERSION}"
+            f"{FORMAT_VERSION}. Its weights fit a dense model that is changed alike: "
+            "model.load_state_dict(safetensors.torch.load_file(...))"
         )
     libraries = (*ADAPTERS, OWN)
     if set(config) != set(_KEYS) or config["library"] not in libraries:

@@ -268,7 +268,7 @@ class _MadeError(Exception):
 
 @pytest.mark.slow
 def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = set()
+    known: dict[str, nn.Module] = {}
 
     def make(study: Any, **_: Any) -> Any:
         comparison = comparison_of(study)
@@ -278,14 +278,14 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
         dataclasses.replace(comparison, candidates=[*few.values()]).checked_runs()
         raise _MadeError
 
-    def sketch_once(kind: Any) -> None:
+    def sketch_once(kind: Any) -> nn.Module:
         config = kind.config
         # Weights are not read.
         named = {**vars(config.model), "checkpoint": None}
         asked = repr((config.kind, named, config.image_shape, config.routing, config.methods))
         if asked not in known:
-            known.add(asked)
-            sketch(kind)
+            known[asked] = sketch(kind)
+        return known[asked]
 
     def first_guess(studied: Any, _: Any, *sizes: Any, strict: bool) -> Any:
         # What candidates cost, `test_study_configs_plan_their_runs` in tests/studies/test_image.py counts.

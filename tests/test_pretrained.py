@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -331,3 +332,22 @@ def test_what_a_method_put_aside_is_drawn_again(tmp_path: Path, monkeypatch: pyt
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(weight.isfinite().all() for weight in loaded.parameters())
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut off"])
+def test_a_description_is_written_again_from_the_header_of_the_weights(damage: str, tmp_path: Path) -> None:
+    model = routed()
+    mmod.save_pretrained(model, tmp_path / "saved")
+    description = tmp_path / "saved" / "mmod.json"
+    if damage == "lost":
+        description.unlink()
+    else:
+        description.write_text(description.read_text()[:40])
+    with pytest.raises((FileNotFoundError, ValueError), match=r"writes it back$") as refusal:
+        mmod.load_pretrained(tmp_path / "saved")
+    found = re.search(r"`(import .*)` writes it back$", str(refusal.value))
+    assert found is not None
+    exec(found[1], {})
+    again = mmod.load_pretrained(tmp_path / "saved")
+    images = torch.randn(IMAGE)
+    assert torch.equal(again(images), model(images))

@@ -220,7 +220,7 @@ class Preset(RoutingConfig):
 def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     """Return the routing that plain values describe: fields of `RoutingConfig`, or `preset: NAME` with its arguments.
 
-    A preset's option that is null is left out: no preset has one that takes None.
+    Null leaves out an option of another preset, and one of `mean` and `capacity` beside the other.
 
     Example:
         >>> read_routing({"preset": "a-mod", "capacity": 0.25}).capacity
@@ -230,9 +230,12 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
         options = dict(fields)
         name = options.pop("preset")
         if name is not None:
-            of_presets = set().union(*map(preset_arguments, PRESETS)) - set(ROUTING_FIELDS)
-            options = {one: value for one, value in options.items() if value is not None or one not in of_presets}
-            foreign = [option for option in options if option in of_presets and option not in preset_arguments(name)]
+            own = preset_arguments(name)
+            of_others = set().union(*map(preset_arguments, PRESETS)) - {*own, *ROUTING_FIELDS}
+            # Over another config, null leaves out what this preset has no option for, or a second way to say the mean.
+            unset = {*of_others, *(_MEANS if "mean" in own else ())}
+            options = {one: value for one, value in options.items() if value is not None or one not in unset}
+            foreign = [option for option in options if option in of_others]
             if foreign:
                 raise ValueError(
                     f"preset {name!r} has no option {foreign[0]}, which is one of another preset: leave it out, by "

@@ -57,6 +57,16 @@ def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
     return tuple(round(1 - (1 - capacity) * factor, 6) for capacity in capacities)
 
 
+def after_quarters(depth: int) -> tuple[int, ...]:
+    """Return the blocks after each quarter of a depth.
+
+    Example:
+        >>> after_quarters(12), after_quarters(6)
+        ((3, 6, 9), (1, 3, 4))
+    """
+    return tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
+
+
 def check_blocks(blocks: Sequence[int], depth: int) -> None:
     """Raise a ValueError unless blocks of a model are named in order, each once, and at least one."""
     if not blocks:

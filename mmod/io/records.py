@@ -63,13 +63,12 @@ def check_same(
     *,
     kind: str,
     free_keys: Collection[str] = (),
+    advice: str = "choose another folder",
 ) -> None:
     """Raise a FolderTakenError with the keys and both values unless two records agree; see `differences`."""
     changes = differences(existing, record, free_keys)
     if changes:
-        raise FolderTakenError(
-            f"{str(path)!r} holds {kind} with another config; choose another folder. Differing keys: {changes}"
-        )
+        raise FolderTakenError(f"{str(path)!r} holds {kind} with another config; {advice}. Differing keys: {changes}")
 
 
 def differences(existing: Mapping[str, object], record: Mapping[str, object], free_keys: Collection[str] = ()) -> str:

@@ -46,6 +46,12 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118  # no mapping
 
 
+def read_header(path: str | Path) -> dict[str, str]:
+    """Read the header of a safetensors file, without its tensors."""
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
+
+
 def tensor_names(path: str | Path) -> list[str]:
     """Read the names of the tensors in a safetensors file."""
     with _opened(path) as file:

@@ -28,7 +28,7 @@ from mmod.blocks import (
 from mmod.blocks.calls import StackCall, StackCalls
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.symbolic import check_once
-from mmod.config.plan import check_blocks
+from mmod.config.plan import after_quarters, check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Kept, Routing
@@ -52,7 +52,8 @@ class Exit(Method):
 
     Args:
         confidence: Probability at which an image exits, a share of 1.
-        blocks: Numbers of the blocks that an exit follows.
+        blocks: Numbers of the blocks that an exit follows; None takes those after each quarter of the depth, (3, 6, 9)
+            of 12.
 
     Source: BranchyNet, Teerapittayanon et al., arXiv 1709.01686.
 
@@ -65,12 +66,13 @@ class Exit(Method):
 
     added: ClassVar[tuple[str, ...]] = (".exit.",)
     confidence: Annotated[float, "(0, 1]"] = 0.9
-    blocks: Annotated[tuple[int, ...], "[0, inf)"] = (3, 6, 9)
+    blocks: Annotated[tuple[int, ...] | None, "[0, inf)"] = None
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model classifies and has blocks after each exit."""
-        check_blocks(self.blocks, len(stack.blocks))
-        if self.blocks[-1] == len(stack.blocks) - 1:
+        blocks = self._blocks_of(stack)
+        check_blocks(blocks, len(stack.blocks))
+        if blocks[-1] == len(stack.blocks) - 1:
             raise ValueError(
                 f"an exit after the last block saves nothing: blocks must be below {len(stack.blocks) - 1}"
             )
@@ -78,10 +80,10 @@ class Exit(Method):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
-        first = self.blocks[0]
+        blocks = self._blocks_of(stack)
         head = find_head(model, stack)
-        heads = {index: ExitHead(model, head) for index in self.blocks}
-        for index in range(first, len(stack.blocks)):
+        heads = {index: ExitHead(model, head) for index in blocks}
+        for index in range(blocks[0], len(stack.blocks)):
             block = stack.blocks[index]
             call = stack.call_of(block, None)
             assert isinstance(call, NamedArguments)
@@ -91,13 +93,17 @@ class Exit(Method):
                 calls=stack.calls,
                 is_last=index == len(stack.blocks) - 1,
                 confidence=self.confidence,
-                turn=self.blocks.index(index) if index in heads else None,
+                turn=blocks.index(index) if index in heads else None,
                 turns=len(heads) + 1,
             )
             convert(block, ExitBlock, state, state.call.shell)
             if index in heads:
                 block.exit = heads[index]
         stack.own_(model, ExitModel)
+
+    def _blocks_of(self, stack: BlockStack) -> tuple[int, ...]:
+        """Return the numbers of the blocks that an exit follows."""
+        return after_quarters(len(stack.blocks)) if self.blocks is None else self.blocks
 
 
 class ExitHead(Added):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Reduced
-from mmod.config.plan import check_blocks
+from mmod.config.plan import after_quarters, check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import Reducing, Reduction, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
@@ -60,9 +60,7 @@ class Prune(Reducing):
     def rules(self, model: nn.Module, stack: BlockStack) -> dict[int, Reduction]:
         """Return the rule of each block that prunes."""
         depth = len(stack.blocks)
-        blocks = self.blocks
-        if blocks is None:
-            blocks = tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
+        blocks = after_quarters(depth) if self.blocks is None else self.blocks
         check_blocks(blocks, depth)
         if self.by == "class_token" and not stack.class_token:
             raise ValueError(

@@ -210,7 +210,9 @@ class Advice:
                 front.append(BY_INTERVALS)
         is_too_slow = self.faster is not None and self.best is None
         slow = ["Larger batches may be faster; without `faster`, more is tried."] if is_too_slow else []
-        unreached = [] if self.faster is not None else self.recommendations[0].unreached
+        # A speed chooses among candidates of image models alone.
+        can_be_asked = self.faster is None and self.samples == "images"
+        unreached = self.recommendations[0].unreached if can_be_asked else []
         if unreached:
             slow = [f"`--faster {unreached[0]:g}`, in Python `faster={unreached[0]:g}`, tries smaller budgets for it."]
         return [

@@ -226,7 +226,9 @@ def kept_in_group(size: int, capacity: Fraction, strict: bool) -> int:
         raise ValueError("capacity 0 is for image tokens: where text may be skipped, too, it must be in (0, 1]")
     if strict:
         raise ValueError(
-            f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"
+            f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}. "
+            "Of a preset or plan with a capacity for each block, the lowest one counts. More pixels are more tokens, as by "
+            "`min_pixels` of some processors"
         )
     return 1
 

@@ -269,6 +269,7 @@ def test_another_preset_over_a_config_leaves_out_an_option_of_the_former_by_null
 def test_null_leaves_out_an_option_of_a_preset() -> None:
     for name in ("gradual", "a-mod"):
         assert read_routing({"preset": name, "mean": None}) == mmod.preset(name)
+    assert read_routing({"preset": "gradual", "mean": 0.7, "capacity": None}) == mmod.preset("gradual", mean=0.7)
     with pytest.raises(ValueError, match="unknown routing option"):
         read_routing({"preset": "gradual", "meen": None})
 

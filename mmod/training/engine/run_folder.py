@@ -25,6 +25,7 @@ from mmod.io.files import (
 )
 from mmod.io.records import check_same, read_record
 from mmod.io.tensors import check_complete
+from mmod.io.yaml import read_yaml
 from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
@@ -85,7 +86,8 @@ def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[s
     """Raise a ValueError if the run of a folder's record is not that of the config."""
     equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
     free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
-    check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys)
+    advice = f"choose another folder; there, `--model.checkpoint {config.output}` goes on from its weights"
+    check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys, advice=advice)
 
 
 def run_once(
@@ -220,9 +222,11 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
 def _check_result_is_due(folder: Path) -> None:
     """Raise a FileNotFoundError if a run without a result has its final model: it would be trained once more.
 
-    A run that was stopped between the two has checkpoints, from which it goes on.
+    A run that was stopped between the two has checkpoints, from which it goes on, or its config asks for none.
     """
-    is_due = any((folder / CHECKPOINTS).glob("*"))
+    config = folder / RUN_CONFIG
+    trainer = read_yaml(config).get("trainer", {}) if config.is_file() else {}
+    is_due = trainer.get("save_strategy") == "no" or any((folder / CHECKPOINTS).glob("*"))
     if (folder / FINAL_MODEL).exists() and not is_due:
         raise FileNotFoundError(
             f"the run in {str(folder)!r} has its final model, {FINAL_MODEL}/, and neither {_RESULT} nor a checkpoint: "
