@@ -66,8 +66,8 @@ class Recorded(NamedTuple):
 def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     """Return what `mmod.advise` says of some photographs, whose scores are read instead of measured."""
 
-    def evaluate(look: Look[range], callback: Callback = lambda share: None) -> Measured:
-        scores = recorded.scores[look.name][places[look.config.start : look.config.stop]]
+    def evaluate(look: Look, callback: Callback = lambda share: None) -> Measured:
+        scores = recorded.scores[look.name][places[look.part.start : look.part.stop]]
         return Measured({}, samples=len(scores), outcomes={AGREEMENT: scores})
 
     candidates = {name: Candidate(name) for name in recorded.scores if name != DENSE}

@@ -57,6 +57,11 @@ class Estimate:
         return not math.isnan(self.low)
 
     @property
+    def has_width(self) -> bool:
+        """Whether there is an interval that says something of chance: samples that are all alike say nothing."""
+        return self.has_interval and self.high - self.low > ROUNDING * max(1.0, abs(self.value))
+
+    @property
     def is_clear(self) -> bool:
         """Whether the interval excludes zero."""
         return self.low > 0 or self.high < 0
@@ -69,15 +74,19 @@ class Estimate:
         if math.isnan(self.value):
             return "no samples"
         form = form or (".1f" if self.seeds is None else "+.1f")
-        value = f"{self.value:{form}}"
-        # Samples that are all alike say nothing of chance.
-        has_width = self.high - self.low > ROUNDING * max(1.0, abs(self.value))
-        if not (self.has_interval and has_width):
+        value = _written(self.value, form)
+        if not self.has_width:
             return value
-        return f"{value} [{self.low:{form}}, {self.high:{form}}]"
+        return f"{value} [{_written(self.low, form)}, {_written(self.high, form)}]"
 
     def __str__(self) -> str:
         return format(self)
+
+
+def _written(number: float, form: str) -> str:
+    """Return a number as text, in which zero has one sign."""
+    text = f"{number:{form}}"
+    return text if text.strip("+-0.") else f"{0.0:{form}}"
 
 
 def published(fields: Sequence[tuple[str, object]]) -> dict[str, object]:

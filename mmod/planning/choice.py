@@ -378,7 +378,7 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
             figures = (f"{model.speedup:[.2f}", points(model.loss))
             rows.append((role, model.name, *figures, f"{one.outcome(model)}{use}"))
         if one.speed is None and one.unreached:
-            rows.append((f"{one.where}, {one.unreached[0]:g} times", "none tried", "", "", ""))
+            rows.append((f"{one.where}, {one.unreached[0]:g} times", "none as fast", "", "", ""))
     first, *others = recommendations
     sentences = [first.sentence, *(one.sentence + _slower(first, one) for one in others)]
     return Verdict(sentences, MarkdownTable([(*_HEADER, f"within {first.limit}?"), *rows]), list(named))
@@ -407,7 +407,7 @@ def beside_controls(
     """
     groups: dict[str, list[str]] = {"better": [], "worse": [], "alike": [], "open": []}
     for name, value in differences.items():
-        if value is None or not value.has_interval:
+        if value is None or not value.has_width:
             continue
         agreement = agreements.get(name)
         told = f"{name} ({value:+.1f})"

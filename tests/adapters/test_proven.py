@@ -83,6 +83,47 @@ def test_kept_tokens_run_as_if_the_others_were_not_there(name: str) -> None:
         assert torch.equal(seen["y"][image, skipped], seen["x"][image, skipped])
 
 
+class _Settings(dict[str, Any]):
+    """A mapping whose keys are attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_trial_leaves_the_model_as_it_was(refused: bool) -> None:
+    """With what its copy might share: empty containers, parametrized weights, and what a forward changes in place."""
+    model = make_own("sdpa, registers").train()
+    seen = torch.zeros(1)
+    for block in model.stages:
+        block.drop_path = nn.Sequential()
+        block.settings = _Settings(steps=[0])
+    nn.utils.parametrizations.weight_norm(next(one for one in model.stages[1].modules() if isinstance(one, nn.Linear)))
+    model.stages[0].seen = seen
+
+    def count(module: nn.Module, args: Any) -> None:
+        module.stages[0].seen += 1
+        module.stages[1].settings.steps[0] += 1
+
+    # Not a hook, which the copy has none of.
+    forward = type(model).forward
+    model.__class__ = type(
+        "Counting", (type(model),), {"forward": lambda self, images: (count(self, images), forward(self, images))[1]}
+    )
+    before = {name: (type(one), one.training, set(vars(one))) for name, one in model.named_modules()}
+    if refused:
+        with pytest.raises(ValueError, match="blocks"):
+            mmod.route_(model, mmod.RoutingConfig(router="stride", blocks=(9,)))
+    else:
+        mmod.undo_(mmod.route_(model, mmod.RoutingConfig(router="stride", blocks=(2,))))
+    assert {name: (type(one), one.training, set(vars(one))) for name, one in model.named_modules()} == before
+    assert float(seen) == model.stages[1].settings.steps[0] == 0
+    run(model, {"images": make_own_images(2)})
+    assert float(seen) == 1
+
+
 @pytest.mark.parametrize("name", [name for name in ALL if name != "parallel branches"])
 def test_the_halves_of_a_block_are_the_block(name: str, recwarn: pytest.WarningsRecorder) -> None:
     model = make(name)

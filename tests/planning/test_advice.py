@@ -32,7 +32,7 @@ from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.planning.choice import AdviceRow
 from tests.kit.clip_zoo import make_clip, make_images
 from tests.kit.fitted import count_once, few_series, fit_once
-from tests.kit.own_vits import make_own, make_own_images
+from tests.kit.own_vits import OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 SIDE = 160
@@ -680,3 +680,16 @@ def test_a_wanted_speed_chooses_candidates_itself() -> None:
     for options in ({"faster": 1.0}, {"faster": 1.4, "candidates": [Candidate("a", routing={"router": "norm"})]}):
         with pytest.raises(ValueError, match="faster"):
             trials.advise(model, images, progress=False, **options)
+
+
+def test_blocks_of_an_own_model_are_found_by_the_images_of_the_loader() -> None:
+    """Of a size that no setting names, and that its positions need."""
+    model = OwnViT(lambda _: OwnBlock(), depth=2).eval()
+    model.places = nn.Parameter(torch.randn(1, 81, model.places.shape[2]))
+    batches = [torch.randn(2, 3, 72, 72) for _ in range(2)]
+    stride = mmod.planning.Candidate("stride", routing={"router": "stride", "blocks": [1], "capacity": 0.5})
+    advice = mmod.advise(model, batches, candidates=[stride], batch_size=2, progress=False)
+    assert "stride" in [row.name for row in advice.rows]
+    # Nothing of it stays on the model.
+    with pytest.raises(ValueError, match="no input reached the first of its stages"):
+        mmod.route_(model, "a-mod")

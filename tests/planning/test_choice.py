@@ -207,7 +207,7 @@ def test_all_that_is_named_has_a_row_with_its_figures_and_what_is_used_a_mark(sa
             verdict = verdict_of(choices)
             lost = {model.name: points(model.loss) for model in batches.models}
             rows = verdict.table.rows[1:]
-            assert {row[1] for row in rows} - {"none tried"} == {*verdict.named}
+            assert {row[1] for row in rows} - {"none as fast"} == {*verdict.named}
             assert all(row[3] == lost[row[1]] for row in rows if row[1] in lost)
             marks = sum(row[4].endswith(USE) for row in rows)
             assert marks == sum(one.used is not None for one in choices)
@@ -228,8 +228,8 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     assert verdict.named == ["a"]
     assert rows_of(among([one]), single) == [
         ["batches of 8, 1.25 to 1.5 times", "a", "1.50", "+0.0 [-1.0, +1.0]", "yes <- use"],
-        ["batches of 8, 2 times", "none tried", "", "", ""],
-        ["single images, 1.25 times", "none tried", "", "", ""],
+        ["batches of 8, 2 times", "none as fast", "", "", ""],
+        ["single images, 1.25 times", "none as fast", "", "", ""],
     ]
     harmed = dataclasses.replace(among([one]), harm="; but the dense model fell")
     assert harmed.sentence == f"{used.removesuffix('.')}; but the dense model fell."
@@ -338,7 +338,7 @@ def test_without_intervals_only_speeds_are_told() -> None:
     assert rows_of(choice) == [
         ["single images, 1.25 times", "b", "1.40", "-1.0", "unclear: more seeds would tell"],
         ["single images, 1.5 times", "a", "1.60", "-2.0", "unclear: more seeds would tell"],
-        ["single images, 2 times", "none tried", "", "", ""],
+        ["single images, 2 times", "none as fast", "", "", ""],
     ]
 
 

@@ -364,7 +364,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
     assert verdict_of(recommendations(table, "top1", "accuracy", candidates)).table.rows[1:] == [
         ("batches of 16, 1.5 times", "lucky", "1.50", "+2.5 [-7.1, +12.0]", "probably: 270 more images would tell"),
         ("batches of 16, 1.25 times", "same", "1.43", "+0.0 [-3.4, +3.4]", "probably: 57 more images would tell"),
-        ("batches of 16, 2 times", "none tried", "", "", ""),
+        ("batches of 16, 2 times", "none as fast", "", "", ""),
         (
             "single images, 1.25 to 1.5 times",
             "lucky",
@@ -372,7 +372,7 @@ def test_advice_is_no_winner_of_noise_and_says_how_wide_the_widest_interval_is(s
             "+2.5 [-7.1, +12.0]",
             "probably: 270 more images would tell",
         ),
-        ("single images, 2 times", "none tried", "", "", ""),
+        ("single images, 2 times", "none as fast", "", "", ""),
     ]
     # All that is named has its lines.
     assert told.recommended == ["lucky", "same"]
@@ -523,7 +523,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "| :- | :- | -: | -: | :- |",
         "| batches of 16, 1.25 times | b | 1.36 | -1.0 | unclear: more seeds would tell |",
         "| batches of 16, 1.5 times | a | 1.58 | -2.0 | unclear: more seeds would tell |",
-        "| batches of 16, 2 times | none tried | | | |",
+        "| batches of 16, 2 times | none as fast | | | |",
         "",
         "Images: some",
         "",
