@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.export import Dim
 
 import mmod
 from mmod import RoutingConfig
+from mmod.methods import Experts
 from tests.kit.zoo import make_model
 
 ROUTINGS = {
@@ -75,8 +77,11 @@ def test_compiled_training_has_the_gradients_of_eager() -> None:
     assert_same_gradients(twin, model)
 
 
-def test_one_graph_keeps_the_losses_of_several_passes() -> None:
-    model = routed("distilled").train()
+@pytest.mark.parametrize(
+    ("method", "depth"), [(ROUTINGS["distilled"], 2), (Experts(choice="tokens"), 1)], ids=["routing", "experts"]
+)
+def test_one_graph_keeps_the_losses_of_several_passes(method: Any, depth: int) -> None:
+    model = mmod.apply_(make_model("vit_tiny_patch16_224", depth=depth), method).train()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=counter)
     views = [images(2), images(2)]

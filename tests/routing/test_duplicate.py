@@ -226,8 +226,9 @@ def test_gradients_of_a_tower_that_keeps_all_are_dense_and_those_of_others_are_f
     assert all(bool(gradient.isfinite().all()) for gradient in gradients[2])
 
 
+@pytest.mark.parametrize("is_exported", [False, True])
 @torch.no_grad()
-def test_a_graph_reads_the_pixels_of_its_images() -> None:
+def test_a_graph_reads_the_pixels_of_its_images(is_exported: bool) -> None:
     model, part, side = make_host("test_vit")
     # What is traced grows with the depth.
     blocks = model.get_submodule(find_stack(model).names[0].rpartition(".")[0])
@@ -236,7 +237,9 @@ def test_a_graph_reads_the_pixels_of_its_images() -> None:
     first, second = page(side, 1).repeat(2, 1, 1, 1), torch.cat([page(side, 2), page(side, 3)])
     expected = [output(model, images) for images in (first, second)]
     torch._dynamo.reset()
-    graph = torch.compile(model, backend="eager", fullgraph=True)
+    graph: Any = torch.compile(model, backend="eager", fullgraph=True)
+    if is_exported:
+        graph = torch.export.export(model, (first,)).module()
     for images, y in zip((first, second), expected):
         torch.testing.assert_close(output(graph, images), y, atol=2e-5, rtol=2e-5)
 
