@@ -372,9 +372,10 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
     rows: list[Sequence[str]] = []
     named: dict[str, None] = {}
     for one in recommendations:
+        condition = ", if confirmed" if one.is_unsteady else ""
         for model, role in one.roles:
             named[model.name] = None
-            use = f" {USE}" if model == one.used else ""
+            use = f" {USE}{condition}" if model == one.used else ""
             figures = (f"{model.speedup:[.2f}", points(model.loss))
             rows.append((role, model.name, *figures, f"{one.outcome(model)}{use}"))
         if one.speed is None and one.unreached:

@@ -235,6 +235,7 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     assert harmed.sentence == f"{used.removesuffix('.')}; but the dense model fell."
     busy = dataclasses.replace(among([one]), is_unsteady=True)
     assert busy.sentence == used.replace("batches of 8:", "batches of 8, if an idle machine confirms its speed:")
+    assert rows_of(busy)[0][-1] == "yes <- use, if confirmed"
     # One sign, that of the tables: what is gained is positive, what is lost negative.
     for sign, told in ((-1, "+3.0 [+1.0, +5.0]"), (1, "-3.0 [-5.0, -1.0]")):
         wanted = among([alternative("a", 1.5, Estimate(sign * 0.03, *sorted((sign * 0.01, sign * 0.05))))], speed=1.5)
