@@ -225,7 +225,7 @@ def _check_result_is_due(folder: Path) -> None:
     A run that was stopped between the two has checkpoints, from which it goes on, or its config asks for none.
     """
     config = folder / RUN_CONFIG
-    trainer = read_yaml(config).get("trainer", {}) if config.is_file() else {}
+    trainer = (read_yaml(config).get("trainer") if config.is_file() else None) or {}
     is_due = trainer.get("save_strategy") == "no" or any((folder / CHECKPOINTS).glob("*"))
     if (folder / FINAL_MODEL).exists() and not is_due:
         raise FileNotFoundError(
