@@ -26,7 +26,7 @@ def installed(folder: Path, package: str, name: str, needs: str = "") -> None:
     (folder / title / "__init__.py").write_text(package)
 
 
-@pytest.mark.parametrize("command", ["--version", "train image digits/dense", "evaluate digits/dense"])
+@pytest.mark.parametrize("command", ["--version", "evaluate digits/dense"])
 def test_commands_say_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
     installed(tmp_path, BROKEN, "torchvision-0.26.0+other")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
