@@ -326,7 +326,8 @@ def _share_of_epoch(run: Run, steps: float | None) -> float:
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:
     """Return the costs of a run's final model, which are counted once."""
-    identity = {"work": "costs", "batch": study.evaluation.batch}
+    # The first costs of conversations were those of the language model alone.
+    identity = {"work": "costs", "version": 2, "batch": study.evaluation.batch}
     rows = table.runs[run.name][run.seed]
     costs: dict[str, float] = measurer.of_final(run, identity, lambda model: study.count(run, model, rows))
     return costs
