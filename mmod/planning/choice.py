@@ -443,8 +443,7 @@ def points(loss: Estimate) -> str:
         >>> points(Estimate(0.004, -0.002, 0.01))
         '-0.4 [-1.0, +0.2]'
     """
-    # Zero has one sign.
-    value, low, high = (round(-100 * end, 1) + 0.0 for end in (loss.value, loss.high, loss.low))
+    value, low, high = (round(-100 * end, 1) for end in (loss.value, loss.high, loss.low))
     return f"{Estimate(value, low, high):+.1f}"
 
 

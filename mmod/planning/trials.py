@@ -61,7 +61,7 @@ _Advises = Callable[Concatenate[nn.Module, Iterable[Any], P], Advice]
 
 
 def _by_first_batch(function: _Advises[P]) -> _Advises[P]:
-    """Let the blocks of a user's own model be found by the images of the first batch, whose size it may need."""
+    """Find the blocks of a user's own model by the images of the first batch: it may run on no other size."""
 
     @wraps(function)
     def advise_by_it(model: nn.Module, batches: Iterable[Any], *args: P.args, **options: P.kwargs) -> Advice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,8 @@ import torch
 import transformers
 import yaml
 from PIL import Image
-from torch import nn
 
 import mmod
-from mmod.adapters.probe import BlockInputs
-from mmod.adapters.proven import Proof
-from mmod.adapters.trial import prove
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.training.chat.config import TrainConfig
@@ -148,23 +143,6 @@ KINDS = {
 PUBLISHED = {"llava-1.5-7b-p-mod": (8.38, 4.92, 0.978), "llava-1.5-7b-gamma-mod": (10.7, 7.7, 1.118)}
 
 
-@pytest.fixture(scope="module")
-def _proven_once() -> Iterator[None]:
-    """Try the layers of each vision tower once: estimates of four recipes try them eight times, in copies."""
-    proofs: dict[tuple[str, int], Proof] = {}
-
-    def prove_once(inputs: BlockInputs, block_list: Sequence[nn.Module], title: str) -> Proof:
-        tower = title, len(block_list)
-        if tower not in proofs:
-            proofs[tower] = prove(inputs, block_list, title)
-        return proofs[tower]
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("mmod.adapters.tokens.prove", prove_once)
-        yield
-
-
-@pytest.mark.usefixtures("_proven_once")
 @pytest.mark.parametrize("recipe", KINDS)
 def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> None:
     text, images, shares, weights, width, vocabulary, parameters = KINDS[recipe]
