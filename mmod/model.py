@@ -49,7 +49,7 @@ def apply_(
     if isinstance(method, (RoutingConfig, str)):
         return route_(model, method, tokens=tokens)
     if isinstance(method, Mapping):
-        # Reading imports every method, some of which need timm.
+        # Reading imports every method, and early exit the compiler.
         from mmod.methods.read import read_method
 
         method = read_method(method)

@@ -267,6 +267,7 @@ def test_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_every_public_name_has_an_entry_and_is_used_on_its_page() -> None:
     entries = reference.entries()
     public = {f"mmod.{name}" for name in mmod.__all__ if name != "__version__"}
+    public |= {f"mmod.lab.{name}" for name in mmod.lab.__all__}
     public |= {f"mmod.methods.{name}" for name in mmod.methods.__all__ if name not in ("METHODS", "undo_")}
     listed = {f"{value.__module__}.{value.__qualname__}" for value in map(reference.lookup, entries)}
     assert public <= set(entries)

@@ -22,7 +22,8 @@ import mmod
 from mmod import RoutingConfig
 from mmod.adapters import find_stacks
 from mmod.adapters.tokens import declared, proofs_of
-from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions, methods_of
+from mmod.lab import Experts, Recursions
+from mmod.methods import Exit, Merge, Method, Prune, methods_of
 from tests.kit import clip_zoo, zoo
 from tests.kit.conditioned_zoo import CONDITIONED
 from tests.kit.hosts import Host, of_clip, of_conditioned, of_joint, of_language, of_own, of_timm, of_vision

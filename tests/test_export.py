@@ -16,7 +16,7 @@ from torch.export import Dim
 
 import mmod
 from mmod import RoutingConfig
-from mmod.methods import Experts
+from mmod.lab import Experts
 from tests.kit.zoo import make_model
 
 ROUTINGS = {

@@ -71,6 +71,7 @@ said["waiting"] = list(map(os.environ.get, asked["waiting"]))
 said["matplotlib"] = without("matplotlib", draw)
 for package in ("yaml", "timm"):
     said[f"command without {package}"] = without(package, lambda: run("mmod/__main__.py tradeoff digits-smallest"))
+said["kinds"] = without("timm", lambda: sorted(importlib.import_module("mmod.methods").METHODS))
 said["timm"] = without("timm", lambda: importlib.import_module("mmod.training").EvalResult)
 sys.modules.update(open_clip=None, transformers=None)
 said["tools"] = list(map(run, asked["tools"]))
@@ -120,6 +121,10 @@ def test_a_missing_package_is_named_and_locks_need_nothing_of_unix(said: dict[st
     for package, (code, message) in zip(TOOLS.values(), said["tools"], strict=True):
         extra = "clip" if package == "open_clip" else "vlm"
         assert (code, message) == (1, f"error: {missing(package, extra)}")
+
+
+def test_configs_name_methods_without_the_library_of_their_models(said: dict[str, Any]) -> None:
+    assert {"merge", "experts", "recursions", "channels"} < set(said["kinds"])
 
 
 def test_a_folder_of_a_packages_name_is_not_the_package(said: dict[str, Any]) -> None:

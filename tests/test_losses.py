@@ -171,7 +171,7 @@ def test_frozen_blocks_in_evaluation_hand_over_the_importance_of_this_batch() ->
         None,
         "gradual",
         mmod.methods.Merge(r=2),
-        mmod.methods.Experts(),
+        mmod.lab.Experts(),
     ],
     ids=repr,
 )
@@ -195,8 +195,8 @@ def test_0_is_on_the_device_of_the_model() -> None:
 WITH_LOSSES = {
     "membership": RoutingConfig(router=mmod.score("linear", init_std=0.3), losses={"membership": 0.1, "capacity": 1.0}),
     "distilled": mmod.preset("distilled", blocks="late", capacity=0.5),
-    "experts": mmod.methods.Experts(choice="tokens"),
-    "recursions": mmod.methods.Recursions(choice="tokens", recursions=2),
+    "experts": mmod.lab.Experts(choice="tokens"),
+    "recursions": mmod.lab.Recursions(choice="tokens", recursions=2),
 }
 with_losses = pytest.mark.parametrize("method", WITH_LOSSES.values(), ids=WITH_LOSSES)
 
@@ -365,7 +365,7 @@ SCORED: dict[str, tuple[Any, Any]] = {
     "gate": (partial(timm.create_model, NAME, img_size=64), RoutingConfig(router="linear", gate="sigmoid")),
     "channels": (
         partial(timm.create_model, "resnet18", layers=(2, 1, 1, 1), channels=(16, 16, 16, 16)),
-        mmod.methods.Channels(divisor=4),
+        mmod.lab.Channels(divisor=4),
     ),
 }
 

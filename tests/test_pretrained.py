@@ -324,7 +324,7 @@ def test_a_tensor_that_no_initial_weights_name_is_filled() -> None:
 def test_what_a_method_put_aside_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recursions save the blocks that they share alone; the others are no memory that nobody has written."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    model = mmod.apply_(timm.create_model("test_vit", depth=6), mmod.methods.Recursions(recursions=2))
+    model = mmod.apply_(timm.create_model("test_vit", depth=6), mmod.lab.Recursions(recursions=2))
     mmod.save_pretrained(model, tmp_path / "saved")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

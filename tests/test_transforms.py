@@ -12,7 +12,8 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmod
-from mmod.methods import Exit, Experts, Method, Recursions
+from mmod.lab import Experts, Recursions
+from mmod.methods import Exit, Method
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"

@@ -247,7 +247,7 @@ CALLS = {
         replaces=True,
     ),
     "FLOPs of shared layers": Call(
-        "model = mmod.apply_(llama(), mmod.methods.Recursions()); ids = torch.ones(1, 8, dtype=torch.int64)",
+        "model = mmod.apply_(llama(), mmod.lab.Recursions()); ids = torch.ones(1, 8, dtype=torch.int64)",
         "mmod.flops(model, mmod.Prompt(8))",
         "counted as a whole",
         ("mmod.flops(model, {'input_ids': ids})",),

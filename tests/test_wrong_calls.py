@@ -15,7 +15,8 @@ import mmod
 from mmod.analysis.style import new_figure, save_picture
 from mmod.config.parts import Gate
 from mmod.io.records import record_config
-from mmod.methods import Exit, Experts, Merge, Prune
+from mmod.lab import Experts
+from mmod.methods import Exit, Merge, Prune
 from mmod.planning import falling, ratio_decay
 from tests.kit.own_vits import make_own
 from tests.kit.vlm_zoo import make_language

@@ -275,7 +275,7 @@ def _inputs_of(call: _Call, blocks: str) -> BlockInputs:
         if isinstance(x, Tensor) and x.ndim == 4:
             advice = (
                 ". Convolutions and windows read every place of a map: smaller images make such a model cheaper, and "
-                "mmod.methods.Channels() a ResNet of timm"
+                "mmod.lab.Channels() a ResNet of timm"
             )
         raise _NoTokens(f"gets {got} for two images: blocks must get tokens (images, tokens, channels){advice}")
     same_N = (x[0] == x[1]).all(dim=-1)

@@ -24,13 +24,13 @@ AnyScore = TypeVar("AnyScore", bound=Score)
 
 
 class Registry(Generic[Entry]):
-    """Entries by name; `home` registers those of this package and is imported at the first lookup."""
+    """Entries by name; `homes` register those of this package, and are imported when a name is unknown."""
 
-    def __init__(self, noun: str, home: str, register: str, others: str = "") -> None:
+    def __init__(self, noun: str, homes: Sequence[str], register: str, others: str = "") -> None:
         self._noun = noun
         # What is no entry, and where it is.
         self._others = others
-        self._home = home
+        self._homes = homes
         self._register = register
         self._entries: dict[str, Entry] = {}
         self._places: dict[str, str] = {}
@@ -43,7 +43,7 @@ class Registry(Generic[Entry]):
         place = f"{_importable(source.__module__)}.{source.__qualname__}"
         if not place.startswith("mmod."):
             # Names of this package come first, so that another one finds them taken.
-            importlib.import_module(self._home)
+            self._import_homes()
         # Defined again at the same place, as when a cell runs twice, it replaces itself.
         taken = self._places.setdefault(name, place)
         if taken != place:
@@ -69,8 +69,12 @@ class Registry(Generic[Entry]):
             raise ValueError("; ".join(filter(None, told)))
 
     def __iter__(self) -> Iterator[str]:
-        importlib.import_module(self._home)
+        self._import_homes()
         return iter(self._entries)
+
+    def _import_homes(self) -> None:
+        for home in self._homes:
+            importlib.import_module(home)
 
 
 def _importable(module: str) -> str:
@@ -112,14 +116,14 @@ METHODS_ELSEWHERE = (
 )
 """What no option of a routing and no preset is, for messages."""
 
-SCORES: Registry[type[Score]] = Registry("router", "mmod.routing.score", "register_score")
+SCORES: Registry[type[Score]] = Registry("router", ("mmod.routing.score",), "register_score")
 PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry(
     "preset",
-    "mmod.planning.presets",
+    ("mmod.planning.presets",),
     "register_preset",
     METHODS_ELSEWHERE,
 )
-LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
+LOSSES: Registry[Loss] = Registry("a loss", ("mmod.losses",), "register_loss")
 
 
 def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:

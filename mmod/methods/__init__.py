@@ -1,7 +1,7 @@
 """Methods make a model cheaper: `mmod.apply_` applies one, `mmod.undo_` removes it.
 
-Routing is one of them. Pruning, merging, smaller images and early exit are baselines; experts, ResNet channels and
-shared blocks are relatives of routing. Studies train, count and time all of them in the same way.
+Routing is one of them. Pruning, merging, smaller images and early exit are baselines. Studies train, count and time all
+of them in the same way, and those of `mmod.lab`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,13 +12,10 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.methods.base import METHODS, Method, methods_of, register_method, undo_
-    from mmod.methods.channels import Channels
     from mmod.methods.exit import Exit
-    from mmod.methods.experts import Experts
     from mmod.methods.merge import Merge
     from mmod.methods.prune import Prune
     from mmod.methods.read import read_method
-    from mmod.methods.recursions import Recursions
     from mmod.methods.resize import Resize
     from mmod.methods.route import Route
 
@@ -26,13 +23,10 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "mmod.methods.base": ["METHODS", "Method", "methods_of", "register_method", "undo_"],
-        "mmod.methods.channels": ["Channels"],
         "mmod.methods.exit": ["Exit"],
-        "mmod.methods.experts": ["Experts"],
         "mmod.methods.merge": ["Merge"],
         "mmod.methods.prune": ["Prune"],
         "mmod.methods.read": ["read_method"],
-        "mmod.methods.recursions": ["Recursions"],
         "mmod.methods.resize": ["Resize"],
         "mmod.methods.route": ["Route"],
     },

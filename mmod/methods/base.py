@@ -42,7 +42,12 @@ from mmod.values import Checked, check_module
 Model = TypeVar("Model", bound=nn.Module)
 AnyMethod = TypeVar("AnyMethod", bound="type[Method]")
 
-METHODS: Registry[type[Method]] = Registry("method.kind", "mmod.methods.read", "methods.register_method")
+METHODS: Registry[type[Method]] = Registry(
+    "method.kind",
+    # Configs and saved folders name methods of the lab too.
+    ("mmod.methods.read", "mmod.lab.experts", "mmod.lab.recursions", "mmod.lab.channels"),
+    "methods.register_method",
+)
 """The registered methods by kind; see `register_method`."""
 
 

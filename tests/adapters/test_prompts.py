@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions
+from mmod.lab import Experts, Recursions
+from mmod.methods import Exit, Merge, Method, Prune
 from tests.kit import zoo
 from tests.kit.own_vits import OwnBlock, OwnViT, make_own_images
 from tests.kit.vision_zoo import make_pixels, make_vision

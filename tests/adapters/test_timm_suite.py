@@ -75,7 +75,7 @@ def test_reentrant_checkpointing_changes_no_gradient(routing: str) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [mmod.preset("distilled"), mmod.methods.Experts(choice="tokens"), mmod.methods.Recursions(choice="tokens")],
+    [mmod.preset("distilled"), mmod.lab.Experts(choice="tokens"), mmod.lab.Recursions(choice="tokens")],
     ids=["routing", "experts", "recursions"],
 )
 def test_checkpointing_records_the_losses_of_two_passes_once(method: Any) -> None:

@@ -14,7 +14,7 @@ from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.methods import Experts, Recursions
+from mmod.lab import Experts, Recursions
 from tests.kit.cover import cover, in_turn
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
 from tests.kit.interrupts import Interrupt

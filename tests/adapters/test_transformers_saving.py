@@ -15,7 +15,8 @@ import transformers
 
 import mmod
 from mmod.blocks import host_class
-from mmod.methods import Experts, Recursions, methods_of
+from mmod.lab import Experts, Recursions
+from mmod.methods import methods_of
 from mmod.methods.route import routing_configs
 from mmod.training.chat.start import router_parameters
 from tests.kit.cover import in_turn

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.structure import read_structure
-from mmod.methods import Experts, Recursions
+from mmod.lab import Experts, Recursions
 from tests.kit.cover import cover, in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
 

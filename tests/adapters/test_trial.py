@@ -15,7 +15,8 @@ import mmod
 from mmod import RoutingConfig
 from mmod.adapters import find_stack, tokens
 from mmod.analysis.counting import meta_copy
-from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions
+from mmod.lab import Experts, Recursions
+from mmod.methods import Exit, Merge, Method, Prune
 from mmod.model import copy_of
 from mmod.random_state import drawn_from
 from tests.kit.cover import in_turn

@@ -334,7 +334,7 @@ def test_a_part_of_a_routed_model_is_counted_as_the_part_routed_alone(name: str)
 
 
 @pytest.mark.parametrize(
-    "method", [mmod.methods.Merge(r=1), mmod.methods.Prune(keep=0.5, blocks=(1,)), mmod.methods.Recursions()]
+    "method", [mmod.methods.Merge(r=1), mmod.methods.Prune(keep=0.5, blocks=(1,)), mmod.lab.Recursions()]
 )
 def test_a_part_is_counted_with_any_method(method: mmod.methods.Method) -> None:
     model, other = (make_dual(transformers.CLIPConfig, transformers.CLIPModel) for _ in range(2))

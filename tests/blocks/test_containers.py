@@ -15,7 +15,8 @@ from torch import nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import Container
-from mmod.methods import Exit, Experts, Merge, Method, Recursions
+from mmod.lab import Experts, Recursions
+from mmod.methods import Exit, Merge, Method
 from tests.kit.cover import in_turn
 from tests.kit.own_vits import Chunk, HalvesInSequence, IndexedChunk, OwnBlock, OwnViT, make_own_images
 

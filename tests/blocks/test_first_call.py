@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import host_class, is_converted
-from mmod.methods import Exit, Experts, Merge, Method, Prune, Resize
+from mmod.lab import Experts
+from mmod.methods import Exit, Merge, Method, Prune, Resize
 from tests.kit.clip_zoo import make_clip
 from tests.kit.cover import in_turn
 from tests.kit.own_vits import make_own

@@ -12,7 +12,8 @@ from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
 import mmod
-from mmod.methods import Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize
+from mmod.lab import Channels, Experts, Recursions
+from mmod.methods import Exit, Merge, Method, Prune, Resize
 from tests.kit.zoo import make_model
 
 # Class token or none, registers, mean, attention and distilled pooling, rotary positions, norms behind.

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.methods import Channels, Experts, Method, Recursions, methods_of
+from mmod.lab import Channels, Experts, Recursions
+from mmod.methods import Method, methods_of
 from mmod.training import fit
 from mmod.training.engine.evaluate import read_rows
 from mmod.training.engine.kind import evaluation_data

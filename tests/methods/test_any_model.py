@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters import find_stack
-from mmod.methods import Exit, Merge, Method, Prune, Recursions, Resize, undo_
+from mmod.lab import Recursions
+from mmod.methods import Exit, Merge, Method, Prune, Resize, undo_
 from tests.kit import own_vits
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.conditioned_zoo import DIM, AdaLNBlock

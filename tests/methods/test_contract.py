@@ -16,7 +16,8 @@ from torch import nn
 import mmod
 from mmod.analysis.counting import pass_flops
 from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
-from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
+from mmod.lab import Channels, Experts, Recursions
+from mmod.methods import METHODS, Exit, Merge, Method, Prune, Resize, methods_of
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
 from mmod.studies.config import ImageStudyConfig

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 import mmod
-from mmod.methods import Experts, Recursions
+from mmod.lab import Experts, Recursions
 from tests.kit.cover import in_turn
 from tests.kit.method_zoo import EVERY
 from tests.kit.vlm_zoo import make_language

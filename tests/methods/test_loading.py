@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.methods import Exit, Experts, Method, Recursions
+from mmod.lab import Experts, Recursions
+from mmod.methods import Exit, Method
 from tests.kit.vlm_zoo import make_language
 from tests.kit.zoo import make_images, make_model
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.methods import Exit, Experts, Merge, Prune, Recursions
-from mmod.methods.mixture import choose_tokens
+from mmod.lab import Experts, Recursions
+from mmod.lab.mixture import choose_tokens
+from mmod.methods import Exit, Merge, Prune
 from tests.kit.cover import in_turn
 
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.5, blocks=(1, 3))

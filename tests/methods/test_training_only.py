@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.analysis.modes import in_mode
-from mmod.methods import Experts, Merge, Prune, Resize, methods_of
+from mmod.lab import Experts
+from mmod.methods import Merge, Prune, Resize, methods_of
 from mmod.methods.base import as_evaluated
 from tests.kit import clip_zoo
 from tests.kit.cover import in_turn

@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Refused, str]] = {
         "it is taken as it is",
     ),
     "a dense model that is not there": (
-        lambda folder: open_model(write_saved(folder, mmod.methods.Recursions()), dense=True),
+        lambda folder: open_model(write_saved(folder, mmod.lab.Recursions()), dense=True),
         "changed by recursions, which replaced dense weights",
     ),
     "arguments of a module": (lambda _: open_model(nn.Linear(1, 1), args={"a": 1}), "Linear .*: leave out args"),

@@ -245,7 +245,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     save_image_model("vit", root / "vit")
     make_image_model("vit").save_pretrained(root / "unprepared")
-    mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.methods.Recursions()), root / "shared")
+    mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.lab.Recursions()), root / "shared")
     make_prompts(root)
     return root
 

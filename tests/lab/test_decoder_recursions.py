@@ -14,9 +14,10 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.methods import Recursions, methods_of
+from mmod.lab import Recursions
+from mmod.lab.recursions import Cycle
+from mmod.methods import methods_of
 from mmod.methods.base import deciding_together
-from mmod.methods.recursions import Cycle
 from mmod.training import fit
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn

@@ -13,7 +13,8 @@ from torch import Tensor
 
 import mmod
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of, undo_
+from mmod.lab import Experts
+from mmod.methods import methods_of, undo_
 from mmod.methods.base import deciding_together
 from mmod.training import fit
 from tests.kit.cover import in_turn

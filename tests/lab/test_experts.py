@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import flops
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of
-from mmod.methods.experts import ExpertMlp
-from mmod.methods.mixture import balance_loss, choose_tokens
+from mmod.lab import Experts
+from mmod.lab.experts import ExpertMlp
+from mmod.lab.mixture import balance_loss, choose_tokens
+from mmod.methods import methods_of
 from mmod.training import TrainConfig
 from tests.kit.zoo import make_images, make_model, perturb_
 

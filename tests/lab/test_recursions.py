@@ -12,7 +12,8 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Recursions, methods_of
+from mmod.lab import Recursions
+from mmod.methods import methods_of
 from tests.kit.counting import flop_counter
 from tests.kit.zoo import make_images, make_model
 

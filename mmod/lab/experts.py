@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import MASKS, ModelHook, Record, attach, convert, make_records, parameters_of
 from mmod.config.plan import check_blocks
-from mmod.methods.base import owner_of, register_method
-from mmod.methods.mixture import (
+from mmod.lab.mixture import (
     Choosing,
     ExpertRows,
     Mixture,
@@ -34,6 +33,7 @@ from mmod.methods.mixture import (
     first_floating,
     numbered,
 )
+from mmod.methods.base import owner_of, register_method
 from mmod.ops.backend import check_counts
 from mmod.ops.select import kept_count
 from mmod.ops.views import is_visible

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.analysis import flops
-from mmod.methods import Channels, methods_of, read_method, undo_
-from mmod.methods.channels import ChannelBlock
+from mmod.lab import Channels
+from mmod.lab.channels import ChannelBlock
+from mmod.methods import methods_of, read_method, undo_
 from mmod.training import evaluate
 from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind

@@ -10,10 +10,9 @@ from fractions import Fraction
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
-from timm.models import ResNet
-from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
+from mmod.adapters import find_library
 from mmod.blocks import Deciding, Record, convert, make_records
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, merge_rows, select_topk
@@ -62,7 +61,7 @@ class Channels(Method):
 
     def find(self, model: nn.Module) -> dict[str, Any]:
         """Return every second block of the stages of a ResNet, by name."""
-        if not isinstance(model, ResNet):
+        if not _is_resnet(model):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
         blocks: dict[str, Any] = {}
         for name, stage in model.named_children():
@@ -74,6 +73,8 @@ class Channels(Method):
         """Raise a ValueError unless there are blocks to replace and all can be narrowed."""
         if not stack:
             raise ValueError(f"no stage of this {type(model).__name__} has a second block to replace")
+        from timm.models.resnet import BasicBlock, Bottleneck
+
         for name, block in stack.items():
             is_known = type(block) in (BasicBlock, Bottleneck) and isinstance(block.bn1, nn.BatchNorm2d)
             if not is_known or block.conv2.groups > 1 or block.se is not None:
@@ -164,6 +165,15 @@ class ChannelBlock(Deciding):
             index_BK = torch.arange(index_BK.shape[1], device=flat.device).expand_as(index_BK)
         # Of the selector, however the channels were chosen: only so does it learn.
         return index_BK, logit_BC.gather(1, index_BK).sigmoid()
+
+
+def _is_resnet(model: nn.Module) -> bool:
+    # A name in a config is read without timm.
+    if find_library(model) != "timm":
+        return False
+    from timm.models import ResNet
+
+    return isinstance(model, ResNet)
 
 
 def _narrow(block: Any, divisor: int) -> nn.Module:

@@ -28,8 +28,7 @@ from mmod.blocks import (
     make_records,
 )
 from mmod.blocks.rows import write_kept
-from mmod.methods.base import owner_of, register_method
-from mmod.methods.mixture import (
+from mmod.lab.mixture import (
     Choosing,
     Mixture,
     TokenRouter,
@@ -39,6 +38,7 @@ from mmod.methods.mixture import (
     first_floating,
     numbered,
 )
+from mmod.methods.base import owner_of, register_method
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
