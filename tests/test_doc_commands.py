@@ -23,7 +23,7 @@ from torch import nn
 from mmod import cli
 from mmod.planning import budgets
 from mmod.studies import isoflop
-from mmod.studies.study import comparison_of
+from mmod.studies.candidates import comparison_of
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import config_class, kind_of

@@ -19,8 +19,8 @@ from PIL import Image
 
 from mmod import cli
 from mmod.analysis import timing
+from mmod.studies.candidates import comparison_of
 from mmod.studies.report import StudyResult
-from mmod.studies.study import comparison_of
 from tests.kit.fitted import count_candidates_once, fit_roughly, open_alone
 from tests.kit.folders import save_image_model
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command

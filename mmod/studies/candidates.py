@@ -1,13 +1,22 @@
-"""Candidates beside the routed models of a study: baselines, numbers fitted to budgets, and controls.
+"""What a study compares: its config becomes a `Comparison` here, and ends.
 
-They are made of other candidates and of the dense model's training config; the study's config is not read here.
+The dense model's training config, and that of fine-tuning it, are made of the study's, each step over the one before:
+
+1. the file or run that `dense` names, and the keys beside its `base`;
+2. the study's `changes`;
+3. of fine-tuning, `finetune` and the weights of the dense model, in place of its `checkpoint`, `pretrained` and `head`.
+
+Candidates are made one after the other: the dense model, the routed ones of the config, and baselines; then numbers are
+fitted to budgets, and shallow models and controls are added.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,17 +24,145 @@ import torch
 from mmod.adapters import find_stack, image_facts, patch_grid
 from mmod.analysis import flops
 from mmod.analysis.counting import by_data, pass_flops
-from mmod.io.yaml import merged, read_yaml
+from mmod.analysis.table import DENSE
+from mmod.io.yaml import BASE_KEY, merged, read_yaml
 from mmod.methods import METHODS, read_method
 from mmod.methods.resolve import resolve_routing
 from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
-from mmod.studies.runs import run_config_of
+from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
+from mmod.studies.runs import BASE, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.run_folder import unfinished
 from mmod.training.engine.start import sketch
-from mmod.training.kinds import kind_of
-from mmod.values import one_of, refuse_unknown
+from mmod.training.kinds import config_class, kind_of
+from mmod.values import check_value, one_of, refuse_unknown
+
+
+def comparison_of(config: StudyConfig) -> Comparison:
+    """Return what a study compares: the dense model, its series, and models without a router."""
+    return comparison_from(config, *training_configs(config))
+
+
+def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> Comparison:
+    """Return what a study compares, by the training configs of the dense model and of fine-tuning it."""
+    candidates = [Candidate(DENSE, series=DENSE, budget=1.0, is_trained=config.tune is True), *config.routed()]
+    # As long as a fine-tuned model has been trained in all.
+    epochs = (dense.epochs or 0) + ((tuned.epochs or 0) if config.tune else 0)
+    candidates += baselines_of(config, epochs)
+    left_out: Mapping[str, str] = {}
+    if config.budgets_are_shares:
+        candidates, left_out = fitted(candidates, dense)
+    if isinstance(config, TimmStudyConfig) and config.isoflop == "scratch":
+        # Last, as routed models are counted with their fitted numbers; in the table, baselines stand below.
+        routed = [candidate for candidate in candidates if candidate.series not in config.baselines]
+        baselines = [candidate for candidate in candidates if candidate.series in config.baselines]
+        candidates = [*routed, *shallow(routed, dense, epochs), *baselines]
+    candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
+    names = Counter([BASE, *(candidate.name for candidate in candidates)])
+    if max(names.values()) > 1:
+        raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
+    comparison = Comparison(
+        candidates=candidates,
+        dense=dense,
+        # Untuned models are evaluated on the data and in the precision of the dense one.
+        train=tuned if config.tune else None,
+        seeds=config.seeds,
+        train_dense=config.train_dense,
+        bases=config.bases,
+        notes=[
+            *([] if config.train_dense else unfinished(dense.model.checkpoint)),
+            *(f"Left out: {name}: {reason}" for name, reason in left_out.items()),
+            *told_of_controls(candidates, {*config.routers} - {*config.controls}),
+            *_numbers(config, candidates),
+        ],
+        keys=("changes", "finetune"),
+    )
+    if config.seeds > 1 and not comparison.trains:
+        raise ValueError(
+            f"seeds={config.seeds} repeats training, and this study trains nothing: leave seeds out, as intervals are "
+            "over samples, or set tune to true"
+        )
+    return comparison
+
+
+def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
+    """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
+    if config.tune and not config.finetune:
+        # A silent default would repeat the dense model's whole schedule for each model.
+        raise ValueError(
+            "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
+            "`{trainer: {max_steps: 100}}`), or set tune to false"
+        )
+    kind_config = config_class(config.trains)
+    fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
+    dense = from_plain(kind_config, fields, "dense")
+    start = fields
+    if config.train_dense:
+        # Fine-tuning starts from the trained dense model, whatever the dense config starts from. Its folder differs by
+        # seed: `Comparison.runs` puts it in place of this one.
+        start = {**fields, "model": dataclasses.asdict(dense.started_from(config.output).model)}
+    try:
+        tuned = from_plain(kind_config, merged(start, config.finetune), "finetune")
+    except ValueError as error:
+        # Read for the dense model, which has no routers to train and no teacher but one that is named.
+        if config.finetune.keys().isdisjoint(("trained", "distill")):
+            raise
+        raise ValueError(
+            f"finetune is about the dense model too: {error}; what needs routers or methods goes into `changes` of "
+            "each series"
+        ) from error
+    for run in (dense, tuned):
+        kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
+        if run.routing is not None:
+            kinds.append("routing")
+        if kinds:
+            raise ValueError(
+                f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
+                "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
+            )
+    if not config.train_dense and config.tune is not True and not config.starts_trained(dense):
+        raise ValueError(
+            "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
+            "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
+        )
+    config.check_runs(dense, tuned)
+    return dense, tuned
+
+
+def _read_dense(named: str | Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Read a config, with the keys that differ from it where it is a `base`.
+
+    That of a run, by its folder or file, is changed to start from the run's final model.
+    """
+    changes = {BASE_KEY: named} if isinstance(named, str) else dict(named)
+    path = changes.pop(BASE_KEY, None)
+    if path is None:
+        return changes
+    check_value(f"dense.{BASE_KEY}", path, str)
+    file = Path(path, RUN_CONFIG) if Path(path, RUN_CONFIG).is_file() else Path(path)
+    fields = read_yaml(str(file))
+    kinds = (kind,)
+    check_value(f"{path!r} is a config of another kind: kind", fields.get("kind", kind), str, kinds)
+    # What a run records besides its config.
+    if fields.pop("world_size", None) is not None:
+        fields = config_class(kind).from_dict(fields).finished(str(file.parent)).to_dict()
+    return merged(fields, changes)
+
+
+def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
+    """Yield every baseline, a model without a router; some kinds of study have them.
+
+    Args:
+        epochs: Length of a training from scratch.
+    """
+    for series, budgets in config.baselines_by_series.items():
+        for budget, fields in budgets.items():
+            if config.is_run(budget):
+                settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
+                yield baseline(config.candidate(series, budget, fields), settings, epochs)
 
 
 def baseline(plain: Candidate, settings: Mapping[str, Any], epochs: int) -> Candidate:
@@ -214,3 +351,18 @@ def told_of_controls(candidates: Sequence[Candidate], expected: Collection[str])
             "random choice of as many tokens is known; `controls` may name one"
         )
     return told
+
+
+def _numbers(config: StudyConfig, candidates: Sequence[Candidate]) -> list[str]:
+    """Say what the numbers in names of routed models and their baselines are: a sentence or none."""
+    if config.budgets_are_shares:
+        return ["Numbers in names are shares of the dense model's FLOPs"]
+    numbered = {one.series for one in candidates if one.budget is not None and one.name != one.series}
+    routed = [fields for series, fields in config.routers.items() if series in numbered]
+    if not routed or any("budgets" in fields for fields in routed):
+        return []
+    text = "Numbers in names are capacities: shares of the tokens that routed blocks keep, and not of FLOPs"
+    if any("search" in fields for fields in routed):
+        text += "; of searches, their budgets"
+    is_matched = numbered & {*config.baselines_by_series}
+    return [f"{text}; of baselines, those of the routed models that they are matched to" if is_matched else text]

@@ -1,7 +1,7 @@
 """The configuration of a study: what all kinds share, and studies of images. `NAME_config.py` has that of other kinds.
 
 It is plain data, which checks itself. It becomes the `Candidate` of each series at each budget, an `Evaluation`, and in
-`study.py` a `Comparison`; there it ends.
+`candidates.py` a `Comparison`; there it ends.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class StudyConfig(Checked):
             with naming_dense():
                 find_weights(checkpoint)
 
-    # What `study.py` asks, which reads the training configs.
+    # What `candidates.py` asks, which reads the training configs.
     @property
     def trains(self) -> str:
         """The kind of its runs."""
@@ -346,6 +346,11 @@ class StudyConfig(Checked):
         """Return the fields of the dense model's training config, as the study changes those that `dense` names."""
         # Each run sets a folder of its own in place of the output.
         return {**merged(fields, self.changes), "output": self.output}
+
+    @property
+    def budgets_are_shares(self) -> bool:
+        """Whether budgets, and the numbers in names, are shares of the dense model's FLOPs."""
+        return False
 
     def starts_trained(self, dense: RunConfig) -> bool:
         """Whether a config starts from trained weights, as far as the study uses them."""
@@ -421,6 +426,13 @@ class TimmStudyConfig(StudyConfig):
         """How its models are evaluated, timed and drawn, and at which learning rates they are trained."""
         shared = self.evaluated_by(self.score)
         return dataclasses.replace(shared, maps=self.maps, rates=self.rates, rate_split=self.rate_split)
+
+    @property
+    def budgets_are_shares(self) -> bool:
+        """Whether series name budgets, or baselines are fitted to theirs; see `StudyConfig.budgets_are_shares`."""
+        baselines = itertools.chain.from_iterable(budgets.values() for budgets in self.baselines.values())
+        is_fitted = any(FIT in fields.values() for fields in baselines)
+        return is_fitted or any("budgets" in fields for fields in self.routers.values())
 
     def check_settings(self) -> None:
         """Refuse rates that leave nothing to choose; see `StudyConfig.check_settings`."""

@@ -15,11 +15,12 @@ from mmod import preset
 from mmod.analysis.table import Measured
 from mmod.io.jobs import Runner
 from mmod.io.store import Store
+from mmod.studies.candidates import comparison_of
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.rates import Rates, best_rates
 from mmod.studies.report import epochs_of
 from mmod.studies.runs import Run
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from tests.kit.fitted import count_candidates_once
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS

@@ -22,8 +22,9 @@ from mmod.data.loader import image_stream
 from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.report.page import write_report
+from mmod.studies.candidates import training_configs
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.study import run_study, training_configs
+from mmod.studies.study import run_study
 
 IMAGES = 200
 DENSE = "mmod:digits-dense"

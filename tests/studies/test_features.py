@@ -28,6 +28,7 @@ from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
 from mmod.io.store import STORE, Store
 from mmod.opening.timm import check_published
+from mmod.studies.candidates import comparison_of
 from mmod.studies.features import (
     features_store,
     identity_of_features,
@@ -37,7 +38,7 @@ from mmod.studies.features import (
 )
 from mmod.studies.features_config import FeaturesStudyConfig
 from mmod.studies.report import StudyResult
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from mmod.training.engine import start
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import extract, feature_of, read_features

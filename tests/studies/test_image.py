@@ -31,6 +31,7 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate, untrained
 from mmod.planning.choice import verdict_of
 from mmod.report.page import write_report
+from mmod.studies.candidates import baselines_of, comparison_of, training_configs
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.kind import Told
@@ -38,7 +39,7 @@ from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import StudyResult, epochs_of, harm, significance
 from mmod.studies.runs import Comparison, Run
-from mmod.studies.study import baselines_of, check_following, comparison_of, run_study, training_ahead, training_configs
+from mmod.studies.study import check_following, run_study, training_ahead
 from mmod.training.engine.kind import load
 from mmod.training.engine.run_folder import epochs_and_seconds
 from mmod.training.engine.start import sketch

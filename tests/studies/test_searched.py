@@ -12,10 +12,11 @@ import yaml
 
 from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
+from mmod.studies.candidates import comparison_of
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.pairs_config import PairsStudyConfig
-from mmod.studies.study import comparison_of, run_study
+from mmod.studies.study import run_study
 from mmod.training.engine.kind import load
 from tests.kit.fitted import count_once
 from tests.kit.image_study import DENSE

@@ -17,8 +17,8 @@ from PIL import Image
 
 from mmod.cli import main
 from mmod.config.parse import parse_config
+from mmod.studies.candidates import comparison_of
 from mmod.studies.config import StudyConfig
-from mmod.studies.study import comparison_of
 from mmod.training import TrainConfig, fit
 from mmod.training.command import next_commands
 from mmod.training.engine.run_folder import FitResult
