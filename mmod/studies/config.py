@@ -152,8 +152,10 @@ class StudyConfig(Checked):
             object.__setattr__(self, "output", f"runs/tradeoff/{folder_name(_name_of(self.dense))}{tuned}")
         self.check_settings()
         # What is wrong in a series is told now, and not after the training of the dense model.
-        for _ in self.routed():
-            pass
+        for candidate in self.routed():
+            # A name that promises the method of a paper must keep it.
+            if candidate.series in PRESETS and candidate.routing is not None:
+                self.check_named(candidate.series, candidate.routing)
         self._check_following()
 
     def check_settings(self) -> None:
@@ -169,6 +171,11 @@ class StudyConfig(Checked):
             if "preset" in fields:
                 # Before any routing is checked, which imports torch.
                 PRESETS.check(fields["preset"])
+            for settings in (fields, *fields.get("budgets", {}).values()):
+                _check_run_fields(f"routers.{series}", settings)
+        for series, budgets in self.baselines_by_series.items():
+            for settings in budgets.values():
+                _check_run_fields(f"baselines.{series}", settings)
         self._check_budgets()
         named = [name for name in self.controls.values() if name is not False]
         refuse_unknown("series in controls", [*self.controls, *named], self.series)
@@ -233,25 +240,18 @@ class StudyConfig(Checked):
             options = fields["search"] if budget is None else {**fields["search"], "budget": budget}
             return dataclasses.replace(plain, search=from_plain(PlanOptions, options, f"routers.{series}.search"))
         routing = self.routing_at({key: value for key, value in fields.items() if key not in RUN_FIELDS}, capacity)
-        # A name that promises the method of a paper must keep it.
-        if series in PRESETS:
-            self.check_named(series, routing)
         return dataclasses.replace(plain, routing=routing)
 
     def candidate(self, series: str, budget: float | None, fields: Mapping[str, Any]) -> Candidate:
         """Return the model of a series at a budget with what describes its run, and nothing that makes it cheaper."""
-        name = self._name_at(series, budget)
-        changes = fields.get("changes", {})
-        refuse_set_by_study(f"{name}: changes", changes)
-        check_value(f"{name}: tune", fields.get("tune", True), bool)
         control = self.controls.get(series) or None
         return Candidate(
-            name,
+            self._name_at(series, budget),
             series=series,
             budget=budget,
             control=None if control is None else self._name_at(control, budget),
             image_size=fields.get("image_size"),
-            changes=changes,
+            changes=fields.get("changes", {}),
             is_trained=bool(self.tune) and fields.get("tune", True),
         )
 
@@ -392,6 +392,13 @@ def refuse_set_by_study(what: str, changes: Mapping[str, object], *more: str) ->
     reserved = sorted({"output", "seed", "routing", *more} & set(changes))
     if reserved:
         raise ValueError(f"{what} must not set {', '.join(reserved)}: the study sets them")
+
+
+def _check_run_fields(name: str, fields: Mapping[str, Any]) -> None:
+    """Raise for a wrong field that describes the runs of a series or baseline."""
+    check_value(f"{name}.changes", fields.get("changes", {}), Mapping[str, Any])
+    refuse_set_by_study(f"{name}.changes", fields.get("changes", {}))
+    check_value(f"{name}.tune", fields.get("tune", True), bool)
 
 
 @dataclass(frozen=True, kw_only=True)

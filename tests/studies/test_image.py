@@ -608,7 +608,7 @@ UNTUNED = {"tune": False}
         (
             {"routers": {"x": {"router": "norm", "tune": "no"}}},
             TypeError,
-            "x-0.5: tune must be true or false",
+            "routers.x.tune must be true or false",
         ),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'finetune.epoch'"),
         ({"finetune": {"trained": "routers"}}, ValueError, "dense model too: trained='routers' needs .* `changes` of"),
