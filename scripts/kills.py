@@ -20,7 +20,7 @@ import yaml
 
 from mmod.data.config import DataConfig
 from mmod.io.tensors import read_tensors
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.study import run_study
 from mmod.training import EmaConfig, ModelConfig, TrainConfig, fit
 

@@ -145,9 +145,8 @@ def test_the_table_of_folders_names_all_that_they_import(row: Drawn) -> None:
 
 def test_the_config_of_a_study_ends_in_its_comparison() -> None:
     readers = {path.stem for path in SOURCES for _, name in imports(path) if name.endswith("StudyConfig")}
-    configs = {f"{kind}_config" for kind in ("features", "pairs", "chat")}
     # Runs, kinds of study, reports and what else comes later get what they need by name.
-    assert readers == {"command", "study", "candidates", *configs}
+    assert readers == {"command", "study", "candidates", "kind_configs"}
 
 
 @pytest.mark.parametrize("name", [name for name, path in NAMES.items() if path.name == "__init__.py"])

@@ -32,7 +32,8 @@ from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
-from mmod.studies.config import RUN_FIELDS, StudyConfig, TimmStudyConfig
+from mmod.studies.config import RUN_FIELDS, StudyConfig
+from mmod.studies.kind_configs import TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished

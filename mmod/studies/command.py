@@ -9,21 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmod.config.parse import parse_config
-from mmod.studies.chat_config import ChatStudyConfig
-from mmod.studies.config import ImageStudyConfig, StudyConfig
-from mmod.studies.features_config import FeaturesStudyConfig
-from mmod.studies.pairs_config import PairsStudyConfig
-
-CONFIGS: dict[str, type[StudyConfig]] = {
-    "image": ImageStudyConfig,
-    "features": FeaturesStudyConfig,
-    "pairs": PairsStudyConfig,
-    "chat": ChatStudyConfig,
-}
-"""Configs of studies by kind, imported without torch, so that `--help` is fast; `study_kind` has the rest of a kind.
-
-The first kind is that of a config that names none.
-"""
+from mmod.studies.config import StudyConfig
+from mmod.studies.kind_configs import CONFIGS
 
 
 def main(arguments: Sequence[str]) -> Iterator[Path]:

@@ -23,9 +23,9 @@ from mmod.io.store import Store
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.opening.timm import check_published
 from mmod.plain import from_plain
-from mmod.studies.features_config import FeaturesEvaluation
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
 from mmod.studies.kind import Facts, Lines, Runs, Told
+from mmod.studies.kind_configs import FeaturesEvaluation
 from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of, load_start
 from mmod.studies.report import listed
 from mmod.studies.runs import Run

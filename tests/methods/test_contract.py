@@ -21,7 +21,7 @@ from mmod.methods import METHODS, Exit, Merge, Method, Prune, Resize, methods_of
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
 from mmod.studies.candidates import baselines_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.runs import run_config_of
 from mmod.training import evaluate
 from tests.kit.counting import flop_counter

@@ -10,8 +10,8 @@ import pytest
 
 from mmod.analysis.table import DENSE
 from mmod.planning.candidate import Candidate
-from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.kind import StudyKind, study_kind
+from mmod.studies.kind_configs import CONFIGS as STUDY_CONFIGS
 from mmod.studies.runs import run_config_of
 from mmod.training.kinds import KINDS
 from tests.kit.image_study import config as image_config

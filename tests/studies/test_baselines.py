@@ -16,7 +16,7 @@ from mmod.analysis.table import Measured
 from mmod.io.jobs import Runner
 from mmod.io.store import Store
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.rates import Rates, best_rates
 from mmod.studies.report import epochs_of
 from mmod.studies.runs import Run

@@ -23,7 +23,7 @@ from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.report.page import write_report
 from mmod.studies.candidates import training_configs
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.study import run_study
 
 IMAGES = 200

@@ -14,8 +14,7 @@ from mmod import RoutingConfig
 from mmod.io.yaml import read_yaml
 from mmod.methods.resolve import resolve_routing
 from mmod.studies.candidates import comparison_of
-from mmod.studies.chat_config import ChatStudyConfig
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ChatStudyConfig, ImageStudyConfig
 from mmod.studies.study import run_study
 from mmod.training.chat.config import TrainConfig
 from tests.kit.chat_configs import vlm_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmod.studies import command
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.report import StudyResult
 from tests.kit.image_study import DENSE
 

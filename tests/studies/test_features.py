@@ -36,7 +36,7 @@ from mmod.studies.features import (
     nearest_neighbours,
     split_by_class,
 )
-from mmod.studies.features_config import FeaturesStudyConfig
+from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.report import StudyResult
 from mmod.studies.study import run_study
 from mmod.training.engine import start

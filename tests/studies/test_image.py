@@ -32,10 +32,9 @@ from mmod.planning import Candidate, untrained
 from mmod.planning.choice import verdict_of
 from mmod.report.page import write_report
 from mmod.studies.candidates import baselines_of, comparison_of, training_configs
-from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy, recommendations
 from mmod.studies.kind import Told
-from mmod.studies.pairs_config import PairsStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.rates import Rates, trials_of
 from mmod.studies.report import StudyResult, epochs_of, harm, significance
 from mmod.studies.runs import Comparison, Run

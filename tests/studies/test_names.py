@@ -12,10 +12,8 @@ from mmod.config.parse import parse_config
 from mmod.io import yaml as yaml_files
 from mmod.plain import from_plain
 from mmod.studies.candidates import comparison_of
-from mmod.studies.chat_config import ChatStudyConfig
-from mmod.studies.command import CONFIGS
-from mmod.studies.config import ImageStudyConfig, StudyConfig
-from mmod.studies.pairs_config import PairsStudyConfig
+from mmod.studies.config import StudyConfig
+from mmod.studies.kind_configs import CONFIGS, ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
 from tests.kit.image_study import DENSE
 
 

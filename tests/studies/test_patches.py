@@ -13,7 +13,7 @@ import yaml
 from mmod.analysis.counting import pass_flops
 from mmod.config.parse import parse_config
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.runs import run_config_of
 from mmod.studies.study import run_study
 from mmod.training import TrainConfig

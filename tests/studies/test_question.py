@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mmod.io.records import QUESTION, FolderTakenError
 from mmod.io.yaml import merged
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.question import Question, question_of
 from tests.kit.image_study import DENSE
 

@@ -13,9 +13,8 @@ import yaml
 from mmod import RoutingConfig
 from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_of
-from mmod.studies.config import ImageStudyConfig
+from mmod.studies.kind_configs import ImageStudyConfig, PairsStudyConfig
 from mmod.studies.measure import Measurer, measure_run
-from mmod.studies.pairs_config import PairsStudyConfig
 from mmod.studies.study import run_study
 from mmod.training.engine.kind import load
 from tests.kit.fitted import count_once

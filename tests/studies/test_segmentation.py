@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmod.studies.features import figures_of
-from mmod.studies.features_config import FeaturesStudyConfig
+from mmod.studies.kind_configs import FeaturesStudyConfig
 from mmod.studies.study import run_study
 
 ARGS = {
