@@ -1,12 +1,11 @@
 """The command `mmod`: studies, training, audits and data sets.
 
-It finds the module of a command, whose `main` reads the words behind it. Of a config it only asks whether it is there,
+It finds the function of a command, which reads the words behind it. Of a config it only asks whether it is there,
 and of which command.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 from mmod.io.builds import check_builds
 from mmod.io.configs import config_names, existing_config
 from mmod.io.refusals import one_line_errors, one_line_warnings
+from mmod.lazy import import_path
 from mmod.names import near_names
 from mmod.plain import from_plain
 from mmod.training.kinds import KINDS, config_class
@@ -28,13 +28,13 @@ class Command(NamedTuple):
     """What a command runs.
 
     Attributes:
-        module: The module whose `main` runs it.
+        function: Path of the function that runs it, which reads the words behind the command.
         purpose: What it does.
         example: A config that it takes, and options that go with it; empty for commands without a config.
-        kind: Kind of training, the second argument of `main`; empty for other commands.
+        kind: Kind of training, a second argument of the function; empty for other commands.
     """
 
-    module: str
+    function: str
     purpose: str
     example: str = ""
     kind: str = ""
@@ -43,37 +43,37 @@ class Command(NamedTuple):
 _WEIGHTS = "digits/dense --model.checkpoint runs/digits/dense"
 COMMANDS = {
     "advise MODEL": Command(
-        "mmod.studies.advise", "what makes a model cheaper on your images or prompts and this machine, untrained"
+        "mmod.studies.advise:main", "what makes a model cheaper on your images or prompts and this machine, untrained"
     ),
     "tradeoff CONFIG": Command(
-        "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
+        "mmod.studies.commands:tradeoff", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
     **{
-        f"train {name} CONFIG": Command("mmod.training.command", row.purpose, row.example, name)
+        f"train {name} CONFIG": Command("mmod.training.command:main", row.purpose, row.example, name)
         for name, row in KINDS.items()
     },
     "train open-clip [ROUTING] -- ARGUMENTS": Command(
-        "mmod.registry.open_clip_program", "run open_clip's own training program on a routed model"
+        "mmod.registry.open_clip_program:main", "run open_clip's own training program on a routed model"
     ),
     "isoflop CONFIG": Command(
-        "mmod.studies.isoflop_command",
+        "mmod.studies.commands:isoflop",
         "language models of several sizes, dense and routed, at equal FLOPs of training",
         "isoflop/text",
     ),
     "evaluate CONFIG_OR_RUN": Command(
-        "mmod.studies.assess", "score and cost of a model of any kind as it is", _WEIGHTS
+        "mmod.studies.commands:evaluate", "score and cost of a model of any kind as it is", _WEIGHTS
     ),
     "audit CONFIG_OR_RUN": Command(
-        "mmod.studies.audit.command",
+        "mmod.studies.commands:audit",
         "what the routers of a trained model learned, by counterfactuals",
         "digits/a-mod --model.checkpoint runs/digits/a-mod",
     ),
     "plan CONFIG_OR_RUN": Command(
-        "mmod.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
+        "mmod.studies.commands:plan", "which tokens may miss which operator, searched without training", _WEIGHTS
     ),
-    "report FOLDER...": Command("mmod.report.command", "one page of studies and audits, for a browser"),
-    "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
-    "configs [NAME]": Command("mmod.io.configs", "list the configs of mmod, or print one"),
+    "report FOLDER...": Command("mmod.report.command:main", "one page of studies and audits, for a browser"),
+    "data SET": Command("mmod.data.commands:main", "build an embedded data set, or draw a picture of it"),
+    "configs [NAME]": Command("mmod.io.configs:main", "list the configs of mmod, or print one"),
 }
 # Threads of GNU's and Intel's OpenMP that wait without running: on a machine with other work, waiting threads that spin
 # take the time that the working ones need.
@@ -85,7 +85,7 @@ _NOTES = (
     "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
     "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
 )
-# Commands that end with pages of results; their `main` yields the folders.
+# Commands that end with pages of results; their function returns the folders.
 _REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 
 
@@ -180,7 +180,7 @@ def run(command: str, arguments: Sequence[str]) -> None:
     with one_line_errors(), one_line_warnings():
         _check_config(command, arguments)
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
-        folders = importlib.import_module(COMMANDS[command].module).main(list(arguments), *kind)
+        folders = import_path(COMMANDS[command].function)(list(arguments), *kind)
         if command in _REPORTED:
             from mmod.report.command import report_on
 

@@ -146,7 +146,7 @@ def test_the_table_of_folders_names_all_that_they_import(row: Drawn) -> None:
 def test_the_config_of_a_study_ends_in_its_comparison() -> None:
     readers = {path.stem for path in SOURCES for _, name in imports(path) if name.endswith("StudyConfig")}
     # Runs, kinds of study, reports and what else comes later get what they need by name.
-    assert readers == {"command", "study", "candidates", "kind_configs"}
+    assert readers == {"commands", "study", "candidates", "kind_configs"}
 
 
 @pytest.mark.parametrize("name", [name for name, path in NAMES.items() if path.name == "__init__.py"])

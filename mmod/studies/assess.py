@@ -1,21 +1,25 @@
-"""The command that evaluates a model without training: `mmod evaluate CONFIG_OR_RUN [--key value]`."""
+"""What a model of any kind scores and costs as it is: a comparison of one, which `mmod evaluate` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
 
-from mmod.training.engine.arguments import parse_run
+from torch import nn
+
+from mmod.analysis.table import DENSE, Table, compare
+from mmod.analysis.timing import Reading, ratios
+from mmod.io.jobs import Runner
+from mmod.io.store import Store
+from mmod.methods.base import methods_inside, undo_
+from mmod.model import copy_of
+from mmod.planning.candidate import Candidate
+from mmod.studies.measure import Measurer, measure_run, times_of
+from mmod.studies.runs import Comparison
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import all_configs, kind_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from mmod.analysis.table import Table
-    from mmod.analysis.timing import Reading
-    from mmod.training.engine.kind import Kind
+from mmod.training.engine.kind import Kind, cost, readings
+from mmod.training.kinds import kind_of
 
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
@@ -30,15 +34,6 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     Nothing is written. The costs are the number of parameters, and FLOPs by the type of a sample: "image", "text",
     "window" or "prompt"; of a changed model, "image, dense" and the like are those of the model without its methods.
     """
-    from functools import partial
-
-    from mmod.analysis.table import DENSE, Table, compare
-    from mmod.io.jobs import Runner
-    from mmod.io.store import Store
-    from mmod.planning.candidate import Candidate
-    from mmod.studies.measure import Measurer, measure_run, times_of
-    from mmod.studies.runs import Comparison
-
     if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     runs = Comparison(candidates=[Candidate(DENSE)], dense=config).checked_runs()
@@ -49,23 +44,18 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
         model = measurer.final(run)
         dense = _dense_of(model)
         table.costs[run.name] = _costs(kind_of(run.training), model, dense, table.runs[run.name][run.seed].kept)
-        readings = partial(_full_batches, dense)
-        table.times, table.waiting = times_of({run.name: run}, measurer, readings, _SAMPLES, _ROUNDS, shown=False)
+        passes = partial(_full_batches, dense)
+        table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, _ROUNDS, shown=False)
     return table
 
 
 def _dense_of(model: nn.Module) -> nn.Module | None:
     """Return a model without its methods, with the same weights; None for a dense model."""
-    from mmod.methods.base import methods_inside, undo_
-    from mmod.model import copy_of
-
     return undo_(copy_of(model)) if methods_inside(model) else None
 
 
 def _costs(kind: Kind, model: nn.Module, dense: nn.Module | None, kept: Mapping[str, float]) -> dict[str, float]:
     """Count the FLOPs of a sample by its type, and parameters."""
-    from mmod.training.engine.kind import cost
-
     parameters = sum(parameter.numel() for parameter in model.parameters())
     costs = {_PARAMETERS: parameters, **cost(kind, model, kept)}
     if dense is not None:
@@ -77,8 +67,6 @@ def _full_batches(
     dense: nn.Module | None, kind: Kind, model: nn.Module, size: int, batches: int
 ) -> Mapping[str, Reading]:
     """Return the pass over one batch by type of sample; a set may have fewer samples than that."""
-    from mmod.training.engine.kind import readings
-
     timed = readings(kind, model, size)
     if dense is not None:
         timed |= {sample + _DENSE: reading for sample, reading in readings(kind, dense, size).items()}
@@ -91,9 +79,6 @@ def described(table: Table) -> str:
     # One candidate and seed: the table is that of a comparison.
     ((name, rows_by_seed),) = table.runs.items()
     costs = dict(table.costs[name])
-    # It imports torch.
-    from mmod.analysis.timing import ratios
-
     lines = [rows_by_seed[0].text, f"{costs.pop(_PARAMETERS) / 1e6:.4g} million parameters"]
     for sample, flops in costs.items():
         times = _by_size({size: median(ms[name]) for (of, size), ms in table.times.items() if of == sample})
@@ -111,12 +96,3 @@ def described(table: Table) -> str:
 
 def _by_size(values: Mapping[int, float]) -> str:
     return ", ".join(f"{value:.3g} at batch {size}" for size, value in values.items())
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
-    config = parse_run(arguments, all_configs())
-    # It imports torch, and a wrong command line is refused without.
-    from mmod.training.engine.run_folder import unfinished
-
-    print("\n".join([*unfinished(config.model.checkpoint), described(assess(config))]))

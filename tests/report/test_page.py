@@ -262,7 +262,7 @@ def test_a_study_ends_with_its_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     study = write_study(tmp_path / "study")
-    monkeypatch.setattr("mmod.studies.command.main", lambda arguments: [study])
+    monkeypatch.setattr("mmod.studies.commands.tradeoff", lambda arguments: [study])
     cli.run("tradeoff CONFIG", ["digits"])
     assert (study / "report/report.html").is_file()
     assert capsys.readouterr().out == f"Report: {study / 'report/report.html'}\n"
@@ -274,7 +274,7 @@ def test_a_study_whose_page_cannot_be_written_ends_well(
     study = write_study(tmp_path / "study")
     (study / "report").mkdir()
     (study / "report/mine.txt").write_text("notes")
-    monkeypatch.setattr("mmod.studies.command.main", lambda arguments: [study])
+    monkeypatch.setattr("mmod.studies.commands.tradeoff", lambda arguments: [study])
     cli.run("tradeoff CONFIG", ["digits"])
     assert re.search("^No report: .*holds", capsys.readouterr().out)
     assert [path.name for path in (study / "report").iterdir()] == ["mine.txt"]

@@ -10,7 +10,8 @@ import torch
 from mmod import Prompt, flops, open_model, route_, save_pretrained
 from mmod.analysis.table import DENSE
 from mmod.data.loader import image_stream
-from mmod.studies.assess import assess, described, main
+from mmod.studies import commands
+from mmod.studies.assess import assess, described
 from mmod.training import evaluate, fit
 from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.kind import COUNTED, seed_draws
@@ -29,7 +30,7 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
     dense = assess(config(tmp_path, model=start), progress=False)
     assert dense.figures(DENSE) == {0: result.evaluation.columns()}
-    main([str(tmp_path / "run")])
+    commands.evaluate([str(tmp_path / "run")])
     assert capsys.readouterr().out.startswith(str(result.evaluation))
     assert sorted(dense.times) == [("image", 1), ("image", 8), ("image", 32)]
     assert "image: " in described(dense)
@@ -49,7 +50,7 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
 def test_an_evaluation_of_prompts_counts_the_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_config = vlm_config(tmp_path, trainer={"max_steps": 1}, routing={**P_MOD, "image": {"router": "linear"}})
     fit(run_config, progress=False)
-    main([run_config.output])
+    commands.evaluate([run_config.output])
     printed = capsys.readouterr().out
     model = open_model(run_config.output).model
     prompts, text, image = kind_of(run_config).prompts(COUNTED)
@@ -78,10 +79,10 @@ def test_the_folder_of_a_saved_model_stands_for_it(tmp_path: Path, capsys: pytes
     route_(model, "gradual")
     save_pretrained(model, tmp_path / "saved")
     words = [f"--data.{name}={value}" for name, value in vars(run_config.data).items() if name in DATA]
-    main([str(tmp_path / "saved"), *words])
+    commands.evaluate([str(tmp_path / "saved"), *words])
     assert capsys.readouterr().out.startswith(str(evaluate(model, image_stream(run_config.data))))
     with pytest.raises(SystemExit):
-        main([str(tmp_path / "saved")])
+        commands.evaluate([str(tmp_path / "saved")])
     assert "keys that are required: data; name them in --config FILE or as options" in capsys.readouterr().err
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mmod.studies import command
+from mmod.studies import commands
 from mmod.studies.kind_configs import ImageStudyConfig
 from mmod.studies.report import StudyResult
 from tests.kit.image_study import DENSE
@@ -23,9 +23,9 @@ def test_a_study_does_not_repeat_what_the_one_before_it_said(
     config = ImageStudyConfig(
         output=str(tmp_path), dense={**DENSE}, routers={"mod": {"preset": "mod"}}, then={"output": "b"}, tune=False
     )
-    monkeypatch.setattr(command, "parse_config", lambda *_, **__: config)
+    monkeypatch.setattr(commands, "parse_config", lambda *_, **__: config)
     monkeypatch.setattr("mmod.studies.study.run_study", lambda _: results.pop(0))
-    assert list(command.main([])) == [tmp_path, tmp_path]
+    assert list(commands.tradeoff([])) == [tmp_path, tmp_path]
     first = ["", "| model |", "|---|", "| a |", "Images: digits.", "a in Python:", "import mmod"]
     second = ["", "| model |", "|---|", "| b |", "b in Python:", "import mmod"]
     assert capsys.readouterr().out.splitlines() == [*first, *second]

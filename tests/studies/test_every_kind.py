@@ -17,7 +17,8 @@ from mmod.config.parse import named_kind, read_config
 from mmod.io.store import Store
 from mmod.io.yaml import read_yaml
 from mmod.planning.candidate import PlanOptions
-from mmod.studies import assess
+from mmod.studies import commands
+from mmod.studies.assess import assess
 from mmod.studies.kind import study_kind
 from mmod.studies.measure import Measurer, measure_run
 from mmod.studies.runs import Run
@@ -87,14 +88,14 @@ def test_a_run_is_evaluated_and_planned_as_it_was_trained(
     create = start.create
     with monkeypatch.context() as patch:
         patch.setattr(start, "create", lambda kind: created.append(kind) or create(kind))  # type: ignore[func-returns-value]
-        table = assess.assess(done, progress=False)
+        table = assess(done, progress=False)
     # Counted and timed as it was evaluated: a large model is neither read nor held twice.
     assert len(created) == 1
     assert table.figures(DENSE) == {0: trained.columns()}
     assert {inputs for inputs, _ in table.times} == UNITS[kind]
     assert table.costs[DENSE].keys() == {"parameters", *UNITS[kind]}
     assert all(cost > 0 for cost in table.costs[DENSE].values())
-    assess.main([str(path)])
+    commands.evaluate([str(path)])
     assert str(trained) in capsys.readouterr().out
 
     # A comparison writes a searched plan into `routing` as this kind reads it; `test_references.py` searches for them.
@@ -146,7 +147,7 @@ def test_a_refused_config_that_names_no_kind_is_told_of_the_key(
     path.write_text(yaml.safe_dump({"output": "run", "augment": None}))
     for options in ([], ["--kind", "image"]):
         with pytest.raises(SystemExit):
-            assess.main([str(path), *options])
+            commands.evaluate([str(path), *options])
         error = capsys.readouterr().err
         assert "unknown config key 'augment'" in error
         assert ("without a key `kind`" in error) == (not options)

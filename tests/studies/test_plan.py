@@ -10,8 +10,9 @@ import yaml
 import mmod
 from mmod.io.store import STORE
 from mmod.planning.candidate import PlanOptions
+from mmod.studies import commands
+from mmod.studies.commands import SEARCHES
 from mmod.studies.measure import search_for
-from mmod.studies.plan import SEARCHES, main
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from tests.kit.disk import visible
@@ -37,28 +38,28 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["--plan.options", FEW, "--plan.batches", "2", "--plan.batch_size", "4"]
-    main([str(config), *quick, "--plan.budget", "0.8"])
+    commands.plan([str(config), *quick, "--plan.budget", "0.8"])
     folder = config.parent / "searched/plan"
     assert "divergence added by each option, mean over 8 rows" in capsys.readouterr().out
     scores = (folder / STORE).read_text()
-    main([str(config), *quick, "--plan.budget", "0.9"])
+    commands.plan([str(config), *quick, "--plan.budget", "0.9"])
     assert (folder / STORE).read_text() == scores
     names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png", "svg")}
     assert visible(folder) == {STORE, *names}
     assert mmod.RoutingConfig.load(folder / "flops-0.8.json").depth == 4
-    main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
+    commands.plan([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
     assert (folder / STORE).read_text().startswith(scores)
     assert (folder / STORE).read_text() != scores
     assert mmod.RoutingConfig.load(folder / "flops-0.8-rounds-1.json").depth == 4
-    main([str(config), *quick, "--plan.options", "[[0.5, mlp, kept]]", "--plan.budget", "0.95"])
+    commands.plan([str(config), *quick, "--plan.options", "[[0.5, mlp, kept]]", "--plan.budget", "0.95"])
     mmod.RoutingConfig(blocks=(0,), capacity=(0.125,), depth=4).save(folder / "flops-0.8.json", overwrite=True)
     with pytest.raises(FileExistsError, match="overwrite"):
-        main([str(config), *quick, "--plan.budget", "0.8"])
+        commands.plan([str(config), *quick, "--plan.budget", "0.8"])
 
 
 def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([str(config), "--kind=conversations"])
+        commands.plan([str(config), "--kind=conversations"])
     assert "kind must be one of 'image', 'pairs', 'chat', 'text'" in capsys.readouterr().err
     fields = TrainConfig.load(config).to_dict()
     for changes, message in (

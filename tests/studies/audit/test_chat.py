@@ -11,7 +11,7 @@ import torch
 
 from mmod.audits.choices import default_choices
 from mmod.audits.result import Audit
-from mmod.studies.audit.command import main
+from mmod.studies import commands
 from mmod.studies.audit.config import AUDITS
 from mmod.studies.audit.sets import roles_of
 from mmod.training import fit
@@ -24,7 +24,7 @@ ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "l
 def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(vlm_config(tmp_path, "run", routing=ROUTED, trainer={"max_steps": 1}), progress=False)
     capsys.readouterr()
-    main([str(tmp_path / "run"), *QUICK, "--audit.questions", "24", "--audit.leave_one_out", "1"])
+    commands.audit([str(tmp_path / "run"), *QUICK, "--audit.questions", "24", "--audit.leave_one_out", "1"])
     record = json.loads((tmp_path / "run/audit/audit.json").read_text())
     audit = Audit.from_dict(record["audit"])
     assert capsys.readouterr().out.startswith(str(audit))

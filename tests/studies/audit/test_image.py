@@ -14,7 +14,7 @@ import yaml
 from mmod.audits.result import Audit
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.store import STORE
-from mmod.studies.audit.command import main
+from mmod.studies import commands
 from mmod.studies.audit.config import AUDITS, AuditOptions
 from mmod.studies.audit.run import audit_run
 from mmod.studies.audit.sets import regions_of
@@ -47,7 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     arguments = [str(run), *QUICK, "--output", str(tmp_path)]
-    main(arguments)
+    commands.audit(arguments)
     said = capsys.readouterr().out
     folder = tmp_path / "audit"
     assert visible(folder) == {"audit.json", "audit.md", "audit.png", "config.json", "maps.png", "maps.svg"}
@@ -70,7 +70,7 @@ def test_a_run_of_one_checkpoint_for_many_budgets_is_audited(run: Path, tmp_path
         "elastic": {"capacities": [0.25, 0.5], "samples": 2},
     }
     (elastic / "config.yaml").write_text(yaml.safe_dump(config))
-    main([str(elastic), *QUICK])
+    commands.audit([str(elastic), *QUICK])
     record = json.loads((elastic / "audit" / "audit.json").read_text())
     trained = json.loads((run / "result.json").read_text())["evaluation"]
     assert Audit.from_dict(record["audit"]).conditions[0].accuracy.value == pytest.approx(trained["top1"])
@@ -78,20 +78,20 @@ def test_a_run_of_one_checkpoint_for_many_budgets_is_audited(run: Path, tmp_path
 
 def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Path) -> None:
     arguments = [str(run), *QUICK, "--output", str(tmp_path), "--audit.maps", "0"]
-    main(arguments)
+    commands.audit(arguments)
     audit_file = tmp_path / "audit/audit.json"
     before = audit_file.stat().st_mtime_ns
-    main(arguments)
+    commands.audit(arguments)
     assert audit_file.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
-        main([*arguments, "--audit.draws", "2"])
+        commands.audit([*arguments, "--audit.draws", "2"])
     with pytest.raises(ValueError, match="methods: "):
-        main([*arguments, "--methods", "[{kind: experts, experts: 2}]"])
+        commands.audit([*arguments, "--methods", "[{kind: experts, experts: 2}]"])
 
 
 def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
-    (uninterrupted,) = main([*arguments, "--output", str(tmp_path / "whole")])
+    (uninterrupted,) = commands.audit([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
     left, evaluate = itertools.count(18, -1), ImageKind.evaluate
 
@@ -102,14 +102,14 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(ImageKind, "evaluate", stopping)
     with pytest.raises(KeyboardInterrupt):
-        main(cut)
+        commands.audit(cut)
     monkeypatch.setattr(ImageKind, "evaluate", evaluate)
     _, *results = (tmp_path / "cut/audit" / STORE).read_bytes().splitlines()
     sets = [json.loads(line[9:])["identity"]["set"] for line in results]
     assert sets == 4 * ["positions"] + 3 * ["audit"]
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
-        main([*cut, "--audit.draws", "2"])
-    (resumed,) = main(cut)
+        commands.audit([*cut, "--audit.draws", "2"])
+    (resumed,) = commands.audit(cut)
     first, second = (
         json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (uninterrupted, resumed)
     )
@@ -120,14 +120,14 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize("conditions", ["[random, sharpest]", "[stride]", "[random, dense attention]"])
 def test_an_audit_that_is_refused_leaves_no_folder(run: Path, tmp_path: Path, conditions: str) -> None:
     with pytest.raises(ValueError, match="condition"):
-        main([str(run), *QUICK, "--output", str(tmp_path), "--audit.conditions", conditions])
+        commands.audit([str(run), *QUICK, "--output", str(tmp_path), "--audit.conditions", conditions])
     assert not (tmp_path / "audit").exists()
 
 
 def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -> None:
     options = ["--audit.shifts", "[blur]", "--audit.reference", str(run.parent / "moved"), "--audit.leave_one_out", "1"]
     options += ["--audit.conditions", "[random]", "--data.val_limit", "20", "--output", str(tmp_path)]
-    main([str(run), *QUICK, *options])
+    commands.audit([str(run), *QUICK, *options])
     audit = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
     sizes = {}
     for stratum in audit.strata:
@@ -145,7 +145,7 @@ def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -
     assert audit.leave_one_out is not None
     assert set(audit.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
     with pytest.raises(ValueError, match=r"unknown shift of audit\.shifts fog"):
-        main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
+        commands.audit([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
 
 
 def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
@@ -154,16 +154,18 @@ def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
         f"{{seen: {{val_split: train, val_limit: 30}}, again: {{source: 'digits:tiny', val_limit: 12, root: {root}2}}}}"
     )
     options = ["--audit.others", other, "--audit.conditions", "[random]", "--output", str(tmp_path)]
-    main([str(run), *QUICK, *options])
+    commands.audit([str(run), *QUICK, *options])
     audit = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
     rows = {stratum.name: stratum for stratum in audit.strata if stratum.group == "shift"}
     assert {name: stratum.images for name, stratum in rows.items()} == {"none": 64, "seen": 30, "again": 12}
     assert rows["none"].gap.value == pytest.approx(audit.gap.value)
     with pytest.raises(ValueError, match="unknown key of data sources"):
-        main([str(run), *QUICK, "--audit.others", "{other: {sources: digits}}", "--output", str(tmp_path / "new")])
+        commands.audit(
+            [str(run), *QUICK, "--audit.others", "{other: {sources: digits}}", "--output", str(tmp_path / "new")]
+        )
     both = ["--audit.others", "{blur: {val_split: val}}", "--audit.shifts", "[blur]"]
     with pytest.raises(ValueError, match="shifts and others both name blur"):
-        main([str(run), *QUICK, *both, "--output", str(tmp_path / "newer")])
+        commands.audit([str(run), *QUICK, *both, "--output", str(tmp_path / "newer")])
 
 
 def test_patches_show_the_object_clutter_or_nothing() -> None:
@@ -186,7 +188,7 @@ def test_an_early_exit_model_is_evaluated_beside(run: Path, tmp_path: Path) -> N
     done = fit(TrainConfig.from_dict({**config, "output": str(tmp_path / "exit")}), progress=False)
     folders = f"[{tmp_path / 'exit'}, {run.parent / 'moved'}]"
     options = ["--audit.reference", str(run.parent / "moved"), "--audit.baselines", folders]
-    main([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
+    commands.audit([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
     record = json.loads((tmp_path / "found/audit/audit.json").read_text())
     rows = {
         comparison.group: comparison
@@ -201,14 +203,14 @@ def test_an_early_exit_model_is_evaluated_beside(run: Path, tmp_path: Path) -> N
     assert 0 < cost["exit"] < cost["moved"]
     assert "MFLOPs of a sample" in (tmp_path / "found/audit/audit.md").read_text()
     with pytest.raises(ValueError, match="names two folders alike"):
-        main([str(run), *QUICK, "--audit.baselines", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
+        commands.audit([str(run), *QUICK, "--audit.baselines", f"[{run}, {run}]", "--output", str(tmp_path / "other")])
 
 
 def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a routed model with weights"):
-        main([str(run.parent / "moved"), "--output", str(tmp_path)])
+        commands.audit([str(run.parent / "moved"), "--output", str(tmp_path)])
     with pytest.raises(SystemExit):
-        main([str(run), "--audit.draw", "3"])
+        commands.audit([str(run), "--audit.draw", "3"])
     with pytest.raises(ValueError, match=r"audit\.draws must be"):
         AuditOptions(draws=0)
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmod.audits.result import Audit
-from mmod.studies.audit.command import main
+from mmod.studies import commands
 from mmod.training.pairs.evaluate import evaluate_batch
 from tests.kit.pair_files import png, write_tar
 from tests.kit.pairs_worker import clip_config, run
@@ -32,7 +32,7 @@ def test_a_run_on_pairs_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture
     routing = {"image": {"router": "linear", "capacity": 0.5}, "text": {"router": "norm", "capacity": 0.5}}
     run(clip_config(tmp_path, "routed", routing=routing, model={"checkpoint": str(tmp_path / "dense")}))
     options = ["--audit.shifts", "[noise]", "--audit.reference", str(tmp_path / "dense")]
-    main([str(tmp_path / "routed"), *QUICK, *options])
+    commands.audit([str(tmp_path / "routed"), *QUICK, *options])
     folder = tmp_path / "routed/audit"
     record = json.loads((folder / "audit.json").read_text())
     audit = Audit.from_dict(record["audit"])

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from mmod.audits.result import Audit
 from mmod.report.sources import read_sources
-from mmod.studies.audit.command import main
+from mmod.studies import commands
 from mmod.studies.audit.config import AUDITS
 from mmod.studies.audit.run import audit_run
 from mmod.training import fit
@@ -28,7 +28,7 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     fit(text_config(tmp_path / "routed", epochs=1, model=start, routing=PREDICTOR), progress=False)
     capsys.readouterr()
     long = ["--audit.generation", "32", "--audit.texts", "3"]
-    main([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense"), *long])
+    commands.audit([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense"), *long])
     record = json.loads((tmp_path / "routed/audit/audit.json").read_text())
     audit = Audit.from_dict(record["audit"])
     assert capsys.readouterr().out.startswith(str(audit))
@@ -45,7 +45,9 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert {"letter", "space", "end of line", "punctuation"} <= set(known["role"].kept)
     assert {row.group for row in audit.strata} == {"loss of the dense model"}
     with pytest.raises(ValueError, match="shifts change images"):
-        main([str(tmp_path / "routed"), *QUICK, "--audit.shifts", "[noise]", "--output", str(tmp_path / "other")])
+        commands.audit(
+            [str(tmp_path / "routed"), *QUICK, "--audit.shifts", "[noise]", "--output", str(tmp_path / "other")]
+        )
 
 
 def test_windows_are_evaluated_one_by_one() -> None:

@@ -1,0 +1,103 @@
+"""The commands `mmod tradeoff`, `isoflop`, `evaluate`, `audit` and `plan`.
+
+Each reads its line into a config, and passes it on to what does the work, which is imported late: help, and what is
+wrong in a line, is answered without torch.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mmod.config.parse import parse_config
+from mmod.io.files import read_text
+from mmod.planning.candidate import PlanOptions
+from mmod.studies.audit.config import AUDITS
+from mmod.studies.config import StudyConfig
+from mmod.studies.isoflop_config import IsoflopConfig
+from mmod.studies.kind_configs import CONFIGS
+from mmod.training.engine.arguments import parse_run
+from mmod.training.kinds import all_configs, extended
+
+_DRY = "--dry-run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """The keys that a search adds to a training config.
+
+    Args:
+        plan: How it is searched. The plan goes to the folder `plan` in `output`.
+    """
+
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+
+SEARCHES = extended(Searched)
+"""The configs of searches by kind: training configs, whose model and data are searched on their device."""
+
+
+def tradeoff(arguments: Sequence[str]) -> Iterator[Path]:
+    """Compare models as `CONFIG [--key value]` says: print the table of the study and of those that follow it.
+
+    Yields:
+        The folder of each.
+    """
+    # A dense model that is not there is refused before the routings are checked, which imports torch.
+    config: StudyConfig | None = parse_config(arguments, CONFIGS, check=lambda kind, fields: kind.check_dense(fields))
+    from mmod.studies.study import run_study
+
+    said: set[str] = set()
+    while config is not None:
+        result = run_study(config)
+        result.show(said)
+        yield result.folder
+        config = config.following()
+
+
+def isoflop(arguments: Sequence[str]) -> Iterator[Path]:
+    """Run the isoFLOP study of `CONFIG [--dry-run] [--key value]`, print its table and yield its folder.
+
+    `--dry-run` only describes it.
+    """
+    config = parse_config([word for word in arguments if word != _DRY], IsoflopConfig)
+    from mmod.studies.isoflop import describe, run_study
+
+    if _DRY in arguments:
+        print(describe(config))
+        return
+    result = run_study(config)
+    result.show(set())
+    yield result.folder
+
+
+def evaluate(arguments: Sequence[str]) -> None:
+    """Evaluate without training as `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print score and costs."""
+    config = parse_run(arguments, all_configs())
+    from mmod.studies.assess import assess, described
+    from mmod.training.engine.run_folder import unfinished
+
+    print("\n".join([*unfinished(config.model.checkpoint), described(assess(config))]))
+
+
+def audit(arguments: Sequence[str]) -> list[Path]:
+    """Audit a trained model as `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
+    config = parse_run(arguments, AUDITS)
+    from mmod.studies.audit.run import audit_run
+
+    audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))
+    folder = Path(config.output) / "audit"
+    print(f"{read_text(folder / 'audit.md')}\nTables and pictures: {folder}")
+    return [Path(config.output)]
+
+
+def plan(arguments: Sequence[str]) -> None:
+    """Search a plan for the model of `CONFIG_OR_RUN [--kind KIND] [--key value]` and print the result."""
+    config = parse_run(arguments, SEARCHES)
+    from mmod.studies.measure import search_for
+
+    folder = Path(config.output) / "plan"
+    (search,) = search_for(config, [config.plan], folder)
+    print(f"{search}\n\nPlan, picture and scores: {folder}")
