@@ -19,7 +19,6 @@ from mmod.studies.measure import Measurer, measure_run, times_of
 from mmod.studies.runs import Comparison
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.kind import Kind, cost, readings
-from mmod.training.kinds import kind_of
 
 _SAMPLES = (1, 8, 32)
 _ROUNDS = 7
@@ -43,7 +42,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Table:
     for run in compare(table, [runs], measurer, runner):
         model = measurer.final(run)
         dense = _dense_of(model)
-        table.costs[run.name] = _costs(kind_of(run.training), model, dense, table.runs[run.name][run.seed].kept)
+        table.costs[run.name] = _costs(run.start, model, dense, table.runs[run.name][run.seed].kept)
         passes = partial(_full_batches, dense)
         table.times, table.waiting = times_of({run.name: run}, measurer, passes, _SAMPLES, _ROUNDS, shown=False)
     return table

@@ -97,7 +97,8 @@ def plan(arguments: Sequence[str]) -> None:
     """Search a plan for the model of `CONFIG_OR_RUN [--kind KIND] [--key value]` and print the result."""
     config = parse_run(arguments, SEARCHES)
     from mmod.studies.measure import search_for
+    from mmod.training.kinds import kind_of
 
     folder = Path(config.output) / "plan"
-    (search,) = search_for(config, [config.plan], folder)
+    (search,) = search_for(kind_of(config), [config.plan], folder)
     print(f"{search}\n\nPlan, picture and scores: {folder}")

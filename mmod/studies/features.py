@@ -26,9 +26,10 @@ from mmod.plain import from_plain
 from mmod.studies.image import ImageStudy, mean_iou, right_patches
 from mmod.studies.kind import Facts, Lines, Runs, Told
 from mmod.studies.kind_configs import FeaturesEvaluation
-from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of, load_start
+from mmod.studies.measure import BEFORE, Load, Measurer, fit, identity_of
 from mmod.studies.report import listed
 from mmod.studies.runs import Run
+from mmod.training.engine.kind import Kind, load
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import CONFUSION
 from mmod.training.image.features import Features, extract, read_features
@@ -163,12 +164,12 @@ class FeaturesStudy(ImageStudy):
         if run.is_trained:
             if self.evaluation.before:
                 score = self.evaluation.score
-                start = _probe(self, measurer.store, run.training)
+                start = _probe(self, measurer.store, run.start)
                 further[BEFORE] = start.figures[score]
                 outcomes = {BEFORE: start.outcomes[score]} if score in start.outcomes else {}
             further["top1"] = fit(run.training, callback, measurer.store).best.top1
         classifier = self._classifier_of(run)
-        rows = _probe(self, measurer.store, run.final_config, measurer.load, callback, classifier)
+        rows = _probe(self, measurer.store, run.final, measurer.load, callback, classifier)
         return rows._replace(figures={**rows.figures, **further}, outcomes={**rows.outcomes, **outcomes})
 
     def _classifier_of(self, run: Run) -> TrainConfig | None:
@@ -220,8 +221,8 @@ class FeaturesStudy(ImageStudy):
 def _probe(
     study: FeaturesStudy,
     store: Store,
-    run_config: TrainConfig,
-    load: Load = load_start,
+    kind: Kind,
+    load: Load = load,
     callback: Callback = lambda share: None,
     dense: TrainConfig | None = None,
 ) -> Measured:
@@ -231,8 +232,9 @@ def _probe(
         dense: Config of the dense model, whose classifier evaluates; None for one of its own features.
     """
     features = {}
-    for name in _splits(run_config.data):
-        features[name] = identity_of_features(study.evaluation.feature, _model_of(name, run_config, dense), name)
+    for name in _splits(kind.config.data):
+        owner = kind.config if dense is None or name == _TESTED else dense
+        features[name] = identity_of_features(study.evaluation.feature, owner, name)
     identity = {
         "work": "rows of features",
         "features": features,
@@ -240,14 +242,27 @@ def _probe(
         "strengths": study.evaluation.strengths,
         "folds": study.evaluation.folds,
     }
-    return measured_once(store, identity, functools.partial(_evaluate, study, run_config, load, callback, dense))
+    return measured_once(
+        store, identity, functools.partial(_evaluate, study, kind, load, callback, features, dense is not None)
+    )
 
 
 def _evaluate(
-    study: FeaturesStudy, run_config: TrainConfig, load: Load, callback: Callback, dense: TrainConfig | None
+    study: FeaturesStudy,
+    kind: Kind,
+    load: Load,
+    callback: Callback,
+    identities: Mapping[str, Mapping[str, object]],
+    by_dense: bool,
 ) -> Measured:
-    """Compute the features of the model that a run starts from, and evaluate them."""
+    """Compute the features of the model that a run starts from, and evaluate them.
+
+    Args:
+        identities: What stands for the features of each split.
+        by_dense: Read the features of the split to fit on, which the dense model has computed.
+    """
     evaluation = study.evaluation
+    run_config: Any = kind.config
     streams = {name: _decoded(fields) for name, fields in _splits(run_config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
@@ -255,19 +270,18 @@ def _evaluate(
         split_by_class(np.asarray(source.labels()), evaluation.folds)
     if run_config.model.pretrained:
         check_published(run_config.model.name, run_config.model.args, "set checkpoint to a file of weights")
-    model = load(run_config)
+    model = load(kind)
     store = features_store(study.comparison.folder)
     features = []
     for name, stream in streams.items():
-        owner = _model_of(name, run_config, dense)
-        identity = identity_of_features(evaluation.feature, owner, name)
-        if owner is run_config:
-            extracted = extract(
-                model, stream, store, identity, evaluation.feature, precision=run_config.precision, callback=callback
-            )
-            features.append(extracted)
-        else:
+        identity = identities[name]
+        if by_dense and name != _TESTED:
             features.append(read_features(store, identity))
+            continue
+        extracted = extract(
+            model, stream, store, identity, evaluation.feature, precision=run_config.precision, callback=callback
+        )
+        features.append(extracted)
     blocks = list(routed_blocks(model)) if is_routed(model) else []
     # Of the tested split, which comes last.
     kept = dict(zip(blocks, features[-1].kept_NL.mean(0).tolist()))
@@ -287,12 +301,7 @@ def features_store(folder: Path) -> Store:
 _opened = functools.lru_cache(maxsize=1)(Store)
 
 
-def _model_of(split: str, run_config: TrainConfig, dense: TrainConfig | None) -> TrainConfig:
-    """Return the config of the model that computes the features of a split."""
-    return run_config if dense is None or split == _TESTED else dense
-
-
-def identity_of_features(feature: str, run_config: TrainConfig, split: str) -> dict[str, object]:
+def identity_of_features(feature: str, run_config: Any, split: str) -> dict[str, object]:
     """Return what stands for the features of a split by the model that a run starts from."""
     known = identity_of(run_config)
     names = ("model", "routing", "methods", "precision")
@@ -303,7 +312,7 @@ def identity_of_features(feature: str, run_config: TrainConfig, split: str) -> d
 
 def _tested_features(study: FeaturesStudy, run: Run) -> Tensor:
     """Return the features of the tested images, which a run has computed (N, D)."""
-    identity = identity_of_features(study.evaluation.feature, run.final_config, _TESTED)
+    identity = identity_of_features(study.evaluation.feature, run.final.config, _TESTED)
     return read_features(features_store(study.comparison.folder), identity).x_ND.float()
 
 

@@ -151,7 +151,7 @@ class ImageStudy(StudyKind):
         images = timed_images(run.training, self.evaluation.batch).to(choose_device(run.training.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        gflops = cost(kind_of(run.training), model, rows.kept)["image"] / 1e9
+        gflops = cost(run.start, model, rows.kept)["image"] / 1e9
         return {"gflops": gflops, "peak_mb": peak / 1e6}
 
     def draw(self, run: Run, model: nn.Module) -> dict[str, Figure]:

@@ -31,14 +31,13 @@ from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import Evaluated, RoutedResult
 from mmod.training.engine.kind import Kind, calibration, device_of, evaluate, load, seed_draws
 from mmod.training.engine.run_folder import FitResult, portable
-from mmod.training.kinds import kind_of
 
 BEFORE = "before"
 """Name of the figure that a model has before it is fine-tuned."""
 Measure = Callable[[Run, Callback, "Measurer"], Measured]
 """Does a run whose plan is known, with the store and the models of the measurer that calls it."""
-Load = Callable[[RunConfig], nn.Module]
-"""Loads the model that a run starts from, see `Kind.load`."""
+Load = Callable[[Kind], nn.Module]
+"""Loads the model that a run starts from, see `mmod.training.engine.kind.load`."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +68,18 @@ class Measurer:
         # Other processes load the models that they need.
         return {**vars(self), "models": {}}
 
-    def load(self, run_config: RunConfig) -> nn.Module:
-        """Return the model that a run starts from, see `Kind.load`: the same again for the same config."""
-        key = str(run_config)
+    def load(self, kind: Kind) -> nn.Module:
+        """Return the model that a run starts from: the same again for the same config."""
+        key = str(kind.config)
         if key not in self.models:
             if not self.keeps_all:
                 self.models.clear()
-            self.models[key] = load(kind_of(run_config))
+            self.models[key] = load(kind)
         return self.models[key]
 
     def final(self, run: Run) -> nn.Module:
         """Return a run's final model, which draws the same whatever drew before, as in its evaluation."""
-        model = self.load(run.final_config)
+        model = self.load(run.final)
         seed_draws(run.seed, 0, 0)
         return model
 
@@ -90,9 +89,8 @@ class Measurer:
         Args:
             identity: Stands for what is computed, besides the model and its data.
         """
-        device = device_of(kind_of(run.final_config))
-        whole = {**identity, **identity_of_final(run)}
-        return self.store.once(whole, lambda: compute(self.final(run)), timed_on=str(device))
+        whole = {**identity, **identity_of(run.final.config)}
+        return self.store.once(whole, lambda: compute(self.final(run)), timed_on=str(device_of(run.final)))
 
     def ready(self, run: Run) -> Run:
         """Return a run whose plan is searched, with those of its series, for which the dense model is loaded once."""
@@ -100,7 +98,7 @@ class Measurer:
         if options is None or not run.searches:
             return run
         if run.plans not in self.plans:
-            found = search_for(run.training, run.searches, run.plans)
+            found = search_for(run.start, run.searches, run.plans)
             self.plans[run.plans] = {one.budget: search.plan.to_dict() for one, search in zip(run.searches, found)}
         plan = self.plans[run.plans][options.budget]
         part = options.part or run.training.parts[0]
@@ -112,16 +110,15 @@ class Measurer:
         return dataclasses.replace(run, candidate=candidate, training=run_config, searches=())
 
 
-def search_for(run_config: RunConfig, searches: Sequence[PlanOptions], folder: Path) -> list[PlanSearch]:
+def search_for(kind: Kind, searches: Sequence[PlanOptions], folder: Path) -> list[PlanSearch]:
     """Search plans for the model that a run would start from, which is loaded once, and write them into a folder.
 
     Args:
         searches: Searches that differ in their budgets alone.
     """
-    kind = kind_of(run_config)
-    if getattr(run_config, "routing", None) is not None:
+    if kind.config.routing is not None:
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
-    if not run_config.model.has_weights:
+    if not kind.config.model.has_weights:
         raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
     model = load(kind)
     found = []
@@ -134,7 +131,7 @@ def search_for(run_config: RunConfig, searches: Sequence[PlanOptions], folder: P
                 model,
                 calibration(kind, model, options.batches, options.batch_size),
                 options.budget,
-                part=options.part or run_config.parts[0],
+                part=options.part or kind.config.parts[0],
                 options=named_options(options),
                 router=options.router,
                 cost=options.cost,
@@ -166,11 +163,6 @@ def identity_of(run_config: RunConfig) -> dict[str, Any]:
             # A path may be written anew, with other weights.
             weights[name] = _checksum(path)
     return {"kind": run_config.kind, "config": fields, "weights": weights}
-
-
-def identity_of_final(run: Run) -> dict[str, object]:
-    """Return what stands for a run's final model, and for its data, see `identity_of`."""
-    return identity_of(run.final_config)
 
 
 def _checksum(checkpoint: str) -> list[str]:
@@ -206,11 +198,11 @@ def measure_run(
         progress: Show a bar over the samples of an evaluation without training.
     """
     if not run.is_trained:
-        return evaluate_start(measurer.store, run.training, measurer.load, progress)
+        return evaluate_start(measurer.store, run.start, measurer.load, progress)
     figures: dict[str, float] = {}
     outcomes: dict[str, np.ndarray] = {}
     if before is not None and not run.candidate.from_scratch:
-        start = evaluate_start(measurer.store, run.training)
+        start = evaluate_start(measurer.store, run.start)
         figures[BEFORE] = start.figures[before]
         if by_sample and before in start.outcomes:
             outcomes[BEFORE] = start.outcomes[before]
@@ -219,7 +211,7 @@ def measure_run(
     if by_sample:
         evaluated = Evaluated(fitted.best, fitted.outcomes) if fitted.outcomes else None
         # Kept in the store: the record of a finished run has no outcomes of samples.
-        final = evaluate_start(measurer.store, run.final_config, evaluated=evaluated)
+        final = evaluate_start(measurer.store, run.final, evaluated=evaluated)
         rows = rows._replace(samples=final.samples)
         outcomes |= final.outcomes
     return rows._replace(figures={**rows.figures, **figures}, outcomes=outcomes)
@@ -239,15 +231,10 @@ def fit(run_config: RunConfig, callback: Callback, store: Store) -> FitResult[An
     return fitted
 
 
-def load_start(run_config: RunConfig) -> nn.Module:
-    """Load the model that a run starts from; see `Kind.load`."""
-    return load(kind_of(run_config))
-
-
 def evaluate_start(
     store: Store,
-    run_config: RunConfig,
-    load: Load = load_start,
+    kind: Kind,
+    load: Load = load,
     progress: bool = False,
     evaluated: Evaluated | None = None,
 ) -> Measured:
@@ -256,11 +243,10 @@ def evaluate_start(
     Args:
         evaluated: Its evaluation, where the training that ended with it has made it.
     """
-    kind = kind_of(run_config)
-    identity = {"work": "rows of samples", **identity_of(run_config)}
+    identity = {"work": "rows of samples", **identity_of(kind.config)}
 
     def measure() -> Measured:
-        result, outcomes = evaluated or evaluate(kind, load(run_config), progress)
+        result, outcomes = evaluated or evaluate(kind, load(kind), progress)
         samples = max(map(len, outcomes.values()), default=0)
         return measured_of(result)._replace(samples=samples, outcomes=outcomes)
 
@@ -290,13 +276,13 @@ def times_of(
         runs: By name; that of the dense model among them.
         readings: The passes that are timed, as `mmod.training.engine.kind.readings`.
     """
-    kinds = {name: kind_of(run.final_config) for name, run in runs.items()}
+    kinds = {name: run.final for name, run in runs.items()}
     identity = {"models": {name: identity_of(kind.config) for name, kind in kinds.items()}, "sizes": list(sizes)}
 
     def all_readings() -> Readings[tuple[str, int]]:
         passes: dict[str, dict[tuple[str, int], Reading]] = {}
         for name, kind in kinds.items():
-            model = measurer.load(kind.config)
+            model = measurer.load(kind)
             passes[name] = {}
             for size in sizes:
                 # As many samples at every size, where that takes few passes.

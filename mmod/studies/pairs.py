@@ -13,7 +13,6 @@ from mmod.studies.kind import Facts, Lines, Runs, StudyKind, Told
 from mmod.studies.report import named_columns, significance
 from mmod.studies.runs import Run
 from mmod.training.engine.kind import cost
-from mmod.training.kinds import kind_of
 
 _COLUMNS = (
     "name",
@@ -44,7 +43,7 @@ class PairsStudy(StudyKind):
     def count(self, run: Run, model: nn.Module, rows: Measured) -> dict[str, float]:
         """Count the FLOPs of one image, of one caption, and of both."""
         # By tower: what both save together hides which of them does.
-        costs = cost(kind_of(run.training), model, rows.kept)
+        costs = cost(run.start, model, rows.kept)
         by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in costs.items()}
         return {**by_tower, "gflops": sum(by_tower.values())}
 

@@ -30,6 +30,7 @@ from mmod.planning.candidate import Candidate, PlanOptions
 from mmod.planning.plan_search import named_options
 from mmod.planning.search import check_reachable
 from mmod.training.engine.config import RunConfig
+from mmod.training.engine.kind import Kind
 from mmod.training.engine.start import sketch
 from mmod.training.kinds import kind_of
 
@@ -56,11 +57,14 @@ class Run(Job):
         return super().__str__() if self.is_trained else self.name
 
     @property
-    def final_config(self) -> Any:
-        """The config of the run's final model, which is that of its start where nothing is trained."""
-        if self.is_trained:
-            return self.training.finished(self.training.output)
-        return self.training
+    def start(self) -> Kind:
+        """The kind that makes the model which the run starts from, and evaluates it."""
+        return kind_of(self.training)
+
+    @property
+    def final(self) -> Kind:
+        """The kind that makes the run's final model, which is that of its start where nothing is trained."""
+        return kind_of(self.training.finished(self.training.output)) if self.is_trained else self.start
 
 
 @dataclass(frozen=True, kw_only=True)

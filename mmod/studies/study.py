@@ -21,7 +21,7 @@ from mmod.io.store import STORE, Store
 from mmod.studies.candidates import comparison_from, comparison_of, training_configs
 from mmod.studies.config import StudyConfig, naming_dense
 from mmod.studies.kind import StudyKind, study_kind
-from mmod.studies.measure import Measurer, identity_of_final, times_of
+from mmod.studies.measure import Measurer, identity_of, times_of
 from mmod.studies.question import question_of
 from mmod.studies.rates import at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
@@ -177,7 +177,7 @@ def _draw_once(study: StudyKind, run: Run, measurer: Measurer) -> None:
     if not maps:
         return
     name = {"work": "pictures", "name": run.name}
-    shown = json.dumps({"maps": maps, **identity_of_final(run)}, sort_keys=True)
+    shown = json.dumps({"maps": maps, **identity_of(run.final.config)}, sort_keys=True)
     drawn = measurer.store.get(name) or {"shown": "", "titles": []}
     folder = study.comparison.folder
     # A user may have deleted some.

@@ -70,7 +70,7 @@ def test_a_model_is_loaded_once_to_be_evaluated_and_counted_and_dropped_before_t
     assert draws() == first
 
     kept = Measurer(measure_run, Store())
-    kept.load(kind.config)
+    kept.load(kind)
     assert kept.models
     assert not pickle.loads(pickle.dumps(kept)).models
 
@@ -111,7 +111,7 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     monkeypatch.setattr(ImageKind, "score", lambda *args: calls.append("") or evaluate_all(*args))  # type: ignore[func-returns-value]
 
     def evaluated(folder: Path, config: TrainConfig) -> Measured:
-        rows = evaluate_start(Store(folder / STORE), config)
+        rows = evaluate_start(Store(folder / STORE), ImageKind(config))
         # What models are paired by has the mean that is shown.
         assert rows.figures["top1"] == pytest.approx(100 * rows.outcomes["top1"].mean())
         assert rows.samples == len(rows.outcomes["top1"]) == 64

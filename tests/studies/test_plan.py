@@ -15,6 +15,7 @@ from mmod.studies.commands import SEARCHES
 from mmod.studies.measure import search_for
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
+from mmod.training.kinds import kind_of
 from tests.kit.disk import visible
 from tests.kit.sets import SETS
 
@@ -68,7 +69,7 @@ def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path, capsys
     ):
         refused = SEARCHES["image"].from_dict({**fields, **changes})
         with pytest.raises(ValueError, match=message):
-            search_for(refused, [refused.plan], tmp_path)
+            search_for(kind_of(refused), [refused.plan], tmp_path)
     for wrong in ({"budget": 1.0}, {"batches": 0}, {"cost": "ms"}, {"options": [(2.0, "mlp", "kept")]}):
         with pytest.raises(ValueError, match="plan"):
             PlanOptions(**wrong)  # type: ignore[arg-type]

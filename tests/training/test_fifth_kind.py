@@ -18,7 +18,7 @@ from mmod.studies.assess import assess
 from mmod.studies.measure import Measurer, measure_run, search_for
 from mmod.studies.runs import Comparison
 from mmod.training.engine.kind import Kind, LoopKind
-from mmod.training.kinds import KINDS, Row, estimate, fit
+from mmod.training.kinds import KINDS, Row, estimate, fit, kind_of
 from tests.kit.engine_worker import weights
 from tests.kit.fifth_kind import TrainConfig
 from tests.kit.sets import SETS
@@ -72,7 +72,7 @@ def test_a_fifth_kind_trains_resumes_and_is_evaluated_opened_planned_and_compare
     assert table.figures(DENSE) == {0: result.evaluation.columns()}
     assert {name for name, _ in table.times} == {"image"}
 
-    (search,) = search_for(done, [PlanOptions(budget=0.9, batches=2, batch_size=4)], tmp_path / "plan")
+    (search,) = search_for(kind_of(done), [PlanOptions(budget=0.9, batches=2, batch_size=4)], tmp_path / "plan")
     assert search.share(search.plan) <= 0.9
 
     candidates = [Candidate(DENSE), Candidate("routed", routing=ROUTING, is_trained=True)]
