@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -18,14 +18,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.adapters.head import Head, find_head, logits_of
-from mmod.blocks import (
-    BlockOwner,
-    BlockState,
-    Deciding,
-    convert,
-    parameters_of,
-)
-from mmod.blocks.calls import StackCall, StackCalls
+from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, parameters_of
+from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.symbolic import check_once
 from mmod.config.plan import after_quarters, check_blocks
@@ -33,7 +27,6 @@ from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Kept, Routing
 from mmod.routing.added import Added
-from mmod.threads import PerThread
 
 # The modules of timm's models that `reset_classifier` replaces.
 _CLASSIFIER = ("head", "head_dist")
@@ -82,23 +75,14 @@ class Exit(Method):
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
         blocks = self._blocks_of(stack)
         head = find_head(model, stack)
-        heads = {index: ExitHead(model, head) for index in blocks}
-        for index in range(blocks[0], len(stack.blocks)):
-            block = stack.blocks[index]
+        first = blocks[0]
+        span = Span(stack.calls, stack.names[first:])
+        for index, block in enumerate(stack.blocks[first:], first):
             call = stack.call_of(block, None)
-            assert isinstance(call, NamedArguments)
-            state = ExitState(
-                call=call,
-                number=index,
-                calls=stack.calls,
-                is_last=index == len(stack.blocks) - 1,
-                confidence=self.confidence,
-                turn=blocks.index(index) if index in heads else None,
-                turns=len(heads) + 1,
-            )
-            convert(block, ExitBlock, state, state.call.shell)
-            if index in heads:
-                block.exit = heads[index]
+            state = BlockState(call=call, span=span, position=index - first, number=index)
+            convert(block, ExitBlock, state, call.shell)
+            if index in blocks:
+                block.exit = ExitHead(model, head, turn=blocks.index(index), turns=len(blocks) + 1)
         stack.own_(model, ExitModel)
 
     def _blocks_of(self, stack: BlockStack) -> tuple[int, ...]:
@@ -107,10 +91,17 @@ class Exit(Method):
 
 
 class ExitHead(Added):
-    """A model's head with separate weights: copies of what runs behind its blocks."""
+    """A model's head with separate weights: copies of what runs behind its blocks.
 
-    def __init__(self, model: nn.Module, head: Head) -> None:
+    Args:
+        turn: Number of the exit.
+        turns: Number of exits, including the final head.
+    """
+
+    def __init__(self, model: nn.Module, head: Head, turn: int, turns: int) -> None:
         super().__init__()
+        self.turn = turn
+        self.turns = turns
         # Not as a submodule: the head would be its own descendant.
         self.__dict__["model"] = model
         self.__dict__["head_of_model"] = head
@@ -127,7 +118,7 @@ class ExitHead(Added):
             self.copy_module(name)
         self.emptied = False
 
-    def forward(self, x_BND: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def forward(self, x_BND: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return what the model returns for the tokens after a block.
 
         Args:
@@ -135,7 +126,7 @@ class ExitHead(Added):
         """
         head: Head = self.__dict__["head_of_model"]
         behind = {name: self.get_submodule(_inside(name)) for name in head.behind}
-        output = head.run(self.__dict__["model"], behind, x_BND, args, kwargs or {})
+        output = head.run(self.__dict__["model"], behind, x_BND, args, kwargs)
         logits = logits_of(output)
         if not isinstance(logits, Tensor) or (isinstance(output, tuple) and len(output) > 1):
             raise ValueError("early exit supports heads with one output: call model.set_distilled_training(False)")
@@ -147,30 +138,11 @@ def _inside(name: str) -> str:
     return name.replace(".", "_")
 
 
-@dataclass(eq=False, kw_only=True)
-class ExitState(BlockState):
-    """Plain state of a block at or after the first exit.
-
-    Args:
-        calls: The calls of the stack, by thread.
-        is_last: No block follows.
-        turn: Number of the exit after this block; None for none.
-        turns: Number of exits, including the final head.
-    """
-
-    call: NamedArguments
-    calls: PerThread[StackCalls] = field(repr=False)
-    is_last: bool
-    confidence: float
-    turn: int | None
-    turns: int
-
-
 class ExitCall(StackCall):
     """A call of an early-exit model.
 
     Attributes:
-        args: The arguments that its heads take.
+        inputs: The arguments of the model, in order and by name, which its heads take too.
         total: Number of images.
         last_block: Number of the block that ran last; -1 for none.
         index_B: Batch indices of the remaining images; None for all.
@@ -179,8 +151,7 @@ class ExitCall(StackCall):
 
     def __init__(self, outer: StackCall) -> None:
         super().__init__(outer)
-        self.args: tuple[Any, ...] = ()
-        self.kwargs: Mapping[str, Any] = {}
+        self.inputs: tuple[tuple[Any, ...], Mapping[str, Any]] = ((), {})
         self.total = 0
         self.last_block = -1
         self.index_B: Tensor | None = None
@@ -201,27 +172,10 @@ class ExitCall(StackCall):
         if self.index_B is None:
             self.total = x_BND.shape[0]
 
-    def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor) -> Any:
-        """Return what an exit's head makes of the tokens of some images."""
-
-        args = tuple(self.of_images(index_B, value) for value in self.args)
-        return head(y_BND, args, {name: self.of_images(index_B, value) for name, value in self.kwargs.items()})
-
-    def of_images(self, index_B: Tensor | None, value: Any) -> Any:
-        """Return the rows of some images of a tensor with a row for each; None for all, and others as they are."""
+    def of_images(self, index_B: Tensor, value: Any) -> Any:
+        """Return the rows of some images of a tensor with a row for each; others as they are."""
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
-        if index_B is None or not has_rows or index_B.shape[0] == self.total:
-            return value
-        return value.index_select(0, index_B)
-
-    def narrowed(
-        self, block: NamedArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return the arguments of a block for the remaining images; as they are while none has left."""
-        if self.index_B is None or self.index_B.shape[0] == self.total:
-            return args, kwargs
-        bound = block.bind(args, kwargs)
-        return (), {name: block.of_images(name, bound[name], self.index_B, self.total) for name in bound}
+        return value.index_select(0, index_B) if has_rows and index_B.shape[0] < self.total else value
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""
@@ -247,7 +201,8 @@ class ExitCall(StackCall):
 class ExitBlock(Deciding, ConvertedBlock):
     """Mixin of a block with an exit, or after one."""
 
-    mod_state: ExitState
+    mod_state: BlockState
+    mod_method: Exit
     exit: ExitHead
     added_modules = ("exit",)
 
@@ -260,7 +215,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
         check_once(self, x)
         state = self.mod_state
-        call = state.calls.value.running
+        assert state.span is not None
+        call = state.span.calls.value.running
         if not isinstance(call, ExitCall):
             # Outside a call of the model no image exits.
             self._trace(x, x.shape[0], None)
@@ -270,17 +226,27 @@ class ExitBlock(Deciding, ConvertedBlock):
         y = x
         # Not every host supports an empty batch.
         if x.shape[0]:
-            given, named = call.narrowed(state.call, args, kwargs)
-            y = super().forward(x, *given, **named)
-        if state.is_last:
+            if x.shape[0] < call.total:
+                kwargs = self._narrowed(call, args, kwargs)
+                args = ()
+            y = super().forward(x, *args, **kwargs)
+        if state.ends:
             # The code behind the blocks may read masks of all images.
             return call.whole(y)
-        if state.turn is not None and y.is_meta:
+        if "exit" in self._modules and y.is_meta:
             # On meta, FLOPs are counted as if no image exited.
-            self.exit(y, call.args, call.kwargs)
-        elif state.turn is not None and y.shape[0]:
+            self.exit(y, *call.inputs)
+        elif "exit" in self._modules and y.shape[0]:
             y = self._leave(y, call)
         return y
+
+    def _narrowed(self, call: ExitCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments for the remaining images."""
+        block = self.mod_state.call
+        assert isinstance(block, NamedArguments)
+        assert call.index_B is not None
+        bound = block.bind(args, kwargs)
+        return {name: block.of_images(name, bound[name], call.index_B, call.total) for name in bound}
 
     def _trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
         """Record which images the block runs on, if a trace asks for it."""
@@ -296,23 +262,22 @@ class ExitBlock(Deciding, ConvertedBlock):
     @torch.compiler.disable
     def _leave(self, y_BND: Tensor, call: ExitCall) -> Tensor:
         """Store the answers for the images that exit, and return the tokens of the others."""
-        state = self.mod_state
-        assert state.turn is not None
         if call.index_B is None:
             call.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
         index_B = call.index_B
         if self.training:
             # By the place in the batch, whatever the confidence: every head sees images of all kinds.
-            leaves_B = (index_B % state.turns).eq(state.turn)
-            answer = call.head(self.exit, y_BND[leaves_B], index_B[leaves_B])
+            leaves_B = (index_B % self.exit.turns).eq(self.exit.turn)
+            inputs = tree_map(functools.partial(call.of_images, index_B[leaves_B]), call.inputs)
+            answer = self.exit(y_BND[leaves_B], *inputs)
         else:
-            output = call.head(self.exit, y_BND, index_B)
+            output = self.exit(y_BND, *tree_map(functools.partial(call.of_images, index_B), call.inputs))
             logits = logits_of(output)
             # In half precision, 0.999 would be 1.
             dtype = torch.promote_types(logits.dtype, torch.float32)
             sure = logits.detach().softmax(dim=-1, dtype=dtype).amax(dim=-1)
             # An image is as sure as its tokens on average, if there are logits for every token.
-            leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= state.confidence
+            leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= self.mod_method.confidence
             answer = tree_map(lambda rows: rows[leaves_B], output)
         call.answers.append((index_B[leaves_B], answer))
         call.index_B = index_B[~leaves_B]
@@ -361,8 +326,7 @@ class ExitModel(BlockOwner):
         def run_and_gather(*args: Any, **kwargs: Any) -> Any:
             call = self.mod_owner.calls.value.running
             assert isinstance(call, ExitCall)
-            call.args = args
-            call.kwargs = kwargs
+            call.inputs = (args, kwargs)
             return call.gather(run(*args, **kwargs))
 
         output = super().run_in_call(name, run_and_gather, args, kwargs)
