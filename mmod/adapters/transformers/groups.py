@@ -28,7 +28,6 @@ from mmod.adapters.transformers.images import (
     pixels_of,
 )
 from mmod.adapters.transformers.layers import GROUPS
-from mmod.adapters.transformers.pixels import TowerPixels
 from mmod.adapters.transformers.structure import (
     pads_only,
     read_prompt,
@@ -36,7 +35,7 @@ from mmod.adapters.transformers.structure import (
     source_of,
     uses_cache,
 )
-from mmod.adapters.transformers.tower import TowerImportance, TowerReader
+from mmod.adapters.transformers.tower import TowerImportance, TowerPixels, TowerReader
 from mmod.adapters.transformers.vision import vision_part
 from mmod.blocks import Arguments, ModelHook, parameters_of
 from mmod.config import CHANGE, RoutingConfig, Threshold
