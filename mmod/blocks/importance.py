@@ -17,7 +17,6 @@ from mmod.blocks.conversion import convert
 from mmod.blocks.converted import ConvertedBlock
 from mmod.blocks.record import recomputing
 from mmod.blocks.span import BlockState
-from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE
 from mmod.routing import Router
 from mmod.threads import PerThread
@@ -61,7 +60,7 @@ class ImportanceBlock(ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D) and share their importance."""
         if not isinstance(x, Tensor):
-            return trace_as_node(self, x, args, kwargs)
+            return self.as_node(x, args, kwargs)
         state = self.mod_state
         call = state.call
         arguments: Mapping[str, Any] = call.bind(args, kwargs)

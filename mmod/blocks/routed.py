@@ -24,7 +24,6 @@ from mmod.blocks.converted import EXPORT, ConvertedBlock
 from mmod.blocks.record import Deciding, recomputing
 from mmod.blocks.rows import Execution, FusedNorm, Rows, gather_kept
 from mmod.blocks.span import BlockState, Span
-from mmod.blocks.symbolic import trace_as_node
 from mmod.config import LOSSES, Threshold
 from mmod.routing import BorrowedScore, Router, Routing, TokenGroups, TokenMasks
 from mmod.routing.shared import NAME as SHARED_ROUTER
@@ -104,7 +103,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         """
         # Classes are compared first, which is no call as `isinstance` is.
         if type(x) is not Tensor and not isinstance(x, Tensor):
-            return trace_as_node(self, x, args, kwargs)
+            return self.as_node(x, args, kwargs)
         state = self.mod_state
         # Most hosts pass tokens alone, and binding takes time.
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
@@ -180,7 +179,7 @@ class SpannedBlock(RoutedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return the same of the two."""
         if type(x) is not Tensor and not isinstance(x, Tensor):
-            return trace_as_node(self, x, args, kwargs)
+            return self.as_node(x, args, kwargs)
         state = self.mod_state
         execution = state.execution
         host = super(RoutedBlock, self).forward

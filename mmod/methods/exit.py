@@ -21,7 +21,6 @@ from mmod.adapters.head import Head, find_head, logits_of
 from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, parameters_of
 from mmod.blocks.calls import StackCall
 from mmod.blocks.converted import ConvertedBlock
-from mmod.blocks.symbolic import check_once
 from mmod.config.plan import after_quarters, check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
@@ -213,7 +212,7 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
-        check_once(self, x)
+        self.check_once(x)
         state = self.mod_state
         assert state.span is not None
         call = state.span.calls.value.running
