@@ -100,14 +100,12 @@ def merge_tokens(
         return None
     stay_BK, gone_BR, into_BR = match(attention.read_keys(), prefix, merged)
     if size_BN is None:
-        weighed_BND = x_BND
-        one_BK = x_BND.new_ones(stay_BK.shape)
-        size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
-    else:
-        size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, size_BN.gather(1, gone_BR))
-        weighed_BND = x_BND * size_BN.unsqueeze(-1)
-    merged_BRD = gather_rows(weighed_BND, gone_BR)
-    y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
+        size_BN = x_BND.new_ones(x_BND.shape[:2])
+    size_BK = size_BN.gather(1, stay_BK).scatter_add(1, into_BR, size_BN.gather(1, gone_BR))
+    # A merged token is the mean of its tokens.
+    sum_BND = x_BND * size_BN.unsqueeze(-1)
+    into_BRD = into_BR.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1])
+    y_BKD = gather_rows(sum_BND, stay_BK).scatter_add(1, into_BRD, gather_rows(sum_BND, gone_BR))
     return Reduced(y_BKD / size_BK.unsqueeze(-1), stay_BK, size_BK, joined_BR=(gone_BR, into_BR))
 
 
@@ -147,7 +145,3 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         stay_BK = torch.cat([position_N[:, :prefix], 2 * left_BA, position_N[:, 2 * protected_C + 1 :: 2]], dim=1)
         # The first set are the tokens with even numbers.
         return stay_BK, 2 * gone_BR, into_BR
-
-
-def _wide(index_BK: Tensor, x_BND: Tensor) -> Tensor:
-    return index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1])
