@@ -14,5 +14,14 @@ from mmod.adapters.find import (
     load_adapter,
     used_parameters,
 )
-from mmod.adapters.grids import SeenGrid, grid_of_squares, image_stack, patch_grid, watch_grid
-from mmod.adapters.images import ImageFacts, image_facts, image_output, tensor_of
+from mmod.adapters.images import (
+    ImageFacts,
+    SeenGrid,
+    grid_of_squares,
+    image_facts,
+    image_output,
+    image_stack,
+    patch_grid,
+    tensor_of,
+    watch_grid,
+)

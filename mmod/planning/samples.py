@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, patch_grid, watch_grid
-from mmod.adapters.grids import resized
+from mmod.adapters.images import resized
 from mmod.analysis.counting import by_data
 from mmod.analysis.flop_count import flops
 from mmod.analysis.prefill import Prompt

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_library, find_part, image_facts, image_output, load_adapter
-from mmod.adapters.grids import resized_to_labels
+from mmod.adapters.images import resized_to_labels
 from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.store import Store

@@ -15,7 +15,7 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod.adapters import image_facts, image_output
-from mmod.adapters.grids import resized_to_labels
+from mmod.adapters.images import resized_to_labels
 from mmod.model import set_capacity_
 from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, mean_kl, with_total
 from mmod.training.image.config import ElasticConfig, LossConfig
