@@ -244,11 +244,11 @@ class Recommendation:
     @property
     def _kept(self) -> str:
         """Why the dense model is kept where no other is named."""
-        chances = [chance_within(model.loss, self.tolerance) for model in self.undecided]
-        # That of a loss without an interval is not known.
-        if not all(chance <= 1 - _PROBABLE for chance in chances):
-            return f"whether anything faster is within {self.limit} is unclear, and more {self.samples} would tell"
-        if chances:
+        if self._awaited:
+            nearest = min(self._awaited, key=lambda model: missing_samples(model.loss, self.tolerance, model.images))
+            tell = f"{self._missing(nearest)} would tell of {nearest.label}"
+            return f"whether anything faster is within {self.limit} is unclear, and {tell}"
+        if self.undecided:
             return f"nothing faster is likely to be within {self.limit}"
         nothing = self._nothing(lambda model: model.speedup.low >= NOISE and keeps(model.loss, self.tolerance))
         return f"{nothing} is clearly faster and within {self.limit}"
@@ -264,9 +264,8 @@ class Recommendation:
             chosen = self.at_speed(speed)
             if chosen is not None:
                 speeds.setdefault(chosen.name, []).append(f"{speed:g}")
-        # Not those that probably lose more: nobody waits for them.
-        undecided = [model for model in self.undecided if chance_within(model.loss, self.tolerance) > 1 - _PROBABLE]
-        for model in undecided if self.is_tested else []:
+        awaited = self._awaited if self.is_tested else []
+        for model in awaited:
             speeds.setdefault(model.name, [])
         by_name = {model.name: model for model in self.models}
         roles = []
@@ -275,7 +274,7 @@ class Recommendation:
             if reached:
                 # What loses least at two speeds does so between them.
                 role += f", {' to '.join(sorted({reached[0], reached[-1]}))} times"
-            elif by_name[name] in undecided:
+            elif by_name[name] in awaited:
                 role += ", undecided"
             roles.append((by_name[name], role))
         return roles
@@ -289,11 +288,12 @@ class Recommendation:
         if exceeds(model.loss, self.tolerance):
             return "no"
         chance = chance_within(model.loss, self.tolerance)
-        if 1 - _PROBABLE < chance < _PROBABLE:
-            return "unclear"
-        if not model.loss.has_interval:
-            return f"unclear: {self._missing(model)} would tell"
-        return f"probably{'' if chance > 0.5 else ' not'}: {self._missing(model)} would tell"
+        outcome = "unclear"
+        if chance >= _PROBABLE:
+            outcome = "probably"
+        elif chance <= 1 - _PROBABLE:
+            outcome = "probably not"
+        return f"{outcome}: {self._missing(model)} would tell"
 
     def _missing(self, model: AdviceRow) -> str:
         """Return in words how many more samples would decide about a model."""
@@ -301,8 +301,9 @@ class Recommendation:
             # The spread of a few seeds is not known well enough for a number.
             return f"more {SEEDS}"
         missing = missing_samples(model.loss, self.tolerance, model.images)
-        # Without an interval, so many give one.
-        return f"{'' if model.loss.has_interval else 'at least '}{missing:,} more {self.samples}"
+        # So many give a first interval, or leave a loss at the limit as open as it is.
+        decides = _decides(model.loss, self.tolerance, model.images, _MOST * model.images)
+        return f"{'' if decides else 'at least '}{missing:,} more {self.samples}"
 
     @property
     def limit(self) -> str:
@@ -331,6 +332,12 @@ class Recommendation:
         return self.best or next(likely, None)
 
     @property
+    def _awaited(self) -> list[AdviceRow]:
+        """The undecided models for which more samples are worth while: not those that probably lose more."""
+        # The chance of a loss without an interval is not known.
+        return [model for model in self.undecided if not chance_within(model.loss, self.tolerance) <= 1 - _PROBABLE]
+
+    @property
     def _advised(self) -> list[AdviceRow]:
         """The models that may be advised."""
         return [model for model in self.models if not model.at_random]
@@ -355,8 +362,9 @@ class Verdict(NamedTuple):
 
     Attributes:
         sentences: What to do in each pass.
-        table: What is named for each pass, at each speed, and what is undecided: faster than what is to be used.
-        named: Names of these models, each once.
+        table: What is named for each pass, at each speed, and what is undecided: faster than what is to be used. By
+            speed-up in each pass, the fastest last.
+        named: Names of these models, each once, those of the sentences first.
     """
 
     sentences: Sequence[str]
@@ -373,8 +381,9 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
     named: dict[str, None] = {}
     for one in recommendations:
         condition = ", if confirmed" if one.is_unsteady else ""
-        for model, role in one.roles:
-            named[model.name] = None
+        named |= dict.fromkeys(model.name for model, _ in one.roles)
+        # From the slowest on, as the speeds at which one is named.
+        for model, role in sorted(one.roles, key=lambda entry: entry[0].speedup.median):
             use = f" {USE}{condition}" if model == one.used else ""
             figures = (f"{model.speedup:[.2f}", points(model.loss))
             rows.append((role, model.name, *figures, f"{one.outcome(model)}{use}"))
