@@ -21,6 +21,7 @@ from mmod.io.refusals import one_line_errors, one_line_warnings
 from mmod.lazy import import_path
 from mmod.names import near_names
 from mmod.plain import from_plain
+from mmod.screens import SCREENS, first_screen
 from mmod.training.kinds import KINDS, config_class
 
 
@@ -80,7 +81,8 @@ COMMANDS = {
 _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 _USAGE = "mmod COMMAND [--key value] | mmod --help | mmod --version"
 _NOTES = (
-    "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
+    "CONFIG is a YAML file or the name of a config that comes with mmod.",
+    "`mmod COMMAND --help` has examples and the usual options, `mmod COMMAND --help all` every option.",
     "RUN is the folder of a finished run, for its final model, or of a saved model: options then name the data.",
     "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
     "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
@@ -179,6 +181,9 @@ def run(command: str, arguments: Sequence[str]) -> None:
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     with one_line_errors(), one_line_warnings():
         _check_config(command, arguments)
+        if command in SCREENS and asks_for_screen(arguments):
+            print(first_screen(command), flush=True)
+            return
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
         folders = import_path(COMMANDS[command].function)(list(arguments), *kind)
         if command in _REPORTED:
@@ -188,6 +193,17 @@ def run(command: str, arguments: Sequence[str]) -> None:
                 report_on(folder)
         # Here, where it is no fault that the program that reads them ended.
         sys.stdout.flush()
+
+
+def asks_for_screen(arguments: Sequence[str]) -> bool:
+    """Return whether a command line asks for the first screen of help, and not for all of it.
+
+    Example:
+        >>> asks_for_screen(["digits", "--help"]), asks_for_screen(["digits", "--help", "all"])
+        (True, False)
+    """
+    asked = [index for index, word in enumerate(arguments) if word in ("-h", "--help")]
+    return bool(asked) and list(arguments[asked[0] + 1 :][:1]) != ["all"]
 
 
 def wait_passively() -> None:
@@ -207,7 +223,7 @@ def _check_config(command: str, arguments: Sequence[str]) -> None:
     if not arguments:
         _end(
             f"{command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`; `mmod configs` lists "
-            f"the configs, `{name} --help` their keys"
+            f"the configs, `{name} --help all` their keys"
         )
     path = arguments[0]
     if command == "tradeoff CONFIG" and (Path(path) / "config.yaml").is_file():

@@ -21,6 +21,7 @@ from mmod.config.parse import read_config
 from mmod.io.configs import config_names, existing_config, find_config
 from mmod.io.environment import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS
+from mmod.screens import SCREENS, first_screen
 from mmod.training.kinds import config_class
 from tests.kit.scripts import ROOT, run_script
 
@@ -69,6 +70,7 @@ def lean() -> Lean:
     asked = [words_of(command) for command in CONFIGURED]
     asked += [[*words, "digits/dens"] for words in asked]
     asked += [[*words_of(command), "--help"] for command in COMMANDS]
+    asked += [[*words_of(command), "--help", "all"] for command in SCREENS]
     asked += [["--help"], ["--version"], *(command.split() for command in EARLY)]
     done = subprocess.run(
         [sys.executable, "-c", LEAN], input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=ROOT
@@ -88,7 +90,7 @@ def test_a_missing_config_is_named_with_an_example(command: str, lean: Lean) -> 
     name = " ".join(["mmod", *words_of(command)])
     _, said = lean(*words_of(command))
     assert f"error: {command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`" in said
-    assert f"`{name} --help`" in said
+    assert f"`{name} --help all`" in said
     assert find_config(COMMANDS[command].example.split()[0]).is_file()
 
 
@@ -117,7 +119,43 @@ def test_paths_and_presets_are_checked_without_torch(command: str, lean: Lean) -
 def test_help_of_every_command_leaves_torch_alone(command: str, lean: Lean) -> None:
     shown, _ = lean(*words_of(command), "--help")
     assert shown
-    assert command not in CONFIGURED or any("--output" in line for line in shown)
+    everything, _ = lean(*words_of(command), "--help", *(["all"] if command in SCREENS else []))
+    assert command not in CONFIGURED or any("--output" in line for line in everything)
+
+
+def test_help_begins_with_one_screen_and_names_what_shows_all(lean: Lean) -> None:
+    # Commands without a first screen have a help that is one.
+    for command in COMMANDS:
+        shown, _ = lean(*words_of(command), "--help")
+        assert len(shown) <= 36
+        assert max(map(len, shown)) <= 140
+        assert (f"`mmod {' '.join(words_of(command))} --help all`" in shown[-1]) == (command in SCREENS)
+    assert {*SCREENS} >= {*CONFIGURED}
+
+
+def options_in(line: str) -> set[str]:
+    return {*re.findall(r"(?<!\S)--([\w-]+(?:\.\w+)*)", line)}
+
+
+@pytest.mark.parametrize("command", SCREENS)
+def test_examples_and_options_of_a_first_screen_are_the_commands(command: str, lean: Lean) -> None:
+    screen = SCREENS[command]
+    everything, _ = lean(*words_of(command), "--help", "all")
+    known = set.union(*map(options_in, everything))
+    if "train" in command or "isoflop" in command:
+        known.add("dry-run")
+    assert len(everything) > len(first_screen(command).splitlines())
+    assert 5 <= len(screen.options) <= 10
+    for line in [*screen.options, *screen.examples]:
+        for option in options_in(line):
+            # Behind a key of free fields stand those of another config.
+            assert {option, option.partition(".")[0]} & known, option
+    for words in screen.examples:
+        *name, given = words.split()[: len(words_of(command)) + 1]
+        assert name == words_of(command)
+        is_of_a_user = given.startswith("runs/") or given.endswith(".yaml") or command == "advise MODEL"
+        assert is_of_a_user or existing_config(given)
+    assert (ROOT / "docs" / screen.page).is_file()
 
 
 def test_a_package_lists_its_public_names_only() -> None:
@@ -138,10 +176,10 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
         (["--vers"], "usage: mmod COMMAND"),
         (["xyz", "digits"], "no command 'mmod xyz'"),
         (["trade", "digits"], "no command 'mmod trade'; near ones: tradeoff"),
-        (["advise", "vit", "--measure", "accuracy"], "'patches'); near ones: top1; `mmod advise --help`"),
+        (["advise", "vit", "--measure", "accuracy"], "'patches'); near ones: top1; `mmod advise --help all`"),
         (["advise", "vit", "--image", "x"], "unrecognized arguments: --image x; near ones: --images, "),
         (["advise", "vit", "--number", "few"], "error: argument --number: invalid int value: 'few'; `mmod advise"),
-        (["report", "--out=x", "y"], "arguments: --out=x; near ones: --output; `mmod report --help`"),
+        (["report", "--out=x", "y"], "arguments: --out=x; near ones: --output; `mmod report --help all`"),
         (["tradeoff", "digits", "vlm"], "unrecognized arguments: vlm"),
         # The kind of a command line is that of its config.
         (["tradeoff", "my-model", "--kind", "chat"], "baselines.tome.kind must be one of 'resolution', got 'merge'"),

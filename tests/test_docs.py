@@ -49,7 +49,7 @@ def test_commands_are_valid(command: str, monkeypatch: pytest.MonkeyPatch) -> No
         assert run_script(" ".join(words[1:3]) if words[1] == "-m" else words[1], "--help").returncode == 0
         return
     with pytest.raises(SystemExit) as end:
-        cli.main([*words[1:], "--help"])
+        cli.main([*words[1:], "--help", "all"])
     assert end.value.code in (0, None), command
 
 

@@ -91,7 +91,7 @@ def read_config(
         if stack_configs(arguments)[0] is None and "required: " in str(error):
             hint = "name a CONFIG that has them before the options"
             if start:
-                hint = "name them in --config FILE or as options, which --help lists"
+                hint = "name them in --config FILE or as options, which `--help all` lists"
             raise ValueError(f"{error}; {hint}") from error
         raise
 

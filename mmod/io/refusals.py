@@ -41,7 +41,7 @@ class OneLineParser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if choice is not None:
             near = near_names(choice[1], re.findall(r"[^\s',]+", choice[2]))
-        line = "; ".join(filter(None, [message, near, f"`{self.prog} --help` lists the options"]))
+        line = "; ".join(filter(None, [message, near, f"`{self.prog} --help all` lists the options"]))
         self.exit(2, f"error: {line}\n")
 
 
