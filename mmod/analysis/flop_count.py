@@ -28,7 +28,8 @@ from mmod.analysis.counting import (
 from mmod.analysis.flop_report import REST, BlockFlops, FlopCounts, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prefill, Prompt, VisionPass, language_stack, shares_of_free
 from mmod.analysis.tracing import Trace
-from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
+from mmod.blocks import Deciding, ImportanceBlock, Mixin, RoutedBlock, deciding_modules
+from mmod.blocks.hook import ModelHook
 from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
@@ -179,9 +180,10 @@ def vision_flops(
         kept: As of `mmod.flops`, by module name or a trace.
     """
     routed = meta_copy(model)
-    dense = _dense(routed)
+    text = language_stack(model).block_list
+    # The pass is counted once where methods changed the language model alone.
+    dense = _dense(routed) if _changes_images(routed, text) else routed
     stack = _stacks(dense, 1).get("image")
-    text = language_stack(dense).block_list
     deciding = {name: one for name, one in deciding_modules(routed).items() if not name.startswith(text)}
     images = _fix_shares(deciding, _needed_of(deciding, model, kept))
     routed_count = _run_images(routed, stack, inputs)
@@ -189,6 +191,15 @@ def vision_flops(
     return FlopCounts(
         blocks=_rows(routed, [] if stack is None else [stack], dense_count, routed_count, images),
         rest=BlockFlops(REST, 0, 0, _outside(dense_count), _outside(routed_count)),
+    )
+
+
+def _changes_images(model: nn.Module, layers: str) -> bool:
+    """Return whether a method changed modules that are neither among a language model's layers nor around them."""
+    return any(
+        isinstance(module, Mixin) or any(isinstance(hook, ModelHook) for hook in module._forward_pre_hooks.values())
+        for name, module in model.named_modules()
+        if not f"{name}.".startswith(f"{layers}.") and not f"{layers}.".startswith(f"{name}." if name else "")
     )
 
 

@@ -117,6 +117,8 @@ def estimate(kind: Any) -> ChatEstimate:
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
     known = needed_shares(model, shares)
+    # Before the counts, whose copies of the model then try its blocks no more.
+    stacks = find_stacks(model)
     language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), known)
     # The loss reads the logits of every token, and the count has those of one.
     logits = (tokens - 1) * language.rest.routed
@@ -125,7 +127,6 @@ def estimate(kind: Any) -> ChatEstimate:
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
-    stacks = find_stacks(model)
     held = sum(
         _held_bytes(stack, patches if name == "image" else tokens, kept, config.trainer)
         for name, stack in stacks.items()
