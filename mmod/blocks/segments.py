@@ -334,7 +334,7 @@ class SegmentsBlock(Mixin):
 
     def _follow(self, x: Tensor, y: Tensor) -> None:
         """Let a tensor belong to the pass of another one."""
-        # A cycle of recursions is in no span.
+        # A module that a method puts in the place of blocks is in none.
         span = getattr(self.mod_state, "span", None)
         if span is not None:
             span.follow(x, y)

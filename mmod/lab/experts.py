@@ -94,6 +94,10 @@ class Experts(Mixture):
         if self.capacity is None and self.choice != "tokens":
             raise ValueError("method.capacity=None, no limit, is for choice='tokens': experts fill all of their slots")
 
+    def precedes(self, kind: str) -> bool:
+        """Return whether a method of a kind can follow, as routing does for staged MoDE."""
+        return kind == "routing" or super().precedes(kind)
+
     def chooses_together(self, training: bool) -> bool:
         """Return whether an expert's choice of a token depends on other tokens."""
         if self.choice == "tokens":

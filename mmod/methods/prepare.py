@@ -198,7 +198,7 @@ def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: Blo
     """Raise a ValueError that names the option of a config that a block does not support, and says why."""
     name = stack.names[index]
     block = stack.blocks[index]
-    # Modules of other methods in the block, such as a mixture of experts.
+    # Modules of other methods in the block.
     others = [module for module in block.modules() if isinstance(module, Mixin)]
     unfit = _unfit(stack, config, call) or (_unfit_with(block, config, call, others) if others else None)
     if unfit is not None:
@@ -233,22 +233,24 @@ def _unfit_with(
     """Return an option that does not fit the modules of other methods in a block, and why; None for none."""
     in_evaluation = any(module.chooses_together(False) for module in others)
     together = in_evaluation or any(module.chooses_together(True) for module in others)
-    is_mixture = block.get_submodule(call.operators["mlp"]) in others
+    mlp_changed = block.get_submodule(call.operators["mlp"]) in others
+    kinds = ", ".join(dict.fromkeys(repr(module.mod_method.kind) for module in others if module.mod_method is not None))
     branch = call.operators.get(str(config.operator))
     if branch is not None and is_converted(block.get_submodule(branch)):
         return f"operator={config.operator!r}", "whose residual branch another method has changed: route its block"
-    if is_mixture and config.merges_inside and together:
-        return "skipped.before='mlp'", "whose MLP is a mixture of experts: use before='block'"
+    if mlp_changed and config.merges_inside and together:
+        return "skipped.before='mlp'", f"in whose MLP {kinds} chooses among the tokens: use before='block'"
     gate_on = config.language.gate_on
-    if is_mixture and gate_on != "update" and any(one in others for one in call.branches(block, gate_on)):
-        return f"gate_on={gate_on!r}", ("whose MLP is a mixture of experts with its own gates: use gate_on='update'")
+    if mlp_changed and gate_on != "update" and any(one in others for one in call.branches(block, gate_on)):
+        return f"gate_on={gate_on!r}", f"whose MLP {kinds} weighs already: use gate_on='update'"
     if together and config.select != "topk" and not config.router.per_image:
         return "select=Threshold", (
-            "where experts share the kept tokens of an image: the number of kept tokens would vary"
+            f"where {kinds} chooses among the kept tokens of an image: the number of kept tokens would vary"
         )
     if in_evaluation and config.language.inference_threshold is not None:
         return "inference_threshold", (
-            "where experts share the kept tokens in evaluation too: give them choice='score', 'predictor' or 'tokens'"
+            f"where {kinds} chooses among the kept tokens in evaluation too: apply it with an option that decides each "
+            "token alone"
         )
     return None
 

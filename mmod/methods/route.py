@@ -55,7 +55,7 @@ class Route(Method):
     Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
     """
 
-    follows = ("experts", "routing")
+    follows = ("routing",)
     added = (".router.",)
     decoders = True
     recomputes = True
