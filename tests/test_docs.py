@@ -237,6 +237,7 @@ def test_names_of_examples_exist(page: str, number: int, code: str) -> None:
 RUNS = ["README.md", "ARCHITECTURE.md"]
 RUNS += [f"docs/{name}.md" for name in ("index", "get_started", "which_method", "timm", "open_clip", "methods")]
 RUNS += [f"docs/{name}.md" for name in ("auditing", "before_you_commit", "your_model")]
+RUNS += [f"docs/lab.md#{name}" for name in ("Experts", "Recursions", "Experts and recursions in decoders", "Channels")]
 # The rest of these pages needs downloads.
 RUNS += ["docs/transformers.md#Try it without a download", "docs/pages_and_screens.md#A vision tower"]
 RUNS += sorted(page for page in PAGES if page.startswith("docs/api/") and "```python\n" in PAGES[page])
