@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
 
 from mmod.analysis.table import DENSE
 from mmod.io.jobs import Job
@@ -230,24 +231,22 @@ def _check_runs(comparison: Comparison, runs: Sequence[Run]) -> None:
             # Fine-tuning has the model and the data of all runs.
             keys = shared
             is_changed = started.routing or started.methods or run.candidate.changes or run.candidate.image_size
-            if run.seed == 0 and is_changed:
-                sketch(kind_of(started))
-            if run.seed == 0 and run.searches:
-                _check_searches(started, run.searches)
+            if run.seed == 0 and (is_changed or run.searches):
+                model = sketch(kind_of(started))
+                # What prompts cost follows from the data.
+                if started.image_shape is not None:
+                    image = torch.empty(1, *started.image_shape, device="meta")
+                    _check_searches(model, image, started.parts[0], run.searches)
         # Hosts refuse sizes by assertions.
         except (ValueError, AssertionError) as error:
             told = with_keys_in(keys, run.training, str(error))
             raise ValueError(f"model {run.name!r} of the study: {told}") from error
 
 
-def _check_searches(run_config: RunConfig, searches: Sequence[PlanOptions]) -> None:
-    """Raise a ValueError for a budget that no plan reaches, where the size of images alone says what plans cost."""
-    # FLOPs of prompts follow from the data, and times from the weights.
-    shares = [options for options in searches if options.cost == "flops"]
-    if not shares or run_config.image_shape is None:
-        return
-    model = sketch(kind_of(run_config))
-    image = torch.empty(1, *run_config.image_shape, device="meta")
-    for options in shares:
-        part = options.part or run_config.parts[0]
-        check_reachable(model, image, options.budget, part, named_options(options), options.router)
+def _check_searches(model: nn.Module, image: Tensor, part: str, searches: Sequence[PlanOptions]) -> None:
+    """Raise a ValueError for a budget of FLOPs that no plan of a part reaches, unless its search names another part."""
+    for options in searches:
+        # Times follow from the weights.
+        if options.cost == "flops":
+            searched = options.part or part
+            check_reachable(model, image, options.budget, searched, named_options(options), options.router)
