@@ -6,6 +6,7 @@ from mmod.adapters.base import BlockStack, Wrapper
 from mmod.adapters.find import (
     ADAPTERS,
     adapted_model,
+    by_first_batch,
     find_library,
     find_part,
     find_parts,

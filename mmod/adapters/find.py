@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack, Part, Wrapper
-from mmod.adapters.tokens import find_blocks
+from mmod.adapters.tokens import Tokens, declared, find_blocks, is_declared
 from mmod.values import check_module
 
 # Top-level packages of the host libraries. The adapter is the module of that name in this folder. It defines
@@ -47,6 +48,33 @@ def _find_below(path: str, part: Part) -> BlockStack:
 def find_library(model: nn.Module) -> str | None:
     """Return the name of the supported library of a model's class, or None."""
     return next((package for package in _packages(adapted_model(model)) if package in ADAPTERS), None)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_OfBatches = Callable[Concatenate[nn.Module, Iterable[Any], P], R]
+
+
+def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
+    """Find the blocks of a user's own model by the images of the first batch: it may run on no other size.
+
+    Args:
+        function: It takes a model, batches of what that reads, and more.
+    """
+
+    @functools.wraps(function)
+    def of_batches(model: nn.Module, batches: Iterable[Any], *args: P.args, **options: P.kwargs) -> R:
+        tokens = None
+        # Of an iterator, the first batch would be missing afterwards.
+        if isinstance(model, nn.Module) and find_library(model) is None and not is_declared(model):
+            first = None if isinstance(batches, (str, Tensor, Mapping, Iterator)) else next(iter(batches), None)
+            image = first[0] if isinstance(first, (tuple, list)) and first else first
+            if isinstance(image, Tensor) and image.ndim == 4:
+                tokens = Tokens(example=image[:1].float().cpu())
+        with declared(model, tokens):
+            return function(model, batches, *args, **options)
+
+    return of_batches
 
 
 def adapted_model(model: nn.Module) -> nn.Module:

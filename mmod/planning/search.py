@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_part, find_parts
+from mmod.adapters import BlockStack, by_first_batch, find_part, find_parts
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import Look, Measured, Table, evaluated, fill, measured_once
 from mmod.config import RoutingConfig, Score
@@ -52,6 +52,7 @@ _BASE = "plan"
 _SUM = "sum of divergences"
 
 
+@by_first_batch
 def search_plan(
     model: nn.Module,
     batches: Iterable[Any],

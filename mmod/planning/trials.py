@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial, wraps
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from mmod.adapters import BlockStack, find_library, find_part, find_stacks
-from mmod.adapters.tokens import Tokens, declared, is_declared
+from mmod.adapters import BlockStack, by_first_batch, find_library, find_part, find_stacks
 from mmod.analysis.modes import in_mode
 from mmod.analysis.table import (
     DENSE,
@@ -56,29 +55,7 @@ _STUDY = (
 )
 
 
-P = ParamSpec("P")
-_Advises = Callable[Concatenate[nn.Module, Iterable[Any], P], Advice]
-
-
-def _by_first_batch(function: _Advises[P]) -> _Advises[P]:
-    """Find the blocks of a user's own model by the images of the first batch: it may run on no other size."""
-
-    @wraps(function)
-    def advise_by_it(model: nn.Module, batches: Iterable[Any], *args: P.args, **options: P.kwargs) -> Advice:
-        tokens = None
-        # Of an iterator, the first batch would be missing afterwards.
-        if isinstance(model, nn.Module) and find_library(model) is None and not is_declared(model):
-            first = None if isinstance(batches, (str, Tensor, Mapping, Iterator)) else next(iter(batches), None)
-            image = first[0] if isinstance(first, (tuple, list)) and first else first
-            if isinstance(image, Tensor) and image.ndim == 4:
-                tokens = Tokens(example=image[:1].float().cpu())
-        with declared(model, tokens):
-            return function(model, batches, *args, **options)
-
-    return advise_by_it
-
-
-@_by_first_batch
+@by_first_batch
 def advise(
     model: nn.Module,
     batches: Iterable[Any],

@@ -690,6 +690,8 @@ def test_blocks_of_an_own_model_are_found_by_the_images_of_the_loader() -> None:
     stride = mmod.planning.Candidate("stride", routing={"router": "stride", "blocks": [1], "capacity": 0.5})
     advice = mmod.advise(model, batches, candidates=[stride], batch_size=2, progress=False)
     assert "stride" in [row.name for row in advice.rows]
+    search = mmod.search_plan(model, batches, 0.9, options=[mmod.planning.Option(0.5, "attention", "kept")])
+    assert search.names == tuple(f"stages.{block}" for block in range(2))
     # Nothing of it stays on the model.
     with pytest.raises(ValueError, match="no input reached the first of its stages"):
         mmod.route_(model, "a-mod")
