@@ -199,6 +199,11 @@ class TrainConfig(RunConfig):
         return bool(self.trainer.get("fsdp") or self.trainer.get("deepspeed"))
 
     @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether the trainer saves any; see `RunConfig.keeps_checkpoints`."""
+        return self.trainer.get("save_strategy") != "no"
+
+    @property
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}

@@ -195,6 +195,11 @@ class RunConfig:
             refuse_unknown("part in routing", self.routing or (), self.parts)
 
     @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether a run that is stopped goes on from a checkpoint of its folder."""
+        return True
+
+    @property
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"kind", "output"})

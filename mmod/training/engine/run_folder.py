@@ -25,7 +25,6 @@ from mmod.io.files import (
 )
 from mmod.io.records import check_same, read_record
 from mmod.io.tensors import check_complete
-from mmod.io.yaml import read_yaml
 from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
@@ -109,7 +108,10 @@ def run_once(
         existing = read_record(folder, RUN_CONFIG)
         if existing is not None:
             _check_continues(config, existing, record)
-        return read(folder)
+        result = read(folder)
+        if result is None and config.keeps_checkpoints:
+            _check_result_is_due(folder)
+        return result
 
     def write_config() -> None:
         if not (folder / RUN_CONFIG).exists():
@@ -197,7 +199,6 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
     """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
     path = folder / _RESULT
     if not path.exists():
-        _check_result_is_due(folder)
         return None
     try:
         for name in (FINAL_MODEL, LAST_WEIGHTS):
@@ -222,12 +223,9 @@ def read_fit(folder: Path, result_class: Callable[..., Result]) -> FitResult[Res
 def _check_result_is_due(folder: Path) -> None:
     """Raise a FileNotFoundError if a run without a result has its final model: it would be trained once more.
 
-    A run that was stopped between the two has checkpoints, from which it goes on, or its config asks for none.
+    One that was stopped between the two has checkpoints, from which it goes on.
     """
-    config = folder / RUN_CONFIG
-    trainer = (read_yaml(config).get("trainer") if config.is_file() else None) or {}
-    is_due = trainer.get("save_strategy") == "no" or any((folder / CHECKPOINTS).glob("*"))
-    if (folder / FINAL_MODEL).exists() and not is_due:
+    if (folder / FINAL_MODEL).exists() and not any((folder / CHECKPOINTS).glob("*")):
         raise FileNotFoundError(
             f"the run in {str(folder)!r} has its final model, {FINAL_MODEL}/, and neither {_RESULT} nor a checkpoint: "
             f"restore {_RESULT}, or evaluate the model by `mmod evaluate {folder}`. To train again, remove "
