@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmod.analysis.statistics import (
+    FEWEST,
     ROUNDING,
     Estimate,
     Resampling,
@@ -31,13 +32,6 @@ from mmod.io.store import Store
 DENSE = "dense"
 """Name of the candidate that all others are compared with."""
 _DRAWS = 2000
-FEWEST = 59
-"""Samples below which a mean of other figures than zeros and ones has no interval.
-
-The largest loss among so many bounds those of 19 in 20 samples with 95 % probability. Among fewer, samples that lose
-more than all others may be missing, and a bootstrap would not know of them. Source: Wilks, The Annals of Mathematical
-Statistics 12 (1941).
-"""
 Weigh = Callable[[Mapping[str, np.ndarray], np.ndarray], np.ndarray]
 """From outcomes of samples by column, (N, ...) each, and weightings of the samples (S, N), each with sum 1, to a figure
 under each of them (S,)."""

@@ -6,16 +6,12 @@ one whose worse end is best is named. So the sentence follows from the table by 
 
 from __future__ import annotations
 
-import bisect
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mmod.analysis.statistics import Estimate, of_samples, unbeaten
-from mmod.analysis.table import FEWEST
+from mmod.analysis.statistics import Estimate, chance_within, exceeds, keeps, missing_samples, unbeaten
 from mmod.analysis.timing import Spread
 from mmod.io.tables import MarkdownTable
 
@@ -33,8 +29,6 @@ SEEDS = "seeds"
 """What intervals are over where models were trained several times."""
 # Speeds for which a model is named, as multiples of the dense model's.
 _SPEEDS = (1.25, 1.5, 2.0)
-# A loss that would need more times as many samples is too close to the tolerance for an estimate.
-_MOST = 50
 # Chance from which on a result is called probable; between it and its opposite, it is as likely as not.
 _PROBABLE = 2 / 3
 # Titles of the columns: a difference to dense has its interval in brackets, and a speed its quartiles.
@@ -454,57 +448,6 @@ def points(loss: Estimate) -> str:
     """
     value, low, high = (round(-100 * end, 1) for end in (loss.value, loss.high, loss.low))
     return f"{Estimate(value, low, high):+.1f}"
-
-
-def keeps(loss: Estimate, tolerance: float) -> bool:
-    """Return whether the whole interval of a loss is within a tolerance."""
-    return loss.high <= tolerance
-
-
-def exceeds(loss: Estimate, tolerance: float) -> bool:
-    """Return whether the whole interval of a loss is above a tolerance."""
-    return loss.low > tolerance
-
-
-def chance_within(loss: Estimate, tolerance: float) -> float:
-    """Return the chance that a loss is within a tolerance, as if it were normal to the end that faces the tolerance.
-
-    Example:
-        >>> chance_within(Estimate(0.02, 0.0, 0.04), 0.02), round(chance_within(Estimate(0.01, 0.0, 0.03), 0.02), 2)
-        (0.5, 0.84)
-    """
-    end = loss.high if loss.value <= tolerance else loss.low
-    # Of 95 %, both ends are as many deviations away.
-    deviation = abs(end - loss.value) / NormalDist().inv_cdf(0.975)
-    return NormalDist(loss.value, deviation).cdf(tolerance)
-
-
-def missing_samples(loss: Estimate, tolerance: float, samples: int) -> int:
-    """Return about how many more samples would decide, if these are alike: their interval is within or beyond.
-
-    It is a lower bound for a loss that is too close to the tolerance, or has no interval yet.
-
-    Args:
-        samples: Number of samples that the estimate is from.
-    """
-    if not loss.has_interval:
-        return max(1, FEWEST - samples)
-    # Intervals of more samples are narrower, so that the least number is found by halves.
-    most = _MOST * samples
-    numbers = range(samples + 1, most)
-    least = bisect.bisect_left(numbers, True, key=lambda wanted: _decides(loss, tolerance, samples, wanted))
-    missing = least + 1
-    digits = max(0, len(str(missing)) - 2)
-    return math.ceil(missing / 10**digits) * 10**digits
-
-
-def _decides(loss: Estimate, tolerance: float, samples: int, wanted: int) -> bool:
-    """Return whether so many samples decide about a loss that is measured on some."""
-    # Too few samples do not say how far others may be.
-    if not loss.has_interval:
-        return False
-    grown = of_samples(loss, samples, wanted)
-    return keeps(grown, tolerance) or exceeds(grown, tolerance)
 
 
 def _is_equivalent(difference: Estimate, tolerance: float) -> bool:

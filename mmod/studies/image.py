@@ -17,7 +17,7 @@ from torch import nn
 from mmod.adapters import image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.repeats import redundancy, whole_patches
-from mmod.analysis.statistics import Estimate, as_cheap
+from mmod.analysis.statistics import Estimate, as_cheap, exceeds
 from mmod.analysis.table import (
     DENSE,
     Measured,
@@ -44,7 +44,6 @@ from mmod.planning.choice import (
     AdviceRow,
     Recommendation,
     batches_of,
-    exceeds,
     verdict_of,
 )
 from mmod.planning.early import shown_front

@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.analysis.statistics import difference
+from mmod.analysis.statistics import FEWEST, difference
 from mmod.analysis.table import (
-    FEWEST,
     Look,
     Measured,
     Table,

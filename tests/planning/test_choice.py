@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmod.analysis.statistics import Estimate, change_of, share_of
-from mmod.analysis.table import FEWEST, Measured, Table, interval_of
+from mmod.analysis.statistics import FEWEST, Estimate, chance_within, change_of, missing_samples, share_of
+from mmod.analysis.table import Measured, Table, interval_of
 from mmod.analysis.timing import Spread
 from mmod.planning.choice import (
     NOISE,
@@ -20,8 +20,6 @@ from mmod.planning.choice import (
     AdviceRow,
     Recommendation,
     beside_controls,
-    chance_within,
-    missing_samples,
     points,
     verdict_of,
 )
