@@ -253,16 +253,10 @@ def _caption_hook(tower: Any, span: Span) -> ModelHook:
 
 
 def _begin_captions(
-    span: Span,
-    pool: str,
-    eos: int,
-    class_token: bool,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    span: Span, pool: str, eos: int, class_token: bool, module: nn.Module, arguments: Arguments
 ) -> None:
     """Begin a forward pass with token ids (B, L), with a fact that its blocks do not know: what is read."""
-    (text_BL,) = (*args, *kwargs.values())
+    (text_BL,) = arguments.values()
     started = span.begin(text_BL)
     started.shape = (text_BL.shape[0], text_BL.shape[1] + int(class_token))
     position_BL = torch.arange(text_BL.shape[1], device=text_BL.device).expand_as(text_BL)

@@ -109,7 +109,7 @@ def stack_of(proof: Proof, model: nn.Module, host: str) -> BlockStack:
     """Return the proven blocks of a model; `host` is as in `BlockStack`."""
     block_list: Any = model.get_submodule(proof.blocks)
     calls = PerThread(StackCalls)
-    windows = SequenceImages(calls, model) if proof.windows else None
+    windows = SequenceImages(calls) if proof.windows else None
     grid = None
     if proof.projection:
         try:

@@ -8,13 +8,14 @@ Axes: B images, N tokens, D channels.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.call import Arguments
 from mmod.blocks.conversion import host_class, mixin_forwards, mixins_of
 from mmod.blocks.hook import ModelHook, attach
 from mmod.config import Grid
@@ -35,7 +36,7 @@ def watch_first_call(module: nn.Module) -> None:
         attach(module, ModelHook(refuse_hidden, once=True))
 
 
-def refuse_hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_hidden(module: nn.Module, arguments: Arguments) -> None:
     """Refuse, in the first call, a `forward` that was put on a converted module and does not run the mixin.
 
     accelerate's forward runs the one before it. Code that replaces a forward would run the host's block densely.
@@ -60,9 +61,7 @@ def _refuse_trace(module: nn.Module) -> None:
             raise RuntimeError(reason)
 
 
-def _refuse(
-    watches: Sequence[_Watch], module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
-) -> None:
+def _refuse(watches: Sequence[_Watch], module: nn.Module, arguments: Arguments, output: Any) -> None:
     """Refuse a module that was called without its mixin."""
     hidden = [watch for watch in watches if watch.ran_inside and not watch.ran_mixin]
     if hidden:
@@ -125,8 +124,7 @@ def compare_grid(
     name: str,
     prefix: int,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    arguments: Arguments,
     output: Any,
 ) -> None:
     """Warn, in the first call, of tokens besides patches and prefix, such as learned prompts, skipped like patches.
@@ -144,12 +142,10 @@ def compare_grid(
         attach(block, ModelHook(partial(_warn_of_others, grid, name, prefix), once=True, compiled=True))
 
 
-def _warn_of_others(
-    grid: Grid, name: str, prefix: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _warn_of_others(grid: Grid, name: str, prefix: int, module: nn.Module, arguments: Arguments) -> None:
     """Tell of more tokens than patches and prefix."""
     rows, columns = grid
-    x_BND = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    x_BND = next((value for value in arguments.values() if isinstance(value, Tensor)), None)
     if x_BND is None or x_BND.ndim != 3 or x_BND.shape[1] <= rows * columns + prefix:
         return
     tokens = x_BND.shape[1]

@@ -6,13 +6,15 @@ patch, F numbers of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mmod.blocks.call import Arguments
 from mmod.blocks.calls import StackCalls
+from mmod.blocks.conversion import parameters_of
 from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
 
@@ -80,9 +82,15 @@ class RowSource(NamedTuple):
     channels: int
     order: Callable[[nn.Module, Grid], Tensor] | None = None
 
-    def pictures(self, rows: Tensor, grids: Tensor, sides: Tensor | None) -> list[tuple[Tensor, int]]:
-        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture."""
-        sizes = grids.tolist()
+    def pictures(self, arguments: Arguments) -> list[tuple[Tensor, int]]:
+        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture.
+
+        Args:
+            arguments: Those of the module.
+        """
+        rows: Tensor = arguments[next(iter(parameters_of(self.module)))].detach()
+        sides: Tensor | None = arguments.get("merge_sizes")
+        sizes = arguments["grid_thw"].tolist()
         by_picture = [self.side] * len(sizes) if sides is None else sides.tolist()
         parts = rows.flatten(1).split([frames * height * width for frames, height, width in sizes])
         return [
@@ -128,8 +136,7 @@ def show_grid(
     read: Callable[[Any], Grid | None],
     see: Callable[[Tensor], tuple[Tensor, ...]] | None,
     module: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    arguments: Arguments,
     output: Any,
 ) -> None:
     """Tell the forward pass that begins after the patch embedding what is known of the images' patches.
@@ -143,7 +150,7 @@ def show_grid(
         return
     seen = None
     if see is not None:
-        (image_BHYX,) = args or kwargs.values()
+        (image_BHYX,) = arguments.values()
         with torch.no_grad():
             seen = see(cut_patches(module, image_BHYX))
     calls.value.show_patches(Patches(read(output), seen))
@@ -153,20 +160,16 @@ def show_grid(
 def show_rows(
     calls: PerThread[StackCalls],
     source: RowSource,
-    names: tuple[str, ...],
     see: Callable[[Tensor], tuple[Tensor, ...]],
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: Arguments,
 ) -> None:
     """Tell the forward pass of a tower that gets patches as rows what a score sees of their pixels.
 
     Args:
-        names: The tower's arguments.
         see: See `show_grid`; whole numbers are indices of patches.
     """
-    arguments = {**dict(zip(names, args)), **kwargs}
-    pictures = source.pictures(arguments[names[0]], arguments["grid_thw"], arguments.get("merge_sizes"))
+    pictures = source.pictures(arguments)
     parts = [_in_rows(see(pixels), _row_of_patches(source, pixels, side)) for pixels, side in pictures]
     longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
     seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))

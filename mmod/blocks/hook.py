@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.blocks.conversion import host_class
+from mmod.blocks.call import Arguments
+from mmod.blocks.conversion import host_class, parameters_of
 from mmod.values import check_module
 
-Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""Gets a module and the arguments of its forward; returns changed ones, or None."""
-After = Callable[[nn.Module, tuple[Any, ...], Mapping[str, Any], Any], None]
-"""Gets a module, the arguments of its forward, and the output; None of a call that failed."""
+Before = Callable[[nn.Module, Arguments], Arguments | None]
+"""Gets a module and the arguments of its forward by name; returns changed ones, or None."""
+After = Callable[[nn.Module, Arguments, Any], None]
+"""Gets a module, the arguments of its forward by name, and the output; None of a call that failed."""
 
 
 @dataclass(eq=False)
@@ -32,6 +33,7 @@ class ModelHook:
         stop: Ends what it began, when it is removed and when a call fails; it may run twice.
         install: Converts a block of another part, which knows some of the facts; routing makes it dense again.
         kind: Kind of the method that attached it, which also removes it; empty for none.
+        names: The parameters of the forward, in order, once it is attached.
     """
 
     before: Before | None = None
@@ -42,8 +44,9 @@ class ModelHook:
     stop: Callable[[], None] | None = None
     install: Callable[[], None] | None = None
     kind: str = ""
+    names: tuple[str, ...] = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Any:
         """Return changed arguments of the module's forward, or None."""
         if self.before is None:
             return None
@@ -53,9 +56,19 @@ class ModelHook:
                 return None
             # First, as the module may be called again while it runs.
             detach(module, self)
-        return self.before(module, args, kwargs)
+        changed = self.before(module, self._by_name(args, kwargs))
+        if changed is None:
+            return None
+        # In the place where the caller passed them: hooks of others may look there.
+        given = dict(zip(self.names, args))
+        in_order = [changed.get(name, value) for name, value in given.items()]
+        named = {name: value for name, value in changed.items() if name not in given}
+        return (*in_order, *args[len(in_order) :]), named
 
-    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def _by_name(self, args: tuple[Any, ...], kwargs: Arguments) -> dict[str, Any]:
+        return {**dict(zip(self.names, args)), **kwargs}
+
+    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
         """Run after a forward pass."""
         assert self.after is not None
         if self.once:
@@ -67,13 +80,14 @@ class ModelHook:
                     self.stop()
                 return
             detach(module, self)
-        self.after(module, args, kwargs, output)
+        self.after(module, self._by_name(args, kwargs), output)
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
     """Call a hook before every forward pass of a module, and after it if it has an `after`."""
     if hook.install is not None:
         hook.install()
+    hook.names = tuple(parameters_of(module))
     module.register_forward_pre_hook(hook, with_kwargs=True)
     if hook.after is not None:
         # A call that failed ends too: its passes must not stay open.
@@ -116,9 +130,7 @@ def detach(module: nn.Module, hook: ModelHook) -> None:
         hook.stop()
 
 
-def check_whole_batch(
-    blocks: Mapping[str, nn.Module], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def check_whole_batch(blocks: Mapping[str, nn.Module], module: nn.Module, arguments: Arguments) -> None:
     """Refuse training where a method reads or narrows the branches of blocks that divide the batch there.
 
     Args:

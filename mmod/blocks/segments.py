@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from mmod.blocks.call import CallForm
+from mmod.blocks.call import Arguments, CallForm
 from mmod.blocks.calls import StackCalls
-from mmod.blocks.conversion import Mixin, parameters_of
+from mmod.blocks.conversion import Mixin
 from mmod.blocks.hook import ModelHook
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, run_inside
 from mmod.ops import attend_by_image, attend_by_length
@@ -124,21 +124,19 @@ class SequenceImages:
 
     Args:
         calls: The calls of the tower's blocks, by thread.
-        tower: The module whose forward gets `GRIDS`. Each frame is an image.
     """
 
-    def __init__(self, calls: PerThread[StackCalls], tower: nn.Module) -> None:
+    def __init__(self, calls: PerThread[StackCalls]) -> None:
         self.calls = calls
-        self.names = tuple(parameters_of(tower))
 
     @property
     def hook(self) -> ModelHook:
-        """The hook of the tower."""
+        """The hook of the tower, whose forward gets `GRIDS`. Each frame is an image."""
         return ModelHook(self.read, self.forget)
 
-    def read(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def read(self, module: nn.Module, arguments: Arguments) -> None:
         """Read the grids."""
-        grids: Tensor = {**dict(zip(self.names, args)), **kwargs}[GRIDS]
+        grids: Tensor = arguments[GRIDS]
         # Blocks read the lengths outside graphs too.
         begin = torch.compiler.disable(self._begin) if torch.compiler.is_compiling() else self._begin
         begin(grids)
@@ -149,7 +147,7 @@ class SequenceImages:
             lengths += [rows * columns] * frames
         self.calls.value.lengths.append(tuple(lengths))
 
-    def forget(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    def forget(self, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Forget the call."""
         end = torch.compiler.disable(self._end) if torch.compiler.is_compiling() else self._end
         end()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import MASKS, ModelHook, Record, attach, convert, make_records, parameters_of
+from mmod.blocks import MASKS, Arguments, ModelHook, Record, attach, convert, make_records
 from mmod.config.plan import check_blocks
 from mmod.lab.mixture import (
     Choosing,
@@ -181,15 +181,13 @@ class ExpertRecord(Record):
         self.valid_BN: Tensor | None = None
 
 
-def read_mask(
-    records: PerThread[ExpertRecord], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def read_mask(records: PerThread[ExpertRecord], module: nn.Module, arguments: Arguments) -> None:
     """Read the mask of an attention, after which an MLP of experts runs on the same tokens."""
-    named = {**dict(zip(parameters_of(module), args)), **kwargs}
-    mask = next((named[name] for name in MASKS if name in named), None)
+    mask = next((arguments[name] for name in MASKS if name in arguments), None)
     record = records.value
     if mask is not None and mask.ndim == 4:
-        if args and args[0].shape[1] != mask.shape[-1]:
+        tokens = next(iter(arguments.values())).shape[1]
+        if tokens != mask.shape[-1]:
             raise ValueError(
                 "experts choose among kept tokens, and which of them are masked is unknown where these attend to "
                 "all tokens: route with context='kept', or pass no attn_mask"

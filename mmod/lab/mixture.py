@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import Structure
-from mmod.blocks import Deciding, modules_of
+from mmod.blocks import Arguments, Deciding, modules_of
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
@@ -107,8 +107,7 @@ def check_texts(
     kind: str,
     fills: bool,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: Arguments,
 ) -> None:
     """Refuse texts of a language model in which tokens cannot be chosen together.
 
@@ -121,7 +120,7 @@ def check_texts(
     # Layers may have been removed since the method was applied.
     if not choosing or not choosing[0].chooses_together(module.training):
         return
-    text = read_text(module, args, kwargs)
+    text = read_text(module, arguments)
     if text.past:
         raise ValueError(
             f"text cannot be generated where {kind} choose among future tokens, as they do in training mode "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, NamedTuple
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
 from mmod.adapters.probe import PIXELS, inputs_of_call
-from mmod.blocks import Mixin, ModelHook, attach, convert, parameters_of
+from mmod.blocks import Arguments, Mixin, ModelHook, attach, convert, parameters_of
 from mmod.methods.base import Method, owner_of, register_method
 
 # The option of transformers' models that resamples position embeddings.
@@ -117,20 +116,15 @@ def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bo
     return images[0] if images else "", {_INTERPOLATE: True} if interpolates else {}
 
 
-def resize_images(
-    target: TargetSize, options: Mapping[str, bool], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def resize_images(target: TargetSize, options: Arguments, module: nn.Module, arguments: Arguments) -> dict[str, Any]:
     """Return the arguments of a model with resized images.
 
     Args:
         options: Further arguments by which the model takes images of any size.
     """
-    named = {name: resized(value, target) for name, value in kwargs.items() if name in PIXELS}
-    if args:
-        args = (resized(args[0], target), *args[1:])
-    given = dict(zip(parameters_of(module), args))
-    others = {name: value for name, value in options.items() if name not in given}
-    return args, {**kwargs, **named, **others}
+    pixels = {next(iter(parameters_of(module))), *PIXELS}
+    images = {name: resized(value, target) for name, value in arguments.items() if name in pixels}
+    return {**arguments, **images, **options}
 
 
 class TargetSize(NamedTuple):

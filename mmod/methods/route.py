@@ -22,7 +22,6 @@ from mmod.blocks import (
     is_converted,
     make_importance,
     make_routed,
-    parameters_of,
     show_grid,
     show_rows,
     warn_of_halves,
@@ -202,10 +201,8 @@ class Route(Method):
                     (stack.grid.module, ModelHook(after=partial(show_grid, stack.calls, stack.grid.read, see)))
                 )
             elif score.reads_pixels and stack.rows is not None:
-                tower = stack.rows.module
-                see = partial(score.see, std=None)
-                show = partial(show_rows, stack.calls, stack.rows, tuple(parameters_of(tower)), see)
-                hooks.append((tower, ModelHook(show)))
+                show = partial(show_rows, stack.calls, stack.rows, partial(score.see, std=None))
+                hooks.append((stack.rows.module, ModelHook(show)))
         for name, stack in stacks.items():
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):

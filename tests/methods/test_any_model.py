@@ -259,7 +259,9 @@ def test_a_model_of_one_size_is_told_what_helps() -> None:
     images = make_own_images(2)
     small = nn.functional.interpolate(images, size=(32, 32), mode="bicubic", antialias=True)
     with torch.no_grad():
-        assert torch.equal(model(images), undo_(model)(small))
+        resized = model(images)
+        assert torch.equal(model(images=images), resized)
+        assert torch.equal(resized, undo_(model)(small))
 
 
 class AnyArguments(Resampling):

@@ -37,7 +37,7 @@ from mmod.adapters.transformers.structure import (
 )
 from mmod.adapters.transformers.tower import TowerImportance, TowerPixels, TowerReader
 from mmod.adapters.transformers.vision import vision_part
-from mmod.blocks import Arguments, ModelHook, parameters_of
+from mmod.blocks import Arguments, ModelHook
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import TokenGroups, assign_groups, decoded_groups
 from mmod.threads import PerThread
@@ -45,49 +45,15 @@ from mmod.threads import PerThread
 PROTECTED = "protected_mask"
 
 
-def mark_pairs(names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def mark_pairs(module: nn.Module, arguments: Arguments) -> Arguments | None:
     """Tell layers whether the model around a language model replaces causal attention by a mask of pairs.
 
     Gemma 3 and PaliGemma let the tokens of an image see each other.
-
-    Args:
-        names: The arguments of the language model.
     """
-    groups: TokenGroups | None = kwargs.get(GROUPS)
-    mask = {**dict(zip(names, args)), **kwargs}.get("attention_mask")
-    if groups is not None and groups.causal and not pads_only(mask):
-        kwargs[GROUPS] = groups._replace(causal=False)
-    return args, kwargs
-
-
-def label_hook(head: nn.Module, running: PerThread[Running], outermost: bool) -> ModelHook:
-    """Return the hook that keeps the labels of a pass for the model that inserts images; models around it take them.
-
-    Args:
-        head: The hooked module, which takes labels.
-        running: Where to keep them.
-        outermost: No module around it takes labels; modules inside may get others, or none.
-    """
-    keep = functools.partial(_keep_labels, tuple(parameters_of(head)), running, outermost)
-    # Labels that no model inside has read are forgotten, as after an error.
-    return ModelHook(keep, functools.partial(_drop_labels, running) if outermost else None)
-
-
-def _keep_labels(
-    names: tuple[str, ...],
-    running: PerThread[Running],
-    outermost: bool,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    labels = {**dict(zip(names, args)), **kwargs}.get("labels")
-    if outermost or labels is not None:
-        running.value.labels_BN = labels
-
-
-def _drop_labels(running: PerThread[Running], *call: Any) -> None:
-    running.value.labels_BN = None
+    groups: TokenGroups | None = arguments.get(GROUPS)
+    if groups is None or not groups.causal or pads_only(arguments.get("attention_mask")):
+        return None
+    return {**arguments, GROUPS: groups._replace(causal=False)}
 
 
 class Inputs(NamedTuple):
@@ -148,7 +114,6 @@ class GroupReader:
         images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
         tokens = self.language.tokens or ("image" if images_only else "all")
         self.tokens = "all" if tokens == "all" else "image"
-        self.names = tuple(parameters_of(entry))
         self._check_tokens(entry, plain)
         self._check_parallel()
         self.image_reader = self._reader_of(entry)
@@ -200,17 +165,34 @@ class GroupReader:
             return TowerImportance(entry, stack)
         return TowerPixels(entry, stack, config.router)
 
-    def add_groups(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def label_hook(self, outermost: bool) -> ModelHook:
+        """Return the hook that keeps the labels of a pass for the model that inserts images.
+
+        Args:
+            outermost: No module around the hooked one takes labels; modules inside may get others, or none.
+        """
+        # Labels that no model inside has read are forgotten, as after an error.
+        return ModelHook(functools.partial(self.keep_labels, outermost), self.drop_labels if outermost else None)
+
+    def keep_labels(self, outermost: bool, module: nn.Module, arguments: Arguments) -> None:
+        """Keep the labels of a call."""
+        labels = arguments.get("labels")
+        if outermost or labels is not None:
+            self.running.value.labels_BN = labels
+
+    def drop_labels(self, *call: Any) -> None:
+        """Forget the labels of a call that ends."""
+        self.running.value.labels_BN = None
+
+    def add_groups(self, module: nn.Module, arguments: Arguments) -> Arguments:
         """Add the groups of the tokens to the keywords passed to every layer."""
         # The host's forward knows neither mask.
-        protected_BN = kwargs.pop(PROTECTED, None)
-        image_BN = kwargs.pop(IMAGES, None)
+        known = {name: value for name, value in arguments.items() if name not in (PROTECTED, IMAGES)}
+        image_BN = arguments.get(IMAGES)
         if image_BN is not None:
             self.check_masks()
-        arguments = {**dict(zip(self.names, args)), **kwargs}
         # As a keyword of the host's own call, which gradient checkpointing repeats with the layer.
-        kwargs[GROUPS] = self.groups(module, arguments, protected_BN, image_BN)
-        return args, kwargs
+        return {**known, GROUPS: self.groups(module, known, arguments.get(PROTECTED), image_BN)}
 
     def check_masks(self) -> None:
         """Raise a ValueError if a mask of image tokens has no meaning, because text may be skipped too."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,11 +21,11 @@ from mmod.adapters.transformers.families import (
     reads_positions,
     reason_against,
 )
-from mmod.adapters.transformers.groups import GroupReader, label_hook, mark_pairs
+from mmod.adapters.transformers.groups import GroupReader, mark_pairs
 from mmod.adapters.transformers.images import ImageTokens
 from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
 from mmod.adapters.transformers.structure import read_text
-from mmod.blocks import Mixin, ModelHook, host_class, parameters_of
+from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
 
 
@@ -82,10 +81,10 @@ def _hooks(
     if groups.tokens == "image" and routing.reads_attention(training=True):
         # Labels say where the answer begins, whose attention generation could not know.
         labelled = labelled_modules(model, owner)
-        needed += [(module, label_hook(module, groups.running, module is labelled[0])) for module in labelled]
+        needed += [(module, groups.label_hook(module is labelled[0])) for module in labelled]
     needed.append((entry, ModelHook(groups.add_groups, source=groups)))
     if entry is not text:
-        needed.append((text, ModelHook(partial(mark_pairs, tuple(parameters_of(text))))))
+        needed.append((text, ModelHook(mark_pairs)))
     if groups.image_reader is None:
         return needed
     return [*needed, *groups.image_reader.hooks]

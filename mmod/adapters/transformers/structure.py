@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters.base import Structure
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
-from mmod.blocks import Arguments, parameters_of
+from mmod.blocks import Arguments
 from mmod.ops.views import is_visible
 from mmod.values import IGNORED
 
@@ -77,9 +77,8 @@ def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, con
     return Structure(valid_BN, segment_BN, segment_BN is None and is_causal, past)
 
 
-def read_text(module: nn.Module, args: tuple[Any, ...], kwargs: Arguments) -> Structure:
+def read_text(module: nn.Module, arguments: Arguments) -> Structure:
     """Read a call of a language model, see `BlockStack.read_text`."""
-    arguments = {**dict(zip(parameters_of(module), args)), **kwargs}
     cache = cache_of(arguments)
     past = 0 if cache is None else int(cache.get_seq_length())
     return read_structure(arguments, source_of(arguments), past, module.config)

@@ -6,7 +6,6 @@ T image tokens, R rows and C columns of patches, H channels of a pixel, E pixels
 
 from __future__ import annotations
 
-from functools import partial
 from math import isqrt
 from typing import Any, cast
 
@@ -26,7 +25,6 @@ from mmod.blocks import (
     cut_patches,
     is_converted,
     make_importance,
-    parameters_of,
 )
 from mmod.blocks.record import recomputing
 from mmod.config import Score
@@ -58,7 +56,6 @@ class TowerReader:
 
     def __init__(self, entry: Any, stack: BlockStack, option: str, empty: float) -> None:
         self.entry: nn.Module = entry
-        self.names = tuple(parameters_of(entry))
         self.option = option
         self.empty = empty
         self.stack = stack
@@ -81,13 +78,12 @@ class TowerReader:
         """All hooks that it needs, with their modules."""
         return [(self.entry, ModelHook(self.drop_before, self.drop_behind))]
 
-    def drop_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def drop_before(self, module: nn.Module, arguments: Arguments) -> None:
         """Drop what was noted before, if this call runs the tower; `generate` may run it before any pass."""
-        arguments = {**dict(zip(self.names, args)), **kwargs}
         if any(pixels_of(arguments, name) is not None for name in KINDS):
             self.forget()
 
-    def drop_behind(self, module: nn.Module, args: tuple[Any, ...], kwargs: Arguments, output: Any) -> None:
+    def drop_behind(self, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Drop what was noted, after a call."""
         self.forget()
 
@@ -285,20 +281,18 @@ class TowerPixels(TowerReader):
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
         """All hooks that it needs, with their modules."""
-        note = partial(self.note, tuple(parameters_of(self.source)))
-        return [*super().hooks, (self.source, ModelHook(note))]
+        return [*super().hooks, (self.source, ModelHook(self.note))]
 
-    def note(self, names: tuple[str, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, module: nn.Module, arguments: Arguments) -> None:
         """Note the pixels that the tower, or its patch embedding, gets among other arguments."""
         if recomputing():
             return
-        arguments = {**dict(zip(names, args)), **kwargs}
-        given = arguments[names[0]].detach()
         rows = self.stack.rows
         if rows is None:
-            self.noted.value.append((cut_patches(self.source, given), 0))  # type: ignore[arg-type]
+            (image_BHYX,) = arguments.values()
+            self.noted.value.append((cut_patches(self.source, image_BHYX.detach()), 0))  # type: ignore[arg-type]
         else:
-            self.noted.value += rows.pictures(given, arguments["grid_thw"], arguments.get("merge_sizes"))
+            self.noted.value += rows.pictures(arguments)
 
     @torch.no_grad()
     def _values(self, calls: list[tuple[Tensor, int]], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
