@@ -7,6 +7,7 @@ patch, F numbers of a patch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,21 @@ from torch import Tensor, nn
 from mmod.blocks.call import Arguments
 from mmod.blocks.calls import StackCalls
 from mmod.blocks.conversion import parameters_of
+from mmod.blocks.hook import ModelHook
 from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
+
+See = Callable[[Tensor], tuple[Tensor, ...]]
+"""Returns what a score needs of the pixels of patches (B, R, C, H, E); whole numbers are indices of patches."""
+# Of an image with transparency; a convolution of more reads features.
+_CHANNELS = 4
+
+
+def grid_of_map(output: Any) -> Grid | None:
+    """Return the grid of a feature map (B, C, rows, columns), which the projection to patches of most hosts returns."""
+    if isinstance(output, Tensor) and output.ndim == 4:
+        return output.shape[2], output.shape[3]
+    return None
 
 
 class GridSource(NamedTuple):
@@ -32,32 +46,41 @@ class GridSource(NamedTuple):
     read: Callable[[Any], Grid | None]
     std: tuple[float, ...] | None = None
 
+    def check(self, score: Score, first: str) -> None:
+        """Raise a ValueError unless a score can read the pixels of each patch before a block, by its name."""
+        module = self.module
+        if not isinstance(module, nn.Conv2d) or not _cuts(module):
+            raise ValueError(
+                f"router {score.name!r} needs patches of pixels of their own, before {first}, made by a convolution of "
+                f"at most {_CHANNELS} channels whose stride is its kernel, without padding and dilation; they are made "
+                f"by a {type(module).__name__}({module.extra_repr()})"
+            )
+        # An option that does not fit these images is told of now and not in the first pass.
+        score.see(torch.zeros(1, 1, 1, module.in_channels, 1), self.std)
 
-def grid_of_map(output: Any) -> Grid | None:
-    """Return the grid of a feature map (B, C, rows, columns), which the projection to patches of most hosts returns."""
-    if isinstance(output, Tensor) and output.ndim == 4:
-        return output.shape[2], output.shape[3]
-    return None
+    def pictures(self, arguments: Arguments) -> list[tuple[Tensor, int]]:
+        """Return the pixels of patches by row and column (B, R, C, H, E); 0 for the side of tokens, which may vary."""
+        (image_BHYX,) = arguments.values()
+        return [(cut_patches(self.module, image_BHYX.detach()), 0)]  # type: ignore[arg-type]
 
+    def hook(self, calls: PerThread[StackCalls], score: Score) -> ModelHook:
+        """Return the hook of the module that tells passes what a score reads of patches."""
+        see = partial(score.see, std=self.std) if score.reads_pixels else None
+        return ModelHook(after=partial(self.show, calls, see))
 
-def check_pixels(source: GridSource | RowSource, score: Score, first: str) -> None:
-    """Raise a ValueError unless a score can read the pixels of each patch before a block."""
-    # An option that does not fit these images is told of now and not in the first pass.
-    if isinstance(source, RowSource):
-        score.see(torch.zeros(1, 1, 1, source.channels, 1), None)
-        return
-    module = source.module
-    if not isinstance(module, nn.Conv2d) or not _cuts(module):
-        raise ValueError(
-            f"router {score.name!r} needs patches of pixels of their own, before {first}, made by a convolution of at "
-            f"most {_CHANNELS} channels whose stride is its kernel, without padding and dilation; they are made by a "
-            f"{type(module).__name__}({module.extra_repr()})"
-        )
-    score.see(torch.zeros(1, 1, 1, module.in_channels, 1), source.std)
-
-
-# Of an image with transparency; a convolution of more reads features.
-_CHANNELS = 4
+    def show(
+        self, calls: PerThread[StackCalls], see: See | None, module: nn.Module, arguments: Arguments, output: Any
+    ) -> None:
+        """Tell the forward pass that begins after the patch embedding what is known of the images' patches."""
+        # There is no output of a call that failed.
+        if output is None:
+            return
+        seen = None
+        if see is not None:
+            ((pixels, _),) = self.pictures(arguments)
+            with torch.no_grad():
+                seen = see(pixels)
+        calls.value.show_patches(Patches(self.read(output), seen))
 
 
 def _cuts(module: nn.Conv2d) -> bool:
@@ -82,12 +105,12 @@ class RowSource(NamedTuple):
     channels: int
     order: Callable[[nn.Module, Grid], Tensor] | None = None
 
-    def pictures(self, arguments: Arguments) -> list[tuple[Tensor, int]]:
-        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture.
+    def check(self, score: Score, first: str) -> None:
+        """Raise a ValueError unless a score can read the pixels of each patch, see `GridSource`."""
+        score.see(torch.zeros(1, 1, 1, self.channels, 1), None)
 
-        Args:
-            arguments: Those of the module.
-        """
+    def pictures(self, arguments: Arguments) -> list[tuple[Tensor, int]]:
+        """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture."""
         rows: Tensor = arguments[next(iter(parameters_of(self.module)))].detach()
         sides: Tensor | None = arguments.get("merge_sizes")
         sizes = arguments["grid_thw"].tolist()
@@ -97,6 +120,29 @@ class RowSource(NamedTuple):
             (spread_rows(part, grid, side, self.channels), side)
             for part, grid, side in zip(parts, sizes, by_picture, strict=True)
         ]
+
+    def hook(self, calls: PerThread[StackCalls], score: Score) -> ModelHook:
+        """Return the hook of the module that tells passes what a score reads of pixels."""
+        return ModelHook(partial(self.show, calls, partial(score.see, std=None)))
+
+    @torch.no_grad()
+    def show(self, calls: PerThread[StackCalls], see: See, module: nn.Module, arguments: Arguments) -> None:
+        """Tell the forward pass of a tower that gets patches as rows what a score sees of their pixels."""
+        parts = []
+        for pixels, side in self.pictures(arguments):
+            parts.append(_in_rows(see(pixels), self.places(pixels, side)))
+        longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
+        seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
+        calls.value.show_patches(Patches(None, seen))
+
+    def places(self, pixels_BRCHE: Tensor, side: int) -> Tensor:
+        """Return the place of each patch of a frame (N) among the rows that blocks get."""
+        rows, columns = pixels_BRCHE.shape[1:3]
+        numbers = torch.arange(rows * columns, device=pixels_BRCHE.device)
+        row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
+        if self.order is None:
+            return row_N
+        return self.order(self.module, (rows, columns)).to(row_N.device).argsort()[row_N]
 
 
 def spread_rows(rows_PF: Tensor, grid: Sequence[int], side: int, channels: int) -> Tensor:
@@ -129,61 +175,6 @@ def cut_patches(module: nn.Conv2d, image_BHYX: Tensor) -> Tensor:
     image_BHYX = image_BHYX[:, :, : rows * height, : columns * width]
     cut = image_BHYX.unflatten(3, (columns, width)).unflatten(2, (rows, height))
     return cut.permute(0, 2, 4, 1, 3, 5).flatten(4)
-
-
-def show_grid(
-    calls: PerThread[StackCalls],
-    read: Callable[[Any], Grid | None],
-    see: Callable[[Tensor], tuple[Tensor, ...]] | None,
-    module: Any,
-    arguments: Arguments,
-    output: Any,
-) -> None:
-    """Tell the forward pass that begins after the patch embedding what is known of the images' patches.
-
-    Args:
-        read: See `GridSource`.
-        see: Returns what a score needs of the pixels of patches (B, R, C, H, E); None where it needs nothing.
-    """
-    # There is no output of a call that failed.
-    if output is None:
-        return
-    seen = None
-    if see is not None:
-        (image_BHYX,) = arguments.values()
-        with torch.no_grad():
-            seen = see(cut_patches(module, image_BHYX))
-    calls.value.show_patches(Patches(read(output), seen))
-
-
-@torch.no_grad()
-def show_rows(
-    calls: PerThread[StackCalls],
-    source: RowSource,
-    see: Callable[[Tensor], tuple[Tensor, ...]],
-    module: nn.Module,
-    arguments: Arguments,
-) -> None:
-    """Tell the forward pass of a tower that gets patches as rows what a score sees of their pixels.
-
-    Args:
-        see: See `show_grid`; whole numbers are indices of patches.
-    """
-    pictures = source.pictures(arguments)
-    parts = [_in_rows(see(pixels), _row_of_patches(source, pixels, side)) for pixels, side in pictures]
-    longest = max(difference_BN.shape[1] for difference_BN, *_ in parts)
-    seen = tuple(torch.cat([_padded(part, longest) for part in values]) for values in zip(*parts))
-    calls.value.show_patches(Patches(None, seen))
-
-
-def _row_of_patches(source: RowSource, pixels_BRCHE: Tensor, side: int) -> Tensor:
-    """Return the place of each patch of a frame (N) among the rows that blocks get."""
-    rows, columns = pixels_BRCHE.shape[1:3]
-    numbers = torch.arange(rows * columns, device=pixels_BRCHE.device)
-    row_N = spread_rows(numbers.unsqueeze(1), (1, rows, columns), side, 1).flatten()
-    if source.order is None:
-        return row_N
-    return source.order(source.module, (rows, columns)).to(row_N.device).argsort()[row_N]
 
 
 def _in_rows(values: tuple[Tensor, ...], row_N: Tensor) -> list[Tensor]:

@@ -16,7 +16,6 @@ from mmod.blocks import (
     Mixin,
     RoutedState,
     Span,
-    check_pixels,
     choose_execution,
     is_converted,
     patches_of_pass,
@@ -171,7 +170,7 @@ def _check_grid(stack: BlockStack, config: RoutingConfig, first: str) -> None:
         )
     source = stack.grid or stack.rows
     if score.reads_pixels and source is not None:
-        check_pixels(source, score, first)
+        source.check(score, first)
 
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[PlannedBlock]) -> dict[int, RoutingConfig]:

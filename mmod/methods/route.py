@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
@@ -22,8 +21,6 @@ from mmod.blocks import (
     is_converted,
     make_importance,
     make_routed,
-    show_grid,
-    show_rows,
     warn_of_halves,
 )
 from mmod.config import Merged, Preset, RoutingConfig, Threshold, rational, read_routing, rescaled
@@ -195,14 +192,9 @@ class Route(Method):
             hooks += stack.hooks(self.parts[name])
         for name, stack in stacks.items():
             score = self.parts[name].router
-            if score.reads_grid and stack.grid is not None:
-                see = partial(score.see, std=stack.grid.std) if score.reads_pixels else None
-                hooks.append(
-                    (stack.grid.module, ModelHook(after=partial(show_grid, stack.calls, stack.grid.read, see)))
-                )
-            elif score.reads_pixels and stack.rows is not None:
-                show = partial(show_rows, stack.calls, stack.rows, partial(score.see, std=None))
-                hooks.append((stack.rows.module, ModelHook(show)))
+            source = (stack.grid if score.reads_grid else None) or (stack.rows if score.reads_pixels else None)
+            if source is not None:
+                hooks.append((source.module, source.hook(stack.calls, score)))
         for name, stack in stacks.items():
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):

@@ -21,8 +21,6 @@ from mmod.blocks import (
     ImportanceState,
     ModelHook,
     RowSource,
-    check_pixels,
-    cut_patches,
     is_converted,
     make_importance,
 )
@@ -274,25 +272,19 @@ class TowerPixels(TowerReader):
                 f"{type(entry).__name__} shows no rows and columns of patches, as where images of several sizes are "
                 "one sequence"
             )
-        check_pixels(source, score, stack.names[0])
-        self.source = source.module
+        source.check(score, stack.names[0])
+        self.source = source
         self.std = None if stack.grid is None else stack.grid.std
 
     @property
     def hooks(self) -> list[tuple[nn.Module, ModelHook]]:
         """All hooks that it needs, with their modules."""
-        return [*super().hooks, (self.source, ModelHook(self.note))]
+        return [*super().hooks, (self.source.module, ModelHook(self.note))]
 
     def note(self, module: nn.Module, arguments: Arguments) -> None:
         """Note the pixels that the tower, or its patch embedding, gets among other arguments."""
-        if recomputing():
-            return
-        rows = self.stack.rows
-        if rows is None:
-            (image_BHYX,) = arguments.values()
-            self.noted.value.append((cut_patches(self.source, image_BHYX.detach()), 0))  # type: ignore[arg-type]
-        else:
-            self.noted.value += rows.pictures(arguments)
+        if not recomputing():
+            self.noted.value += self.source.pictures(arguments)
 
     @torch.no_grad()
     def _values(self, calls: list[tuple[Tensor, int]], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
