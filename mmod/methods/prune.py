@@ -21,6 +21,9 @@ from mmod.methods.reduction import Reducing, Reduction, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
 from mmod.ops.select import best_first
 
+Attention = capture_importance | capture_inputs
+"""What reads the attention that tokens receive."""
+
 
 @register_method("prune")
 @dataclass(frozen=True)
@@ -66,44 +69,34 @@ class Prune(Reducing):
             raise ValueError(
                 f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"
             )
-        watch = partial(_watch, self.by, stack.class_token, owner_of(model, stack))
-        rule = Reduction(watch, partial(prune_tokens, self.keep, self.fuse, stack.prefix))
-        return dict.fromkeys(blocks, rule)
+        watch = partial(self.watch, stack.class_token, owner_of(model, stack))
+        return dict.fromkeys(blocks, Reduction(watch, partial(self.reduce, stack.prefix)))
 
+    def watch(self, class_token: bool, owner: nn.Module) -> Attention:
+        """Return what reads the mean attention, or the class token's."""
+        if self.by == "class_token" or (self.by == "auto" and class_token and pooling(owner) == "token"):
+            return capture_inputs()
+        return capture_importance()
 
-def _watch(by: str, class_token: bool, owner: nn.Module) -> capture_importance | capture_inputs:
-    """Return what reads the mean attention, or the class token's."""
-    if by == "class_token" or (by == "auto" and class_token and pooling(owner) == "token"):
-        return capture_inputs()
-    return capture_importance()
-
-
-def prune_tokens(
-    share: float,
-    fuse: bool,
-    prefix: int,
-    x_BND: Tensor,
-    size_BN: Tensor | None,
-    attention: capture_importance | capture_inputs,
-) -> Reduced | None:
-    """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
-    # A token that an earlier block fused is one of them.
-    patches = x_BND.shape[1] - prefix
-    kept = math.ceil(share * patches)
-    if kept == patches:
-        return None
-    score_BN = attention.read()[:, prefix:]
-    order_BN = best_first(score_BN) + prefix
-    index_BK = order_BN[:, :kept].sort(dim=1).values
-    if prefix:
-        first = torch.arange(prefix, device=x_BND.device).expand(x_BND.shape[0], -1)
-        index_BK = torch.cat([first, index_BK], dim=1)
-    y_BKD = gather_rows(x_BND, index_BK)
-    if fuse:
-        dropped_BR = order_BN[:, kept:]
-        weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
-        fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
-        y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
-        # The fused token takes the position of the dropped token with the most attention.
-        index_BK = torch.cat([index_BK, dropped_BR[:, :1]], dim=1)
-    return Reduced(y_BKD, index_BK, fuses=fuse)
+    def reduce(self, prefix: int, x_BND: Tensor, size_BN: Tensor | None, attention: Attention) -> Reduced | None:
+        """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
+        # A token that an earlier block fused is one of them.
+        patches = x_BND.shape[1] - prefix
+        kept = math.ceil(self.keep * patches)
+        if kept == patches:
+            return None
+        score_BN = attention.read()[:, prefix:]
+        order_BN = best_first(score_BN) + prefix
+        index_BK = order_BN[:, :kept].sort(dim=1).values
+        if prefix:
+            first = torch.arange(prefix, device=x_BND.device).expand(x_BND.shape[0], -1)
+            index_BK = torch.cat([first, index_BK], dim=1)
+        y_BKD = gather_rows(x_BND, index_BK)
+        if self.fuse:
+            dropped_BR = order_BN[:, kept:]
+            weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
+            fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
+            y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
+            # The fused token takes the position of the dropped token with the most attention.
+            index_BK = torch.cat([index_BK, dropped_BR[:, :1]], dim=1)
+        return Reduced(y_BKD, index_BK, fuses=self.fuse)

@@ -15,7 +15,6 @@ from open_clip.transformer import VisionTransformer
 from torch import Tensor
 
 from mmod.methods import Merge, Prune
-from mmod.methods.prune import prune_tokens
 from tests.kit.cover import cover, in_turn
 from tests.kit.zoo import make_images, make_model
 
@@ -153,7 +152,7 @@ def test_pruning_keeps_what_is_attended_to(case: str, method: Prune) -> None:
 def test_a_fused_token_has_the_place_of_the_dropped_one_with_the_most_attention() -> None:
     score_BN = torch.rand(2, 9)
     attention: Any = SimpleNamespace(read=lambda: score_BN)
-    step = prune_tokens(0.5, True, 1, torch.randn(2, 9, 4), None, attention)
+    step = Prune(0.5).reduce(1, torch.randn(2, 9, 4), None, attention)
     assert step is not None
     # Of eight patches, four are kept.
     assert torch.equal(step.index_BK[:, -1], 1 + score_BN[:, 1:].argsort(dim=1, descending=True)[:, 4])
