@@ -183,58 +183,56 @@ class OneBranch(Execution):
             # The branch is the MLP, or attention where each token keeps its place: the cache receives all.
             selected = call.select_tokens(arguments, z, None)
             call.begin_update(arguments, z, routing, all_tokens=True)
-        branch = partial(run_on_kept, routing, attends, self.operator in call.tuples)
+        branch = partial(self.run_branch, routing, attends)
         with running(block.mod_state.inner, {call.operators[self.operator]: branch}):
             return host(z, **selected)
 
+    def run_branch(
+        self,
+        routing: Routing,
+        attend_to_all: AttendsToAll | None,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Run the branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
 
-def run_on_kept(
-    routing: Routing,
-    attend_to_all: AttendsToAll | None,
-    in_tuple: bool,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Run a branch on the kept tokens; return the gated update of all tokens (B, N, D), zero at the others.
+        The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
+        keyword `hidden_states`.
 
-    The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
-    keyword `hidden_states`.
-
-    Args:
-        attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
-        in_tuple: The branch returns a tuple, its update first.
-    """
-    others = dict(kwargs)
-    x: Tensor = args[0] if args else others.pop("hidden_states")
-    x_BND = x
-    in_sequence = x.shape[:-1] != routing.score_BN.shape
-    if in_sequence:
-        # The host runs all images as one sequence.
-        x_BND = x.view(*routing.score_BN.shape, -1)
-    z_BKD = gather_kept(x_BND, routing)
-
-    def run_on(rows: Tensor, **arguments: Any) -> Any:
+        Args:
+            attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
+        """
+        others = dict(kwargs)
+        x: Tensor = args[0] if args else others.pop("hidden_states")
+        x_BND = x
+        in_sequence = x.shape[:-1] != routing.score_BN.shape
         if in_sequence:
-            rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
-        if not args:
-            return forward(hidden_states=rows, **arguments)
-        return forward(*[rows if value is x else value for value in args], **arguments)
+            # The host runs all images as one sequence.
+            x_BND = x.view(*routing.score_BN.shape, -1)
+        z_BKD = gather_kept(x_BND, routing)
 
-    if attend_to_all is not None:
-        output = attend_to_all(run_on, others, x_BND, z_BKD)
-    else:
-        # Hosts take no empty sequence.
-        output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
-    # What did not come from the host's branch is not in the tuple that the host's block unpacks.
-    if in_tuple and not isinstance(output, tuple):
-        output = output, None
-    y_BKD = output[0] if isinstance(output, tuple) else output
-    y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
-    # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
-    # get none.
-    nothing_BND = y_BKD.new_zeros(x_BND.shape)
-    nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
-    out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
-    out = out.view(x.shape) if in_sequence else out
-    return (out, *output[1:]) if isinstance(output, tuple) else out
+        def run_on(rows: Tensor, **arguments: Any) -> Any:
+            if in_sequence:
+                rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
+            if not args:
+                return forward(hidden_states=rows, **arguments)
+            return forward(*[rows if value is x else value for value in args], **arguments)
+
+        if attend_to_all is not None:
+            output = attend_to_all(run_on, others, x_BND, z_BKD)
+        else:
+            # Hosts take no empty sequence.
+            output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
+        # What did not come from the host's branch is not in the tuple that the host's block unpacks.
+        if self.operator in self.call.tuples and not isinstance(output, tuple):
+            output = output, None
+        y_BKD = output[0] if isinstance(output, tuple) else output
+        y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
+        # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
+        # get none.
+        nothing_BND = y_BKD.new_zeros(x_BND.shape)
+        nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
+        out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
+        out = out.view(x.shape) if in_sequence else out
+        return (out, *output[1:]) if isinstance(output, tuple) else out

@@ -116,8 +116,16 @@ class TowerReader:
                 "a score that reads no pixels and no tower, such as router='stride'"
             )
         masks = [kind_BN == KINDS[name] for name in names]
-        value_T = self._values(calls, sum(int(mask_BN.sum()) for mask_BN in masks), names, arguments)
-        return scatter_values(value_T, masks, self.empty)
+        counts = [int(mask_BN.sum()) for mask_BN in masks]
+        value_T = self._values(calls, sum(counts), names, arguments)
+        if sum(counts) != len(value_T):
+            raise ValueError(
+                f"the images of this call have {len(value_T)} image tokens, the prompts have {sum(counts)}"
+            )
+        value_BN = torch.full(kind_BN.shape, self.empty, dtype=value_T.dtype, device=kind_BN.device)
+        for mask_BN, part_T in zip(masks, value_T.to(kind_BN.device).split(counts), strict=True):
+            value_BN = value_BN.masked_scatter(mask_BN, part_T)
+        return value_BN
 
     def _values(self, calls: list[Any], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
         """Return the value of each image token (T) from what was noted, those of images before those of videos.
@@ -150,23 +158,6 @@ def by_square(value_IRC: Tensor, side: int) -> Tensor:
     _, rows, columns = value_IRC.shape
     squares = value_IRC.unflatten(2, (columns // side, side)).unflatten(1, (rows // side, side))
     return squares.transpose(2, 3).reshape(-1, side**2)
-
-
-def scatter_values(value_T: Tensor, masks: list[Tensor], empty: float) -> Tensor:
-    """Return the values of image tokens at the indices of these (B, N).
-
-    Args:
-        value_T: Values of the tokens of all images, those of each mask in turn.
-        masks: True at the tokens of images, and at those of videos (B, N).
-        empty: The value of all other tokens.
-    """
-    counts = [int(image_BN.sum()) for image_BN in masks]
-    if sum(counts) != len(value_T):
-        raise ValueError(f"the images of this call have {len(value_T)} image tokens, the prompts have {sum(counts)}")
-    value_BN = torch.full(masks[0].shape, empty, dtype=value_T.dtype, device=masks[0].device)
-    for image_BN, part_T in zip(masks, value_T.to(value_BN.device).split(counts), strict=True):
-        value_BN = value_BN.masked_scatter(image_BN, part_T)
-    return value_BN
 
 
 class TowerImportance(TowerReader):
@@ -209,10 +200,7 @@ class TowerImportance(TowerReader):
     def _values(self, calls: list[Tensor], tokens: int, names: list[str], arguments: Arguments) -> Tensor:
         if self.stack.rows is not None:
             value_Q = torch.cat([value.flatten() for value in calls])
-            grids = torch.cat([arguments[f"{name}_grid_thw"] for name in names])
-            given = [arguments.get(f"{name}_merge_sizes") for name in names]
-            sides = [side_I for side_I in given if side_I is not None]
-            return _means_in_rows(value_Q, self.stack.rows, grids, torch.cat(sides) if sides else None)
+            return self._means_in_rows(self.stack.rows, value_Q, names, arguments)
         # Images of several sizes may be one sequence, without prefix tokens.
         parts = [value if value.ndim == 1 else value[:, self.first :] for value in calls]
         side = side_of(sum(part.numel() for part in parts), tokens)
@@ -223,23 +211,21 @@ class TowerImportance(TowerReader):
         rows = isqrt(value_IP.shape[1] * height // width)
         return by_square(value_IP.unflatten(1, (rows, -1)), side).mean(1)
 
-
-def _means_in_rows(value_Q: Tensor, source: RowSource, grids: Tensor, sides: Tensor | None) -> Tensor:
-    """Return the mean of the patches that each token stands for (T), from patches in the order of the tower's layers.
-
-    Args:
-        sides: Patches along a side of a token, of each image or video; None where they are those of the source.
-    """
-    means = []
-    start = 0
-    by_picture = [source.side] * len(grids) if sides is None else sides.tolist()
-    for (frames, rows, columns), side in zip(grids.tolist(), by_picture, strict=True):
-        for frame_N in value_Q[start : start + frames * rows * columns].split(rows * columns):
-            if source.order is not None:
-                frame_N = frame_N[source.order(source.module, (rows, columns)).argsort().to(frame_N.device)]
-            means.append(frame_N.view(-1, side**2).mean(1))
-        start += frames * rows * columns
-    return torch.cat(means)
+    def _means_in_rows(self, source: RowSource, value_Q: Tensor, names: list[str], arguments: Arguments) -> Tensor:
+        """Return the mean of the patches that each token stands for (T), in the order of the prompt."""
+        means = []
+        start = 0
+        for name in names:
+            grids = arguments[f"{name}_grid_thw"].tolist()
+            given: Tensor | None = arguments.get(f"{name}_merge_sizes")
+            sides = [source.side] * len(grids) if given is None else given.tolist()
+            for (frames, rows, columns), side in zip(grids, sides, strict=True):
+                for frame_N in value_Q[start : start + frames * rows * columns].split(rows * columns):
+                    if source.order is not None:
+                        frame_N = frame_N[source.order(source.module, (rows, columns)).argsort().to(frame_N.device)]
+                    means.append(frame_N.view(-1, side**2).mean(1))
+                start += frames * rows * columns
+        return torch.cat(means)
 
 
 def _last_used(config: Any, layers: int) -> int:
