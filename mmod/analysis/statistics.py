@@ -36,7 +36,7 @@ more than all others may be missing, and a bootstrap would not know of them. Sou
 Statistics 12 (1941).
 """
 # A loss that would need more times as many samples is too close to the tolerance for an estimate.
-_MOST = 50
+MOST = 50
 
 
 @dataclass(frozen=True)
@@ -239,15 +239,15 @@ def missing_samples(loss: Estimate, tolerance: float, samples: int) -> int:
     if not loss.has_interval:
         return max(1, FEWEST - samples)
     # Intervals of more samples are narrower, so that the least number is found by halves.
-    most = _MOST * samples
+    most = MOST * samples
     numbers = range(samples + 1, most)
-    least = bisect.bisect_left(numbers, True, key=lambda wanted: _decides(loss, tolerance, samples, wanted))
+    least = bisect.bisect_left(numbers, True, key=lambda wanted: decides(loss, tolerance, samples, wanted))
     missing = least + 1
     digits = max(0, len(str(missing)) - 2)
     return math.ceil(missing / 10**digits) * 10**digits
 
 
-def _decides(loss: Estimate, tolerance: float, samples: int, wanted: int) -> bool:
+def decides(loss: Estimate, tolerance: float, samples: int, wanted: int) -> bool:
     """Return whether so many samples decide about a loss that is measured on some."""
     # Too few samples do not say how far others may be.
     if not loss.has_interval:

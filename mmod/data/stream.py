@@ -241,17 +241,19 @@ class BatchStream:
             raise CorruptDataError(f"no sample can be read; {self.report}")
         return batch
 
-    def faults(self, shown: bool = False) -> list[Fault]:
+    def faults(self, shown: bool = False, batches: int | None = None) -> list[Fault]:
         """Read every sample of this process once, and return why some cannot be read; none of streamed data.
 
         Args:
             shown: Show a progress bar.
+            batches: Read the first batches of an epoch alone, so many.
         """
         # They would be sent once more.
         if hasattr(getattr(self.reader, "source", None), "lanes"):
             return []
-        batches = self._load(self._order(0), (self.seed or 0, 0))
-        bar = progress_bar(batches, total=self.steps_per_epoch, desc="check samples", shown=shown, leave=False)
+        order = self._order(0)[:batches]
+        loaded = self._load(order, (self.seed or 0, 0))
+        bar = progress_bar(loaded, total=len(order), desc="check samples", shown=shown, leave=False)
         with original_errors():
             return list(chain.from_iterable(batch.faults for batch in bar))
 

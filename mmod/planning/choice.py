@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mmod.analysis.statistics import Estimate, chance_within, exceeds, keeps, missing_samples, unbeaten
+from mmod.analysis.statistics import (
+    MOST,
+    Estimate,
+    chance_within,
+    decides,
+    exceeds,
+    keeps,
+    missing_samples,
+    unbeaten,
+)
 from mmod.analysis.timing import Spread
 from mmod.io.tables import MarkdownTable
 
@@ -296,8 +305,8 @@ class Recommendation:
             return f"more {SEEDS}"
         missing = missing_samples(model.loss, self.tolerance, model.images)
         # So many give a first interval, or leave a loss at the limit as open as it is.
-        decides = _decides(model.loss, self.tolerance, model.images, _MOST * model.images)
-        return f"{'' if decides else 'at least '}{missing:,} more {self.samples}"
+        is_number = decides(model.loss, self.tolerance, model.images, MOST * model.images)
+        return f"{'' if is_number else 'at least '}{missing:,} more {self.samples}"
 
     @property
     def limit(self) -> str:

@@ -47,6 +47,10 @@ def main(arguments: Sequence[str], kind: str) -> None:
     print(counted)
     if rate is not None:
         print(f"{counted.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")
+    # It imports torch, which `--help` answers without.
+    from mmod.training.engine.run_folder import told_start
+
+    print(told_start(config, counted.processes))
 
 
 def next_commands(config: RunConfig, result: FitResult[Any]) -> str:

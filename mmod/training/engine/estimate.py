@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from mmod.training.engine.task import Task
 
 # Mixup needs a pair of samples.
 _SAMPLES = 2
+# Training samples that are read to find broken ones; those of evaluation are all read.
+_READ = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
     model, teacher, (stream, test) = begin(kind, Process(0, world, device))
     model.to(device)
     check_evaluation(test, config.data, shown=True)
+    stream.report.add(stream.faults(shown=True, batches=math.ceil(_READ / stream.batch_size)))
     batch = config.step_samples(world)
     epoch_steps = config.steps_of_epoch(stream.steps_per_epoch)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]

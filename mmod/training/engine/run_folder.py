@@ -25,7 +25,15 @@ from mmod.io.files import (
 )
 from mmod.io.records import check_same, read_record
 from mmod.io.tensors import check_complete
-from mmod.opening.runs import CHECKPOINTS, FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG, find_run
+from mmod.opening.runs import (
+    CHECKPOINTS,
+    FINAL_MODEL,
+    LAST_WEIGHTS,
+    RUN_CONFIG,
+    find_run,
+    list_checkpoints,
+    newest_first,
+)
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
@@ -89,6 +97,31 @@ def _check_continues(config: RunConfig, existing: dict[str, Any], record: dict[s
     check_same(config.output, portable(existing), portable(record), kind="a run", free_keys=free_keys, advice=advice)
 
 
+def _has_begun(config: RunConfig, record: dict[str, Any]) -> bool:
+    """Return whether the folder of a config has its run; a ValueError if it has another one."""
+    existing = read_record(Path(config.output), RUN_CONFIG)
+    if existing is not None:
+        _check_continues(config, existing, record)
+    return existing is not None
+
+
+def told_start(config: RunConfig, world: int) -> str:
+    """Say what a run of a config would do with the folder that is there; raises what the run would."""
+    folder = Path(config.output)
+    if not _has_begun(config, {**config.to_dict(), "world_size": world}):
+        return f"{folder}: the run would start anew"
+    if is_finished(folder):
+        return f"{folder}: the run has finished; its result would be read, and nothing trained"
+    if config.keeps_checkpoints:
+        _check_result_is_due(folder)
+    # Of the loop and of transformers' trainer, whose names begin with the step.
+    checkpoints = [*list_checkpoints(folder / CHECKPOINTS), *newest_first((folder / CHECKPOINTS).glob("checkpoint-*"))]
+    if not checkpoints:
+        return f"{folder}: the run was stopped before its first checkpoint, and would start anew"
+    _, step, *_ = checkpoints[0].name.split("-")
+    return f"{folder}: the run was stopped, and would resume at step {int(step)}"
+
+
 def run_once(
     config: RunConfig,
     rank: int,
@@ -105,9 +138,7 @@ def run_once(
     record = {**config.to_dict(), "world_size": world}
 
     def finished() -> Done | None:
-        existing = read_record(folder, RUN_CONFIG)
-        if existing is not None:
-            _check_continues(config, existing, record)
+        _has_begun(config, record)
         result = read(folder)
         if result is None and config.keeps_checkpoints:
             _check_result_is_due(folder)

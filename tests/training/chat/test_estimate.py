@@ -187,7 +187,7 @@ def test_a_dry_run_says_what_the_vision_tower_costs(folder: Path, capsys: pytest
     cost = estimate(config)
     assert f"of a sample: conversation {cost.flops['conversation'] / 1e9:.4g}; about" in printed
     assert f"\nforward GFLOPs of the vision tower: {cost.vision / 1e9:.4g}; of the dense model: " in printed
-    assert printed.endswith(f"\n{cost.hours(0.001):.4g} hours at 0.001 TFLOP/s in each process\n")
+    assert f"\n{cost.hours(0.001):.4g} hours at 0.001 TFLOP/s in each process\n" in printed
 
 
 @pytest.mark.parametrize("routing", [None, P_MOD, IMAGE_ALONE, {**P_MOD, **IMAGE_ALONE}], ids=str)

@@ -84,6 +84,7 @@ def test_a_dry_run_of_pairs_prints_the_cost_and_writes_no_run(
     assert "epochs: 5, steps: 20 of 64 samples" in printed
     assert "forward GFLOPs of a sample: image 0.02482, text 0.004874; about 0.005701 TFLOPs a step" in printed
     assert "3,686,017 parameters, 3,686,017 trained" in printed
+    assert printed.endswith(f"{tmp_path / 'run'}: the run would start anew\n")
     # 20 steps of 0.005701 TFLOPs.
     assert "0.03167 hours at 0.001 TFLOP/s in each process" in printed
     with pytest.raises(TypeError, match="--dry-run must be a number above 0 or null, got 'fast'"):

@@ -29,7 +29,7 @@ from mmod.io.records import FolderTakenError
 from mmod.opening.runs import find_weights, list_checkpoints
 from mmod.training import EmaConfig, TrainConfig, evaluate
 from mmod.training.engine.kind import Step, create
-from mmod.training.engine.run_folder import run_once, unfinished
+from mmod.training.engine.run_folder import run_once, told_start, unfinished
 from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
 from tests.kit.processes import FORK, run_processes
@@ -350,8 +350,10 @@ def test_a_run_goes_on_with_the_data_elsewhere_and_damaged_samples_allowed(tmp_p
     assert run(replace(config, data=data, log_every=7, checkpoint_every=3)).reused
     assert finished.folder == str(tmp_path / "run")
     # Its schedule depends on its length.
-    with pytest.raises(FolderTakenError, match=r"another config.* epochs: 1 there, 2 now"):
-        run(replace(config, epochs=2))
+    longer = replace(config, epochs=2)
+    for start in (run, partial(told_start, world=1)):
+        with pytest.raises(FolderTakenError, match=r"another config.* epochs: 1 there, 2 now"):
+            start(longer)
 
 
 @pytest.mark.parametrize("average", [None, EmaConfig(), EmaConfig(decay=0.5), EmaConfig(0.5, use_warmup=False)])

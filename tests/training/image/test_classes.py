@@ -237,6 +237,21 @@ def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path)
     )
 
 
+def test_a_dry_run_reads_some_of_the_training_images_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_images(tmp_path / "data/train", ["a"], 12)
+    write_images(tmp_path / "data/val", ["a"], 2)
+    order = np.random.default_rng([0, 0]).permutation(12)
+    config = config_of(tmp_path / "run", tmp_path / "data", classes=1, data={"batch_size": 2})
+    monkeypatch.setattr("mmod.training.engine.estimate._READ", 8)
+    # The tenth image of an epoch is not read, the eighth is.
+    (tmp_path / f"data/train/a/{order[9]}.png").write_bytes(b"no picture")
+    assert estimate(config).steps > 0
+    (tmp_path / f"data/train/a/{order[7]}.png").write_bytes(b"no picture")
+    with pytest.raises(CorruptDataError, match=rf"/a/{order[7]}\.png.*on_corrupt='skip' counts"):
+        estimate(config)
+    assert estimate(replace(config, data=replace(config.data, on_corrupt="skip"))).steps > 0
+
+
 def evaluate_in_processes(folder: str, patches: bool) -> None:
     """Train and evaluate where all samples of one process cannot be read."""
     result = fit(unreadable(Path(folder), patches), progress=False)
