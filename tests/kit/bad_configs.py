@@ -223,7 +223,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (ChatConfig, {"model": {"config": LLAVA}}, "needs model.processor: a folder, a name, 'bpe' or 'words'"),
     (
         ChatConfig,
-        {"model": {**WORDS, "processor_args": {"max_pixels": 784}}},
+        {"model": {**WORDS, "processor_args": {"size": 784}}},
         "those of a saved processor, not of 'words'",
     ),
     (TextConfig, {"methods": RECURSIONS, "routing": {"preset": "mod"}}, "'routing' cannot follow 'recursions'"),

@@ -61,8 +61,8 @@ class ModelConfig(Checked, group="model"):
             embedded questions; both also set the vocabulary and special tokens of `config`.
         args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`;
             with `config` only the first two.
-        processor_args: Arguments of the processor's `from_pretrained`, such as `max_pixels` of Qwen-VL, which limits
-            the number of image tokens.
+        processor_args: Arguments of the processor's `from_pretrained`, such as Qwen-VL's `size: {shortest_edge: N,
+            longest_edge: N}`, the fewest and most pixels of a picture, which limit the number of image tokens.
         image_size: Side in pixels of the images of a LLaVA-like model, which determines the number of image tokens;
             position embeddings are resampled. None keeps the model's size.
     """
@@ -123,9 +123,9 @@ class TrainConfig(RunConfig):
         optim: Name of one of timm's optimisers, such as "muon", which takes the learning rate and weight decay of
             `trainer`. None for the trainer's optimiser.
         trainer: Arguments of `transformers.TrainingArguments`: learning rate, batch size, epochs, `fsdp`,
-            `deepspeed`, `gradient_checkpointing` and so on. `eval_strategy` and `eval_steps` also evaluate in training,
-            and `load_best_model_at_end` keeps the weights with the most right answers. At least two checkpoints are
-            kept, also by `save_total_limit: 1`.
+            `deepspeed`, `activation_checkpointing` and so on. `eval_strategy` and `eval_steps` also evaluate in
+            training, and `load_best_model_at_end` keeps the weights with the most right answers. At least two
+            checkpoints are kept, also by `save_total_limit: 1`.
         eval_batch_size: Questions per batch in an evaluation.
         max_new_tokens: Longest answer, in tokens.
     """

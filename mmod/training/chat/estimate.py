@@ -127,8 +127,10 @@ def estimate(kind: Any) -> ChatEstimate:
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
+    # The arguments leave out what needs a device.
+    is_half = bool(config.trainer.get("bf16") or config.trainer.get("fp16"))
     held = sum(
-        _held_bytes(stack, patches if name == "image" else tokens, kept, config.trainer)
+        _held_bytes(stack, patches if name == "image" else tokens, kept, is_half, arguments.activation_checkpointing)
         for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or _is_trained(stack)
@@ -219,12 +221,12 @@ def _is_trained(stack: BlockStack) -> bool:
     return any(weight.requires_grad for weight in weights)
 
 
-def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, object]) -> int:
+def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], is_half: bool, recomputed: bool) -> int:
+    """Return the memory that the blocks of a stack hold for their backward pass; `recomputed`: their inputs alone."""
     total = 0
-    is_half = bool(trainer.get("bf16") or trainer.get("fp16"))
     for name, block in zip(stack.names, stack.blocks):
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
         # What a linear layer reads and writes is held for its gradient.
-        held = stack.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
+        held = stack.dim * tokens + (0 if recomputed else kept.get(name, tokens) * width)
         total += held * (2 if is_half else next(block.parameters()).element_size())
     return total

@@ -282,7 +282,7 @@ def length_sampler(dataset: object, args: TrainingArguments) -> LengthSampler | 
     """Return the order of training conversations; None for that of the trainer."""
     grouped = args.train_sampling_strategy == "group_by_length"
     # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
-    waits = args.fsdp or args.deepspeed or args.gradient_checkpointing
+    waits = args.fsdp or args.deepspeed or args.activation_checkpointing
     together = args.world_size > 1 and bool(waits)
     if not isinstance(dataset, ChatDataset) or not (grouped or together):
         return None

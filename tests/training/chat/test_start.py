@@ -234,6 +234,7 @@ def test_adapters_train_beside_named_modules_and_from_decomposed_weights(folder:
     create_with_processor(vlm_config(folder, lora={"target_modules": ["q_proj"], "init_lora_weights": "pissa"}), True)
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
 def test_processors_take_arguments(tmp_path: Path) -> None:
     qwen().save_pretrained(tmp_path / "processor")
     picture = Image.new("RGB", (300, 300))
@@ -248,4 +249,4 @@ def test_processors_take_arguments(tmp_path: Path) -> None:
         return counts.pop()
 
     assert tokens() == 49
-    assert tokens(max_pixels=28 * 28 * 20) == 16
+    assert tokens(size={"shortest_edge": 784, "longest_edge": 28 * 28 * 20}) == 16
