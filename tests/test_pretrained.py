@@ -9,9 +9,10 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from safetensors import safe_open
@@ -22,6 +23,7 @@ from mmod import RoutingConfig, load_pretrained, save_pretrained
 from mmod.io.files import UnwrittenError
 from mmod.random_state import Unfilled
 from tests.kit.disk import small_disk
+from tests.kit.processes import run_processes
 from tests.kit.quantized import quantize_
 from tests.kit.saved_models import edit
 
@@ -65,6 +67,29 @@ def test_a_full_disk_keeps_what_was_saved_before(tmp_path: Path) -> None:
     with small_disk(100_000), pytest.raises(UnwrittenError, match=message):
         save_pretrained(routed(), tmp_path, overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def die_while_saving(folder: str) -> None:
+    """Leave what safetensors has where it is killed: a part of the file, under a random name in its folder."""
+
+    def die(state: Any, path: Path, **options: Any) -> NoReturn:
+        (path.parent / ".tmpZ4s14n").write_bytes(b"half")
+        os._exit(9)
+
+    safetensors.torch.save_file = die
+    save_pretrained(routed(), folder, overwrite=True)
+
+
+def test_what_a_killed_save_leaves_is_removed_by_the_next(tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path / "saved")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "saved").iterdir()}
+    assert run_processes(die_while_saving, str(tmp_path / "saved"), world=1, log=tmp_path / "log") == [9]
+    left = {path.name for path in (tmp_path / "saved").rglob("*")}
+    assert ".tmpZ4s14n" in left
+    # Nothing is lost meanwhile.
+    load_pretrained(tmp_path / "saved")
+    save_pretrained(routed(), tmp_path / "saved", overwrite=True)
+    assert {path.name for path in (tmp_path / "saved").rglob("*")} == {*before}
 
 
 def test_changes_since_creation_are_kept(tmp_path: Path) -> None:

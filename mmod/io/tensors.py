@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,8 +23,18 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
     """Write tensors and header strings; those that share memory are written in full, as the format has no sharing."""
     from safetensors.torch import save_file
 
+    path = Path(path)
     stored = unshared({name: value.detach().cpu().contiguous() for name, value in state.items()})
-    save_file(stored, path, metadata=None if header is None else dict(header))
+    # safetensors writes under a random name beside its target, which would stay where the process is killed: in a
+    # folder, the next writer finds it.
+    folder = path.with_name(f".{path.name}.folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    try:
+        save_file(stored, folder / path.name, metadata=None if header is None else dict(header))
+        os.replace(folder / path.name, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
