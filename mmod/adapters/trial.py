@@ -187,10 +187,12 @@ def _check_output(output: object, x: Tensor, arguments: Arguments) -> None:
     shapes = [tuple(value.shape) for value in outputs if isinstance(value, Tensor)]
     given = [tuple(value.shape) for value in arguments.values() if isinstance(value, Tensor) and value.ndim == 3]
     if shapes[:1] != [tuple(x.shape)] or {*shapes[1:]} & {*given}:
+        like = "Stages that merge patches, as in Swin, work on the grid of all tokens"
+        if {*shapes} & {*given}:
+            like = "Double-stream blocks, as in FLUX, SD3 and Qwen-Image, change the text too"
         raise _Refused(
             f"returns {', '.join(map(str, shapes)) or type(output).__name__} for tokens {tuple(x.shape)}: it must "
-            "return the tokens alone, all of them and in their order. Double-stream blocks, as in FLUX, SD3 and "
-            "Qwen-Image, change the text too"
+            f"return the tokens alone, all of them and in their order. {like}"
         )
 
 

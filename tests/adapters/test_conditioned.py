@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -276,6 +277,15 @@ def test_blocks_of_two_streams_are_refused_by_that(name: str) -> None:
     model = getattr(diffusers, name)(**_JOINT, **options)
     with pytest.raises(ValueError, match=r"must return the tokens alone.* Double-stream blocks"):
         mmod.route_(model, mmod.RoutingConfig(), tokens=mmod.Tokens(example=example))
+
+
+def test_stages_that_merge_patches_are_refused_by_that() -> None:
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4
+    )
+    with pytest.raises(ValueError, match=r"must return the tokens alone.* merge patches, as in Swin") as refusal:
+        mmod.route_(transformers.SwinModel(config), mmod.RoutingConfig())
+    assert "FLUX" not in str(refusal.value)
 
 
 class PooledBlock(AdaLNBlock):

@@ -58,6 +58,11 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         record_config(folder, record_of(config), file="config.json", kind="an audit")
         return Audit.from_dict(read_json_object(result)["audit"])
     sets = sets_of(config.kind)
+    if options.generation and not sets.writes:
+        raise ValueError(
+            f"audit.generation is for runs of kind 'text', whose models write bytes, and this is one of kind "
+            f"{config.kind!r}: leave it out"
+        )
     if sets.writes and options.generation % config.data.length:
         raise ValueError(
             f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
@@ -140,7 +145,7 @@ def _counted(kind: Kind, model: nn.Module) -> FlopReport | None:
 def _generation(kind: Kind, model: nn.Module, options: AuditOptions) -> Generation | None:
     """Return the decisions of a model while it writes long texts; None if it writes none."""
     config = kind.config
-    if not (sets_of(config.kind).writes and options.generation):
+    if not options.generation:
         return None
     # Longer texts than the windows of the training.
     length = config.data.length + options.generation

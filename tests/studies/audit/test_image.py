@@ -217,5 +217,7 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
     config = AUDITS["image"].from_dict(
         {"output": str(tmp_path), "model": {"name": "test_vit"}, "data": {"source": "digits"}}
     )
+    with pytest.raises(ValueError, match=r"audit\.generation is for runs of kind 'text'.* kind 'image': leave it out"):
+        main([str(run), "--output", str(tmp_path), "--audit.generation", "32"])
     with pytest.raises(ValueError, match="name a run folder"):
         audit_run(config)
