@@ -32,7 +32,7 @@ from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
-from mmod.studies.config import RUN_FIELDS, StudyConfig
+from mmod.studies.config import StudyConfig
 from mmod.studies.kind_configs import TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
@@ -91,12 +91,6 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
 
 def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
     """Read the training configs of the dense model and of fine-tuning it; a ValueError if they do not fit the study."""
-    if config.tune and not config.finetune:
-        # A silent default would repeat the dense model's whole schedule for each model.
-        raise ValueError(
-            "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of conversations "
-            "`{trainer: {max_steps: 100}}`), or set tune to false"
-        )
     kind_config = config_class(config.trains)
     fields = config.fields_of_dense(_read_dense(config.dense, config.trains))
     dense = from_plain(kind_config, fields, "dense")
@@ -115,20 +109,6 @@ def training_configs(config: StudyConfig) -> tuple[RunConfig, RunConfig]:
             f"finetune is about the dense model too: {error}; what needs routers or methods goes into `changes` of "
             "each series"
         ) from error
-    for run in (dense, tuned):
-        kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
-        if run.routing is not None:
-            kinds.append("routing")
-        if kinds:
-            raise ValueError(
-                f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
-                "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
-            )
-    if not config.train_dense and config.tune is not True and not config.starts_trained(dense):
-        raise ValueError(
-            "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
-            "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
-        )
     config.check_runs(dense, tuned)
     return dense, tuned
 
@@ -159,11 +139,8 @@ def baselines_of(config: StudyConfig, epochs: int) -> Iterator[Candidate]:
     Args:
         epochs: Length of a training from scratch.
     """
-    for series, budgets in config.baselines_by_series.items():
-        for budget, fields in budgets.items():
-            if config.is_run(budget):
-                settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
-                yield baseline(config.candidate(series, budget, fields), settings, epochs)
+    for plain, settings in config.unrouted():
+        yield baseline(plain, settings, epochs)
 
 
 def baseline(plain: Candidate, settings: Mapping[str, Any], epochs: int) -> Candidate:

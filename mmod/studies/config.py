@@ -155,6 +155,12 @@ class StudyConfig(Checked):
             # A name that promises the method of a paper must keep it.
             if candidate.series in PRESETS and candidate.routing is not None:
                 self.check_named(candidate.series, candidate.routing)
+        if self.tune and not self.finetune:
+            # A silent default would repeat the dense model's whole schedule for each model.
+            raise ValueError(
+                "finetune is empty: say how long models are fine-tuned, such as `finetune: {epochs: 1}` (of "
+                "conversations `{trainer: {max_steps: 100}}`), or set tune to false"
+            )
         self._check_following()
 
     def check_settings(self) -> None:
@@ -220,7 +226,7 @@ class StudyConfig(Checked):
                 shared = {key: value for key, value in fields.items() if key != "budgets"}
                 # A series that names its budgets says what each of them sets.
                 for budget, differing in fields["budgets"].items():
-                    if self.is_run(budget):
+                    if self._is_run(budget):
                         yield self._routed(series, budget, {**shared, **differing}, capacity=None)
             elif self._is_one(series):
                 yield self._routed(series, None, fields, capacity=None)
@@ -232,7 +238,7 @@ class StudyConfig(Checked):
         self, series: str, budget: float | None, fields: Mapping[str, Any], capacity: float | None
     ) -> Candidate:
         """Return the model of a series at a budget, with the routing that its fields set, or the search of one."""
-        plain = self.candidate(series, budget, fields)
+        plain = self._candidate(series, budget, fields)
         if "search" in fields:
             refuse_unknown(f"field beside routers.{series}.search", fields, ("search", "budgets", *RUN_FIELDS))
             # A series without a budget says it among the options.
@@ -241,7 +247,15 @@ class StudyConfig(Checked):
         routing = self.routing_at({key: value for key, value in fields.items() if key not in RUN_FIELDS}, capacity)
         return dataclasses.replace(plain, routing=routing)
 
-    def candidate(self, series: str, budget: float | None, fields: Mapping[str, Any]) -> Candidate:
+    def unrouted(self) -> Iterator[tuple[Candidate, dict[str, Any]]]:
+        """Yield the model of every baseline at every budget that is run, with the fields that make it cheaper."""
+        for series, budgets in self.baselines_by_series.items():
+            for budget, fields in budgets.items():
+                if self._is_run(budget):
+                    settings = {name: value for name, value in fields.items() if name not in RUN_FIELDS}
+                    yield self._candidate(series, budget, fields), settings
+
+    def _candidate(self, series: str, budget: float | None, fields: Mapping[str, Any]) -> Candidate:
         """Return the model of a series at a budget with what describes its run, and nothing that makes it cheaper."""
         control = self.controls.get(series) or None
         return Candidate(
@@ -254,7 +268,7 @@ class StudyConfig(Checked):
             is_trained=bool(self.tune) and fields.get("tune", True),
         )
 
-    def is_run(self, budget: float) -> bool:
+    def _is_run(self, budget: float) -> bool:
         """Whether models of a budget that a series names are run."""
         return self.budgets is None or budget in self.budgets
 
@@ -357,6 +371,20 @@ class StudyConfig(Checked):
 
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
+        for run in (dense, tuned):
+            kinds = [method.get("kind") for method in run.methods if not method.get("training_only")]
+            if run.routing is not None:
+                kinds.append("routing")
+            if kinds:
+                raise ValueError(
+                    f"the dense model of a study has no methods and no routing, got {', '.join(map(str, kinds))}: "
+                    "leave them out of `dense` and its changes, and name them in `routers` or `baselines`"
+                )
+        if not self.train_dense and self.tune is not True and not self.starts_trained(dense):
+            raise ValueError(
+                "nothing to compare with: the dense config starts from no weights, and the study does not train it; "
+                "set dense.model.checkpoint, name a run in `dense`, or set train_dense to true"
+            )
 
     @property
     def evaluation(self) -> Evaluation:

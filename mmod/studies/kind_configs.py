@@ -115,6 +115,7 @@ class ImageStudyConfig(TimmStudyConfig):
 
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse a score of patches where images have the labels, and training on the images of the evaluation."""
+        super().check_runs(dense, tuned)
         self.check_splits(dense.data, tuned.data)
         if self.score != "top1" and dense.data.label_patch is None:
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
@@ -222,6 +223,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
 
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse patches without classes, and a training split that is missing."""
+        super().check_runs(dense, tuned)
         self.check_splits(dense.data, tuned.data)
         data = dense.data
         if self.classifier == "dense" and data.train_split == data.val_split:
@@ -316,6 +318,7 @@ class ChatStudyConfig(StudyConfig):
 
     def check_runs(self, dense: RunConfig, tuned: RunConfig) -> None:
         """Refuse training configs without questions."""
+        super().check_runs(dense, tuned)
         if dense.data.val is None or tuned.data.val is None:
             raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
 

@@ -18,7 +18,8 @@ from tests.kit.image_study import DENSE
 
 
 def study(routers: dict[str, Any], kind: type[StudyConfig] = ImageStudyConfig) -> StudyConfig:
-    return from_plain(kind, {"output": "study", "dense": "dense.yaml", "routers": routers})
+    fields = {"output": "study", "dense": "dense.yaml", "finetune": {"epochs": 1}, "routers": routers}
+    return from_plain(kind, fields)
 
 
 @pytest.mark.parametrize(

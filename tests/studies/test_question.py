@@ -164,5 +164,6 @@ def test_a_study_of_other_files_takes_no_table_and_an_older_one_goes_on(tmp_path
     ],
 )
 def test_the_usual_folder_tells_models_apart(dense: Any, tune: bool, folder: str) -> None:
-    study = ImageStudyConfig(dense=dense, routers={"a-mod": {"preset": "a-mod"}}, tune=tune)
+    routers = {"a-mod": {"preset": "a-mod"}}
+    study = ImageStudyConfig(dense=dense, routers=routers, finetune={"epochs": 1}, tune=tune)
     assert study.output == f"runs/tradeoff/{folder}"
