@@ -21,7 +21,7 @@ from mmod.methods.reduction import Reducing, Reduction, pooling
 from mmod.ops import capture_importance, capture_inputs, gather_rows
 from mmod.ops.select import best_first
 
-Attention = capture_importance | capture_inputs
+WatchedAttention = capture_importance | capture_inputs
 """What reads the attention that tokens receive."""
 
 
@@ -72,13 +72,13 @@ class Prune(Reducing):
         watch = partial(self.watch, stack.class_token, owner_of(model, stack))
         return dict.fromkeys(blocks, Reduction(watch, partial(self.reduce, stack.prefix)))
 
-    def watch(self, class_token: bool, owner: nn.Module) -> Attention:
+    def watch(self, class_token: bool, owner: nn.Module) -> WatchedAttention:
         """Return what reads the mean attention, or the class token's."""
         if self.by == "class_token" or (self.by == "auto" and class_token and pooling(owner) == "token"):
             return capture_inputs()
         return capture_importance()
 
-    def reduce(self, prefix: int, x_BND: Tensor, size_BN: Tensor | None, attention: Attention) -> Reduced | None:
+    def reduce(self, prefix: int, x_BND: Tensor, size_BN: Tensor | None, attention: WatchedAttention) -> Reduced | None:
         """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
         # A token that an earlier block fused is one of them.
         patches = x_BND.shape[1] - prefix

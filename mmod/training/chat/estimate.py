@@ -129,8 +129,9 @@ def estimate(kind: Any) -> ChatEstimate:
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     # The arguments leave out what needs a device.
     is_half = bool(config.trainer.get("bf16") or config.trainer.get("fp16"))
+    recomputes = bool(arguments.activation_checkpointing)
     held = sum(
-        _held_bytes(stack, patches if name == "image" else tokens, kept, is_half, arguments.activation_checkpointing)
+        _held_bytes(stack, patches if name == "image" else tokens, kept, is_half, recomputes)
         for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or _is_trained(stack)

@@ -218,6 +218,6 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
         {"output": str(tmp_path), "model": {"name": "test_vit"}, "data": {"source": "digits"}}
     )
     with pytest.raises(ValueError, match=r"audit\.generation is for runs of kind 'text'.* kind 'image': leave it out"):
-        main([str(run), "--output", str(tmp_path), "--audit.generation", "32"])
+        commands.audit([str(run), "--output", str(tmp_path), "--audit.generation", "32"])
     with pytest.raises(ValueError, match="name a run folder"):
         audit_run(config)
