@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,22 +76,6 @@ class Wrapper(nn.Module):
         self.inner: Any = inner
 
 
-class Structure(NamedTuple):
-    """The structure of a language model's inputs.
-
-    Args:
-        valid_BN: False at padding (B, N).
-        segment_BN: Sample of each token, from 0, in rows that pack several samples (B, N); None where none does.
-        causal: Attention is causal over the valid tokens.
-        past: Number of cached tokens before.
-    """
-
-    valid_BN: Tensor
-    segment_BN: Tensor | None
-    causal: bool
-    past: Tensor | int
-
-
 @dataclass(frozen=True)
 class BlockStack:
     """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.
@@ -107,8 +91,7 @@ class BlockStack:
             embedding; None for other parts.
         sequence: Length of the token ids that the part reads, or None for images.
         reads_images: Image tokens stand among the text of a language part.
-        read_text: Reads a call of the module that holds the blocks of a language part, from it and its arguments. None
-            for all other parts.
+        language: The part is a language model, which supports `RoutingConfig.language`.
         class_token: The first token is a class token.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
@@ -130,7 +113,7 @@ class BlockStack:
     text_tower: nn.Module | None = None
     sequence: int | None = None
     reads_images: bool = False
-    read_text: Callable[..., Structure] | None = None
+    language: bool = False
     class_token: bool = False
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
@@ -139,11 +122,6 @@ class BlockStack:
     rows: RowSource | None = None
     windows: SequenceImages | None = None
     proof: Any = None
-
-    @property
-    def language(self) -> bool:
-        """Whether the part is a language model, which supports `RoutingConfig.language`."""
-        return self.read_text is not None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -442,20 +420,16 @@ class NamedArguments(CallForm, BlockCall):
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
-        cached: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:
-        """Run the host's forward on kept tokens that attend to all tokens; `cached` stores keys and values."""
+        """Run the host's forward on kept tokens that attend to all tokens."""
         # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}
         projections = known_projections(block, self.projections or ())
-        cached = [] if cached is None else cached
-        # Repeated blocks compute keys and values of all tokens in the first run only.
-        if not cached:
-            cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
-        with attend_to_captured(projections, cached):
-            return forward(z_BKD, **self._narrow_queries(arguments, x_BND.shape[1], routing))
+        captured = keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
+        with attend_to_captured(projections, captured):
+            return forward(z_BKD, **self.narrow_queries(arguments, x_BND.shape[1], routing))
 
-    def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
+    def narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
         """Return the arguments for kept queries and all keys."""
         index_BK = routing.kept.index_BK
         narrowed = self.narrow_rows(arguments, index_BK)

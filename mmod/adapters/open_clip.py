@@ -214,8 +214,9 @@ class ClipBlock(NamedArguments):
             return narrowed
         return self.with_mask(narrowed, narrowed.get("attn_mask"))
 
-    def _narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
-        narrowed = super()._narrow_queries(self._unflat(arguments), tokens, routing)
+    def narrow_queries(self, arguments: Arguments, tokens: int, routing: Routing) -> dict[str, Any]:
+        """Return the arguments for kept queries and all keys."""
+        narrowed = super().narrow_queries(self._unflat(arguments), tokens, routing)
         mask = narrowed.get("attn_mask")
         if mask is None:
             return narrowed

@@ -24,7 +24,6 @@ from mmod.lab.mixture import (
     TokenRouter,
     all_of,
     balance_loss,
-    check_texts,
     choice_cross_entropy,
     choose_tokens,
     chosen_expert,
@@ -155,8 +154,10 @@ class Experts(Mixture):
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
-        if stack.read_text is not None:
-            attach(owner_of(model, stack), ModelHook(partial(check_texts, stack.read_text, self.kind, True)))
+        if stack.language:
+            from mmod.lab.decoders import check_texts
+
+            attach(owner_of(model, stack), ModelHook(partial(check_texts, self.kind, True)))
 
     def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:
         """Return the MLP of a block; None if no module computes it alone."""

@@ -6,7 +6,7 @@ T rows of all experts, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.adapters.base import Structure
-from mmod.blocks import Arguments, Deciding, modules_of
+from mmod.blocks import Deciding
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
@@ -100,45 +99,6 @@ class Choosing(Added, Deciding):
             alone[place] = keep_BN if candidate_BN is None else keep_BN & candidate_BN
             candidate_BN = routing.keep_BN if config.nested else None
         return alone
-
-
-def check_texts(
-    read_text: Callable[..., Structure],
-    kind: str,
-    fills: bool,
-    module: nn.Module,
-    arguments: Arguments,
-) -> None:
-    """Refuse texts of a language model in which tokens cannot be chosen together.
-
-    Args:
-        read_text: See `BlockStack`.
-        kind: Kind of the method that chooses.
-        fills: Padding would take the place of tokens.
-    """
-    choosing = [child for child in modules_of(module, kind) if isinstance(child, Deciding)]
-    # Layers may have been removed since the method was applied.
-    if not choosing or not choosing[0].chooses_together(module.training):
-        return
-    text = read_text(module, arguments)
-    if text.past:
-        raise ValueError(
-            f"text cannot be generated where {kind} choose among future tokens, as they do in training mode "
-            "and with choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or "
-            "'tokens'"
-        )
-    if text.segment_BN is not None:
-        _refuse_rows(kind, "packed with several samples", "one sample per row")
-    if fills and not bool(text.valid_BN.all()):
-        _refuse_rows(kind, "padded", "texts of one length")
-
-
-def _refuse_rows(choosers: str, state: str, valid: str) -> None:
-    """Raise a ValueError where tokens of a row cannot be chosen together."""
-    raise ValueError(
-        f"{choosers} choose among the tokens of a row, but rows are {state}: pass {valid}, or apply the method with "
-        "choice='tokens'"
-    )
 
 
 class ExpertRows(NamedTuple):

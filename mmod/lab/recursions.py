@@ -33,14 +33,14 @@ from mmod.lab.mixture import (
     Mixture,
     TokenRouter,
     balance_loss,
-    check_texts,
     choice_cross_entropy,
     first_floating,
     numbered,
 )
 from mmod.methods.base import owner_of, register_method
-from mmod.ops import gather_rows, select_topk
+from mmod.ops import attend_to_captured, gather_rows, keys_and_values, select_topk
 from mmod.ops.backend import exporting
+from mmod.ops.context import known_projections
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Kept, LinearScore, Routing
@@ -134,8 +134,10 @@ class Recursions(Mixture):
             convert(cycle, shell.outer, cycle.mod_state)
         container[self.first] = cycle
         stack.watch_grid({stack.names[self.first]: cycle})
-        if stack.read_text is not None:
-            attach(owner_of(model, stack), ModelHook(partial(check_texts, stack.read_text, self.kind, False)))
+        if stack.language:
+            from mmod.lab.decoders import check_texts
+
+            attach(owner_of(model, stack), ModelHook(partial(check_texts, self.kind, False)))
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
         if self.choice == "tokens" or bool(getattr(stack.proof, "rows", ())):
             stack.refuse_divided(owner_of(model, stack))
@@ -162,21 +164,62 @@ class Depths(NamedTuple):
     last_BN: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class SharedBlock:
+    """How a block of images is called in each of its runs.
+
+    Args:
+        call: Its `BlockCall`.
+    """
+
+    call: Any
+
+    def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return which tokens are not padding (B, N); None for all."""
+        return NamedArguments.masks(self.call, arguments, x_BND).valid_BN
+
+    def select(self, behind: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
+        """Return the arguments for kept tokens, which are the same in each run."""
+        selected: Mapping[str, Any] = self.call.select_tokens(arguments, x_BND, routing)
+        return selected
+
+    def attend_to_first(
+        self,
+        block: nn.Module,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        z_BKD: Tensor,
+        routing: Routing,
+        keys: list[tuple[Tensor, Tensor]],
+    ) -> Any:
+        """Return kept tokens after the block, in which they attend to the keys of its first run.
+
+        Args:
+            keys: Keys and values of all tokens; the first run, of all tokens, fills the empty list.
+        """
+        # Hosts may pass arguments that are None to attention.
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        projections = known_projections(block, self.call.projections or ())
+        if not keys:
+            keys += keys_and_values(lambda: block(x_BND, **arguments), projections, self.call.attention_calls)
+        with attend_to_captured(projections, keys):
+            return block(z_BKD, **self.call.narrow_queries(arguments, x_BND.shape[1], routing))
+
+
 class CycleState(NamedTuple):
     """Plain state of a `Cycle`: how its shared blocks are called, and the blocks that it removed."""
 
     config: Recursions
     prefix: int
-    language: bool
     read_blocks: ReadBlocks | None
-    calls: list[Any]
+    runs: list[Any]
     removed: list[nn.Module]
     records: PerThread[Record]
 
     @property
     def call(self) -> Any:
         """How the first shared block is called, and so the cycle."""
-        return self.calls[0]
+        return self.runs[0].call
 
 
 class Cycle(Choosing):
@@ -196,8 +239,13 @@ class Cycle(Choosing):
             if call.shell.inner is not None:
                 # The shell gives the block the interface that a cycle expects.
                 convert(block, ConvertedBlock, BlockState(call=call), Shell(inner=call.shell.inner))
-        records = make_records()
-        self.mod_state = CycleState(config, stack.prefix, stack.language, stack.read_blocks, calls, removed, records)
+        shared_kind: Any = SharedBlock
+        if stack.language:
+            from mmod.lab.decoders import SharedLayer
+
+            shared_kind = SharedLayer
+        runs = [shared_kind(call) for call in calls]
+        self.mod_state = CycleState(config, stack.prefix, stack.read_blocks, runs, removed, make_records())
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
@@ -242,7 +290,7 @@ class Cycle(Choosing):
                 "model without output_hidden_states, and use no backbone that returns features of layers"
             )
         arguments = self.mod_state.call.bind(args, kwargs)
-        valid_BN = self._valid(arguments, x_BND)
+        valid_BN = self.mod_state.runs[0].valid(arguments, x_BND)
         learns = self.training and self.has_loss
         losses: list[Tensor] = []
         if self.training:
@@ -276,13 +324,6 @@ class Cycle(Choosing):
             self.keep_loss(losses, first_BND, losses[0])
         return x_BND
 
-    def _valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
-        """Return which tokens are not padding (B, N); None for all."""
-        call = self.mod_state.calls[0]
-        if not self.mod_state.language:
-            return NamedArguments.masks(call, arguments, x_BND).valid_BN
-        return call.valid(arguments, x_BND)
-
     def _alone(self, x_BND: Tensor) -> bool:
         """Return whether tokens are decided independently; FLOPs, counted on meta, are those of training."""
         return self.mod_state.config.two_ways and not (x_BND.is_meta or self.chooses_together(self.training))
@@ -299,17 +340,12 @@ class Cycle(Choosing):
     ) -> Tensor:
         """Return the rows of a recursion after a shared block."""
         block = self.shared[number]
-        call = self.mod_state.calls[number]
+        run = self.mod_state.runs[number]
         if self.mod_state.config.keys == "first":
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
-            if y.shape[1]:
-                return call.attend_to_all(block, block, arguments, tokens, y, routing, keys)
-            return y
-        if self.mod_state.language:
-            selected = call.repeated(recursion * len(self.shared), arguments, x_BND, routing)
-        else:
-            selected = call.select_tokens(arguments, x_BND, routing)
+            return run.attend_to_first(block, arguments, tokens, y, routing, keys) if y.shape[1] else y
+        selected = run.select(recursion * len(self.shared), arguments, x_BND, routing)
         return block(y, **selected) if y.shape[1] else y
 
     def _choose(self, x_BND: Tensor, previous_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:

@@ -19,7 +19,7 @@ from mmod.ops.context import Captured
 
 
 @dataclass
-class _KeepingCache:
+class KeepingCache:
     """Cache proxy: forwards keys and values to the cache, if any, and keeps those that the layer attends to.
 
     Args:
@@ -41,18 +41,6 @@ class _KeepingCache:
         return self.kept
 
 
-@dataclass
-class OtherLayer:
-    """Cache proxy for a layer that runs several times: each run has the cache layer of another index."""
-
-    cache: Any
-    index: int
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, H, N, E) of new tokens; return the visible ones."""
-        return self.cache.update(keys, values, self.index, *args, **kwargs)
-
-
 def keys_of_all(
     layer: nn.Module,
     projections: Sequence[Projection],
@@ -68,23 +56,13 @@ def keys_of_all(
 
     Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
     """
-    capture = _KeepingCache(cache_of(arguments), ends=True)
+    capture = KeepingCache(cache_of(arguments), ends=True)
     try:
         with project_part(projections, queries=False):
             forward(x_BND, **with_cache({**arguments, "attention_mask": mask}, capture))
     except Captured:
         pass
-    return _checked(capture.kept, layer)
-
-
-def attend_and_keep(
-    layer: nn.Module, forward: Callable[..., Any], arguments: Arguments, x_BND: Tensor
-) -> tuple[Any, tuple[Tensor, Tensor]]:
-    """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
-    keeping = _KeepingCache(cache_of(arguments))
-    # The layer believes that it has a cache: there every host shows its keys and values after their rotation.
-    y = forward(x_BND, **with_cache(arguments, keeping))
-    return y, _checked(keeping.kept, layer)
+    return checked_keys(capture.kept, layer)
 
 
 def attend_to_captured(
@@ -99,10 +77,11 @@ def attend_to_captured(
     if not z_BKD.shape[1]:
         return z_BKD
     with project_part(projections, queries=True):
-        return forward(z_BKD, **with_cache(narrowed, _KeepingCache(kept=captured)))
+        return forward(z_BKD, **with_cache(narrowed, KeepingCache(kept=captured)))
 
 
-def _checked(captured: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
+def checked_keys(captured: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return keys and values; raise a RuntimeError if a layer's attention has passed none to its cache."""
     if captured is None:
         raise RuntimeError(
             f"{type(layer).__name__} passed no keys and values to its cache, which context='all' needs: turn off "

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters.base import Structure
 from mmod.adapters.transformers.cache_base import cache_of, has_chosen
 from mmod.adapters.transformers.families import gets_keys, number_of
 from mmod.adapters.transformers.generation import PromptPart, Running, refuse_training_mode
@@ -29,6 +28,7 @@ from mmod.adapters.transformers.images import (
 )
 from mmod.adapters.transformers.layers import GROUPS
 from mmod.adapters.transformers.structure import (
+    Structure,
     pads_only,
     read_prompt,
     read_structure,

@@ -24,7 +24,6 @@ from mmod.adapters.transformers.families import (
 from mmod.adapters.transformers.groups import GroupReader, mark_pairs
 from mmod.adapters.transformers.images import ImageTokens
 from mmod.adapters.transformers.layers import CompactRotary, DecoderLayerCall, RecurrentLayerCall
-from mmod.adapters.transformers.structure import read_text
 from mmod.blocks import Mixin, ModelHook, host_class
 from mmod.config import RoutingConfig
 
@@ -42,7 +41,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         prefix=0,
         dim=int(text.config.hidden_size),
         call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
-        read_text=read_text,
+        language=True,
         reads_images=entry is not text or bool(ImageTokens(text.config).ids),
         hooks=functools.partial(_hooks, model, name, entry, rotary is not None),
     )

@@ -7,7 +7,7 @@ channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -18,11 +18,11 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.base import by_name
 from mmod.adapters.masks import narrow_batch, pack_batch
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
-from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of, with_cache
+from mmod.adapters.transformers.cache_base import RoutedCacheLayer, cache_of
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
-from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_captured, keys_of_all
+from mmod.adapters.transformers.context import attend_to_captured, keys_of_all
 from mmod.adapters.transformers.families import branch_ends
-from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
+from mmod.adapters.transformers.masks import mask_of_kept
 from mmod.adapters.transformers.structure import sees_both_ways
 from mmod.blocks import map_rows
 from mmod.blocks.call import Arguments, BlockCall
@@ -49,7 +49,6 @@ class DecoderLayerCall(BlockCall):
         reads_positions: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
         projections: See `NamedArguments`.
         by_token: Names of arguments with a row for each token, if the whole layer runs on the kept tokens.
-        behind: How much higher the number of its cache layer is in this run, if the layer runs several times.
     """
 
     names: tuple[str, ...]
@@ -59,7 +58,6 @@ class DecoderLayerCall(BlockCall):
     reads_positions: bool = False
     projections: tuple[ProjectionName, ...] | None = None
     by_token: tuple[str, ...] = ()
-    behind: int = 0
 
     operators = MappingProxyType({"attention": "self_attn", "mlp": "mlp"})
     tuples = TUPLES
@@ -74,12 +72,12 @@ class DecoderLayerCall(BlockCall):
     @property
     def index(self) -> int:
         """Number of its cache layer, which changes with the layer's when others are cut out."""
-        return int(self.attention.layer_idx) + self.behind
+        return int(self.attention.layer_idx)
 
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
-        if self._is_flash or self.projections is None:
+        if self.is_flash or self.projections is None:
             return ("kept",)
         return ("kept", "all")
 
@@ -133,26 +131,13 @@ class DecoderLayerCall(BlockCall):
         x_BND: Tensor,
         z_BKD: Tensor,
         routing: Routing,
-        cached: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Any:
-        """Return the host forward's output for kept tokens that attend to all tokens.
-
-        With a list `cached`, its keys and values are used; if it is empty, the call runs all tokens and fills it.
-        """
-        if self._is_flash:
+        """Return the host forward's output for kept tokens that attend to all tokens."""
+        if self.is_flash:
             raise ValueError(
                 "attention to tokens that do not run needs a mask: load the model with attn_implementation='sdpa'"
             )
         projections = known_projections(block, self.projections or ())
-        if cached:
-            narrowed = self._rows_of(arguments, routing)
-            keys = cached[0][0].shape[2]
-            mask = mask_of_queries(self._mask(arguments, x_BND), x_BND, routing, keys)
-            return attend_to_captured(projections, forward, {**narrowed, "attention_mask": mask}, z_BKD, cached[0])
-        if cached is not None:
-            y, kept = attend_and_keep(block, forward, arguments, x_BND)
-            cached.append(kept)
-            return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
         # All tokens have keys, though only the kept ones have queries.
         self.begin_update(arguments, x_BND, routing, all_tokens=True)
@@ -222,7 +207,7 @@ class DecoderLayerCall(BlockCall):
             return
         open_routed_layer(cache, self.index)
         # Reading the config is slow in transformers, so it comes last.
-        if isinstance(self._cache(arguments), StaticRoutedLayer) and self._is_flash:
+        if isinstance(self._cache(arguments), StaticRoutedLayer) and self.is_flash:
             raise ValueError(
                 "flash attention has no mask that hides the empty slots of a static cache: load the model with "
                 "attn_implementation='sdpa', or use the default cache"
@@ -254,7 +239,7 @@ class DecoderLayerCall(BlockCall):
         """Return the arguments for kept tokens, or for all tokens without a decision."""
         cache = self._cache(arguments)
         mask = arguments.get("attention_mask")
-        if self.window is not None and self._is_flash:
+        if self.window is not None and self.is_flash:
             complete = routing is None and self.compact is None and mask is None
             self._check_window(self.window, x_BND.shape[1], cache, complete)
         if routing is not None or mask is not None or (cache is not None and cache.ragged):
@@ -267,27 +252,6 @@ class DecoderLayerCall(BlockCall):
         """Return the logical length of the layer's cache, 0 without a cache."""
         cache = cache_of(arguments)
         return 0 if cache is None else int(cache.get_seq_length(self.index))
-
-    def valid(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
-        """Return which tokens are not padding (B, N); None without an attention mask."""
-        mask = arguments.get("attention_mask")
-        if mask is None:
-            return None
-        return valid_tokens(mask, x_BND, self.cached(arguments))
-
-    def repeated(self, offset: int, arguments: Arguments, x_BND: Tensor, routing: Routing) -> Arguments:
-        """Return the arguments for kept tokens of a repeated layer, whose cache index is `offset` higher."""
-        if not offset:
-            return arguments
-        # Each run of a shared layer has keys and values of its own.
-        call = replace(self, behind=offset)
-        call.open_cache(arguments)
-        selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
-        call.begin_update(arguments, x_BND, routing)
-        cache = cache_of(arguments)
-        if cache is not None:
-            selected = with_cache(selected, OtherLayer(cache, call.index))
-        return selected
 
     def _narrowed(
         self,
@@ -306,15 +270,15 @@ class DecoderLayerCall(BlockCall):
             )
         if flash and arguments.get("cu_seq_lens_q") is not None:
             raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
-        narrowed = self._rows_of(arguments, routing)
-        mask = self._mask(arguments, x_BND)
+        narrowed = self.rows_of(arguments, routing)
+        mask = self.mask_of(arguments, x_BND)
         narrowed["attention_mask"] = mask_of_kept(mask, x_BND, routing, cache, flash, all_keys)
         if self.compact is not None:
             slots = x_BND.shape[1] if routing is None else routing.kept.index_BK.shape[1]
             narrowed.update(self._compact_positions(x_BND, slots, cache))
         return narrowed
 
-    def _mask(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
+    def mask_of(self, arguments: Arguments, x_BND: Tensor) -> Tensor | None:
         """Return the mask of all tokens; None where attention is causal without one."""
         mask: Tensor | None = arguments.get("attention_mask")
         if mask is not None or not sees_both_ways(self.config):
@@ -323,7 +287,7 @@ class DecoderLayerCall(BlockCall):
         keys = x_BND.shape[1] + self.cached(arguments)
         return torch.ones(1, 1, x_BND.shape[1], keys, dtype=torch.bool, device=x_BND.device)
 
-    def _rows_of(self, arguments: Arguments, routing: Routing | None) -> dict[str, Any]:
+    def rows_of(self, arguments: Arguments, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
         narrowed = {**arguments, "position_ids": self._positions(arguments)}
         if routing is None:
@@ -343,7 +307,7 @@ class DecoderLayerCall(BlockCall):
         """Return the positions of all tokens (1 or B, N), if attention reads them for more than to separate samples."""
         position_BN: Tensor | None = arguments.get("position_ids")
         # Flash attention would find boundaries of samples where positions leap.
-        known = self.reads_positions and not self._is_flash and position_BN is not None and position_BN.ndim == 2
+        known = self.reads_positions and not self.is_flash and position_BN is not None and position_BN.ndim == 2
         return position_BN if known else None
 
     def _check_window(self, window: int, tokens: int, cache: RoutedCacheLayer | None, complete: bool) -> None:
@@ -369,7 +333,8 @@ class DecoderLayerCall(BlockCall):
         return layer if isinstance(layer, RoutedCacheLayer) else None
 
     @property
-    def _is_flash(self) -> bool:
+    def is_flash(self) -> bool:
+        """Whether attention takes no mask of pairs."""
         return "flash" in self.config._attn_implementation
 
 

@@ -7,18 +7,33 @@ Axes: B samples, N tokens, L columns of an attention mask.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmod.adapters.base import Structure
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
 from mmod.blocks import Arguments
 from mmod.ops.views import is_visible
 from mmod.values import IGNORED
+
+
+class Structure(NamedTuple):
+    """The structure of a language model's inputs.
+
+    Args:
+        valid_BN: False at padding (B, N).
+        segment_BN: Sample of each token, from 0, in rows that pack several samples (B, N); None where none does.
+        causal: Attention is causal over the valid tokens.
+        past: Number of cached tokens before.
+    """
+
+    valid_BN: Tensor
+    segment_BN: Tensor | None
+    causal: bool
+    past: Tensor | int
 
 
 def source_of(arguments: Arguments) -> Tensor:
@@ -75,13 +90,6 @@ def read_structure(arguments: Arguments, source: Tensor, past: Tensor | int, con
     window = getattr(config, "sliding_window", None)
     is_causal = pads_only(mask) and not sees_both_ways(config) and (window is None or tokens <= window)
     return Structure(valid_BN, segment_BN, segment_BN is None and is_causal, past)
-
-
-def read_text(module: nn.Module, arguments: Arguments) -> Structure:
-    """Read a call of a language model, see `BlockStack.read_text`."""
-    cache = cache_of(arguments)
-    past = 0 if cache is None else int(cache.get_seq_length())
-    return read_structure(arguments, source_of(arguments), past, module.config)
 
 
 def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) -> Tensor:
