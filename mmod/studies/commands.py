@@ -63,12 +63,12 @@ def isoflop(arguments: Sequence[str]) -> Iterator[Path]:
     `--dry-run` only describes it.
     """
     config = parse_config([word for word in arguments if word != _DRY], IsoflopConfig)
-    from mmod.studies.isoflop import describe, run_study
+    from mmod.studies.isoflop import describe, run_isoflop
 
     if _DRY in arguments:
         print(describe(config))
         return
-    result = run_study(config)
+    result = run_isoflop(config)
     result.show(set())
     yield result.folder
 

@@ -148,7 +148,7 @@ def _series(config: IsoflopConfig) -> list[Candidate]:
     return candidates
 
 
-def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
+def run_isoflop(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
     settings = settings_of(config)
     runner = Runner(config.processes, progress)

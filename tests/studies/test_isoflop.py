@@ -14,7 +14,7 @@ import torch
 from mmod import preset
 from mmod.config.parse import read_config
 from mmod.studies import isoflop as study
-from mmod.studies.isoflop import describe, run_study, settings_of, training_flops
+from mmod.studies.isoflop import describe, run_isoflop, settings_of, training_flops
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.start import create_models
@@ -127,12 +127,12 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(study, "_train", watched)
     with pytest.raises(KeyboardInterrupt):
-        run_study(config, progress=False)
-    result = run_study(config, progress=False)
+        run_isoflop(config, progress=False)
+    result = run_isoflop(config, progress=False)
     assert {seed for output, seed in trained if "rates" in output} == {2}
     assert {seed for output, seed in trained if "rates" not in output} == {0, 1}
     monkeypatch.setattr(study, "_train", train)
-    again = run_study(config, progress=False)
+    again = run_isoflop(config, progress=False)
     assert again.points == result.points
     written = {path.suffix for path in result.folder.glob("isoflop.*")}
     assert written == {".csv", ".json", ".md", ".png", ".svg"}
@@ -152,10 +152,10 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(study, "_train", diverging)
     config, least = isoflop(tmp_path, sizes={"w8": SIZES["w8"]}, seeds=1), 5e-3
-    assert [point["rate"] for point in run_study(config, progress=False).points] == [1e-3, 1e-3]
+    assert [point["rate"] for point in run_isoflop(config, progress=False).points] == [1e-3, 1e-3]
     least = 0.0
     with pytest.raises(FloatingPointError, match="trained by none of the rates"):
-        run_study(dataclasses.replace(config, output=str(tmp_path / "other")), progress=False)
+        run_isoflop(dataclasses.replace(config, output=str(tmp_path / "other")), progress=False)
 
 
 def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
