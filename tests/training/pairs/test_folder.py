@@ -15,8 +15,7 @@ import mmod
 from mmod.training import fit
 from mmod.training.engine.kind import evaluate, load
 from mmod.training.pairs.config import ModelConfig, TrainConfig
-from mmod.training.pairs.kind import PairsKind
-from mmod.training.pairs.model import create_dense, create_transforms
+from mmod.training.pairs.kind import PairsKind, create_dense, create_transforms
 from tests.kit.pair_folders import SIDE, save_pair_model
 from tests.kit.sets import SETS
 

@@ -17,8 +17,7 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.training.engine.kind import load
 from mmod.training.engine.start import create_models, sketch
 from mmod.training.pairs.config import TrainConfig
-from mmod.training.pairs.kind import PairsKind
-from mmod.training.pairs.model import create_transforms
+from mmod.training.pairs.kind import PairsKind, create_transforms
 from tests.kit.engine_worker import weights
 from tests.kit.pair_files import png, write_tar
 from tests.kit.pairs_worker import clip_config, run, write_model
