@@ -25,7 +25,7 @@ from mmod.opening.opened import Opened
 from mmod.opening.runs import RUN_CONFIG, find_run
 from mmod.planning.prompts import IsRight
 from mmod.planning.samples import AtSize
-from mmod.training.engine.arguments import parse_run
+from mmod.training.command import parse_run
 from mmod.training.engine.kind import calibration, load
 from mmod.training.kinds import all_configs
 from mmod.values import one_of

@@ -18,7 +18,7 @@ from mmod.studies.audit.config import AUDITS
 from mmod.studies.config import StudyConfig
 from mmod.studies.isoflop_config import IsoflopConfig
 from mmod.studies.kind_configs import CONFIGS
-from mmod.training.engine.arguments import parse_run
+from mmod.training.command import parse_run
 from mmod.training.kinds import all_configs, extended
 
 _DRY = "--dry-run"

@@ -23,8 +23,8 @@ from mmod.methods import methods_of
 from mmod.opening.opened import Preprocessing
 from mmod.opening.runs import find_run, model_folder
 from mmod.training import fit
+from mmod.training.command import parse_run
 from mmod.training.engine import loop
-from mmod.training.engine.arguments import parse_run
 from mmod.training.engine.kind import load
 from mmod.training.kinds import all_configs, config_class, kind_of
 from tests.kit.chat_configs import MODEL

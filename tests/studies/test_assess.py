@@ -13,7 +13,7 @@ from mmod.data.loader import image_stream
 from mmod.studies import commands
 from mmod.studies.assess import assess, described
 from mmod.training import evaluate, fit
-from mmod.training.engine.arguments import parse_run
+from mmod.training.command import parse_run
 from mmod.training.engine.kind import COUNTED, seed_draws
 from mmod.training.engine.start import create_models
 from mmod.training.image.kind import ImageKind, sample_images, timed_images

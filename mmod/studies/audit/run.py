@@ -37,7 +37,7 @@ from mmod.methods.route import is_routed
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.audit.config import AUDITS, AuditOptions, record_of
 from mmod.studies.audit.sets import Batches, read_set, sets_of
-from mmod.training.engine.arguments import finished_run
+from mmod.training.command import finished_run
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import COUNTED, Kind, cost, device_of, load
