@@ -30,8 +30,6 @@ from mmod.ops import Packing
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
-# Operators whose branch returns a tuple.
-TUPLES: tuple[str, ...] = ("attention",)
 # The keyword that passes groups from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
@@ -60,7 +58,7 @@ class DecoderLayerCall(BlockCall):
     by_token: tuple[str, ...] = ()
 
     operators = MappingProxyType({"attention": "self_attn", "mlp": "mlp"})
-    tuples = TUPLES
+    tuples = ("attention",)
     caches = True
     decodes = True
 
