@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from mmod.blocks.call import Arguments
 from mmod.blocks.calls import StackCalls
-from mmod.blocks.conversion import parameters_of
 from mmod.blocks.hook import ModelHook
 from mmod.config import Grid, Patches, Score
 from mmod.threads import PerThread
@@ -93,7 +92,8 @@ class RowSource(NamedTuple):
     """Where a host gets each patch as a row of pixels, and those of a token of the language model one after another.
 
     Args:
-        module: The module that gets the rows, as its first argument, with `grid_thw`.
+        module: The module that gets the rows, with `grid_thw`.
+        argument: Name of its argument that gets them.
         side: Patches along a side of a token; None where `merge_sizes` says it of each picture.
         channels: Channels of a pixel.
         order: Returns which row of a frame comes at each place in the blocks, from the module and the frame's rows and
@@ -101,6 +101,7 @@ class RowSource(NamedTuple):
     """
 
     module: nn.Module
+    argument: str
     side: int | None
     channels: int
     order: Callable[[nn.Module, Grid], Tensor] | None = None
@@ -111,7 +112,7 @@ class RowSource(NamedTuple):
 
     def pictures(self, arguments: Arguments) -> list[tuple[Tensor, int]]:
         """Return the pixels of patches by row and column (B, R, C, H, E), and the side of tokens, of each picture."""
-        rows: Tensor = arguments[next(iter(parameters_of(self.module)))].detach()
+        rows: Tensor = arguments[self.argument].detach()
         sides: Tensor | None = arguments.get("merge_sizes")
         sizes = arguments["grid_thw"].tolist()
         by_picture = [self.side] * len(sizes) if sides is None else sides.tolist()
