@@ -147,6 +147,13 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, text=mmod.RoutingConfig()), ValueError, "no part text; it has image"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(99,))), ValueError, r"from 0 to 5, each once, got \[99"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))), ValueError, "one capacity or as many, got 2"),
+    (
+        lambda m: mmod.route_(
+            m, mmod.RoutingConfig(router="redundancy", skipped="merge", blocks=(1, 2), capacity=(0.3, 0.6))
+        ),
+        ValueError,
+        r"skipped='merge' lets capacity fall from block to block and not rise: 0\.3 in blocks\.1, 0\.6 in the next",
+    ),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(1,), depth=3, router="norm")), ValueError, "3 blocks, .* has"),
     (lambda m: mmod.apply_(m, Merge), TypeError, "must be a method of mmod.methods.*Merge"),
     (lambda m: mmod.apply_(m, torch.rand(2, 3)), TypeError, r"or a RoutingConfig, got Tensor \(2, 3\)$"),

@@ -50,6 +50,12 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         span, importance_state = _make_span(stack, config, run, tuple(routers.values()))
         for index in run:
             following = configs.get(index + 1)
+            passes_rows = _takes_rows(following, configs[index])
+            if passes_rows and config.joins and config.select == "topk" and capacities[index + 1] > capacities[index]:
+                raise ValueError(
+                    f"skipped={spelled(config.skipped)!r} lets capacity fall from block to block and not rise: "
+                    f"{float(capacities[index])} in {stack.names[index]}, {float(capacities[index + 1])} in the next"
+                )
             state = RoutedState(
                 call=calls[index],
                 execution=choose_execution(calls[index], configs[index]),
@@ -57,7 +63,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 # The dense block in front has position 0 where the span reads its importance.
                 position=index - run[0] + (importance_state is not None),
                 number=index,
-                passes_rows=_takes_rows(following, configs[index]),
+                passes_rows=passes_rows,
                 observes=span is not None and importance_state is None and not span.scored_by_first and index == run[0],
             )
             conversions.append((stack.blocks[index], routers[index], state))
