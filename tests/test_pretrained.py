@@ -69,6 +69,11 @@ def test_a_full_disk_keeps_what_was_saved_before(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_weights_are_readable_for_all_who_may_read_their_description(tmp_path: Path) -> None:
+    save_pretrained(routed(), tmp_path)
+    assert len({(tmp_path / name).stat().st_mode for name in ("mmod.json", "model.safetensors")}) == 1
+
+
 def die_while_saving(folder: str) -> None:
     """Leave what safetensors has where it is killed: a part of the file, under a random name in its folder."""
 

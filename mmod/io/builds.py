@@ -20,6 +20,7 @@ def explain_unloaded(error: BaseException) -> str:
     return (
         f"torch {version('torch')} and torchvision {version('torchvision')} are of different builds ({found[0]}): "
         f"install both with one command, `pip install --force-reinstall torch torchvision{index}`"
+        + (", or where that index gives another pair, the same without --index-url" if index else "")
     )
 
 

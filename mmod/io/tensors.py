@@ -32,6 +32,8 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
     folder.mkdir()
     try:
         save_file(stored, folder / path.name, metadata=None if header is None else dict(header))
+        # Its files are the user's alone; those of others beside it are not.
+        os.chmod(folder / path.name, folder.stat().st_mode & 0o666)
         os.replace(folder / path.name, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
