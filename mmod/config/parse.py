@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import sys
 import textwrap
 import typing
@@ -211,4 +212,8 @@ def shown_default(config_class: Any, item: dataclasses.Field[Any]) -> str:
 
 def _entry(option: str, text: str) -> str:
     indent = " " * 24
-    return f"  {option}\n" + textwrap.fill(" ".join(text.split()), 80, initial_indent=indent, subsequent_indent=indent)
+    lines = [f"  {option}"]
+    # A list has a line for each of its entries.
+    for part in re.split(r"\n(?=\s*- )", text):
+        lines.append(textwrap.fill(" ".join(part.split()), 80, initial_indent=indent, subsequent_indent=indent))
+    return "\n".join(lines)

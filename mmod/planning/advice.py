@@ -232,7 +232,11 @@ class Advice:
     def _beside_controls(self) -> str:
         in_points = {row.label: row.to_control and 100 * row.to_control for row in self.rows}
         agreements = {row.label: row.agreement_to_control for row in self.rows}
-        return beside_controls(in_points, self.tolerance, agreements)
+        told = beside_controls(in_points, self.tolerance, agreements)
+        named = self.recommendations[0].named
+        if named is not None and named.control is None and "mmod.route_(" in named.code:
+            told += f" Not compared with random tokens here: {named.label}."
+        return told.strip()
 
     _repr_markdown_ = __str__  # Notebooks show it.
 

@@ -237,8 +237,8 @@ class Recommendation:
             return ""
         spread = "is within the spread of the times."
         if self.used is not None and other.name == self.used.name:
-            return f" Whether it is as fast as {one.label}, which loses more, {spread}"
-        return f" {other.label} loses less: whether it is as fast {spread}"
+            return f" Whether it is as fast as {one.label}, which loses more at worst, {spread}"
+        return f" {other.label} loses less at worst: whether it is as fast {spread}"
 
     def _at_speed(self, speed: float, named: AdviceRow) -> str:
         about = "" if named.speedup.median >= speed else "about "
@@ -398,10 +398,16 @@ def verdict_of(recommendations: Sequence[Recommendation]) -> Verdict:
 
 
 def _slower(first: Recommendation, other: Recommendation) -> str:
-    """Say where a model that is used in one pass is slower than the dense one in another; empty where it is not."""
+    """Say where a model that is used in one pass is no faster than the dense one in another; empty where it is."""
     used = {first.used.name} if first.used is not None else set()
-    slower = [model for model in other.models if model.name in used and model.speedup.median < 1]
-    return "".join(f" {model.label} is slower there, at {model.speedup.median:.2f} of the speed." for model in slower)
+    told = ""
+    for model in other.models:
+        if model.name in used and model.speedup.median < 1:
+            # By its quartiles, as what is clearly faster is.
+            is_slower = model.speedup.high < 1
+            how = "slower than the dense model" if is_slower else "about as fast as the dense model"
+            told += f" {model.label} is {how} there: {model.speedup:[.2f} times."
+    return told
 
 
 def beside_controls(
@@ -437,7 +443,7 @@ def beside_controls(
         "better": "Clearly better than their controls, such as random tokens, in points: {}.",
         "worse": "Clearly worse than their controls, such as random tokens, in points: {}.",
         "alike": f"As good as their controls, within {100 * tolerance:g} points: {{}}. It hardly matters here which "
-        "tokens these keep.",
+        "tokens these keep: what they gain, any way to fewer tokens gains, such as smaller images.",
         "open": "Too few samples to tell from their controls: {}.",
     }
     return " ".join(sentences[group].format(names) for group, names in named.items())

@@ -73,6 +73,7 @@ _TRAINED = (
     "Models were trained here; `mmod advise MODEL --images FOLDER` says in minutes what pays without training, which "
     "may be another one."
 )
+_GUESSING = "Nothing is advised: the dense model is hardly better than chance, and its figures say nothing."
 _RESIZED = (
     "Smaller images are made from the files; where a model resizes prepared ones, as by `mmod.methods.Resize`, it may "
     "answer a few pictures differently."
@@ -212,7 +213,8 @@ class ImageStudy(StudyKind):
                 code = self.code([runs[name].candidate for name in decided.named])
                 printed = self.code([runs[name].candidate for name in _printed(found)])[:1]
                 told = told._replace(recommended=decided.named, code=code, printed=printed)
-            parts += [*decided.sentences, decided.table]
+            # Nothing is advised for any batch, alike.
+            parts += [_GUESSING] if guessing else [*decided.sentences, decided.table]
         if found and rows:
             batches = batches_of(self.evaluation.batch)
             # Stars and mark are of the same batches, which need not be the largest.
@@ -309,8 +311,11 @@ def recommendations(
     is_by_sample = paired_by_sample(table, score, list(candidates))
     samples = "images" if is_by_sample else SEEDS
     trained = gain(table, score, BEFORE, DENSE)
-    is_harmed = trained is not None and trained.high < 0
-    harm = "; but fine-tuning harmed the dense model, which this is measured by" if is_harmed else ""
+    harm = ""
+    # A gain over a dense model that fell may be none over the one that the user has.
+    if trained is not None and round(trained.value, 1) < 0:
+        verb = "harmed" if trained.high < 0 else "may have harmed"
+        harm = f"; but fine-tuning {verb} the dense model, which this is measured by ({trained:+.1f} points)"
     changes = gaps(table, score, dict.fromkeys(candidates, DENSE))
     found = []
     for (_, size), ms in sorted(table.times.items(), key=lambda timed: -timed[0][1]):

@@ -26,7 +26,7 @@ from mmod.studies.question import question_of
 from mmod.studies.rates import at_rates, best_rates, trials_of
 from mmod.studies.report import StudyResult, write_study
 from mmod.studies.runs import Run
-from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, steps_of_epoch
+from mmod.training.engine.run_folder import epochs_and_seconds, is_finished, samples_of_epoch
 
 
 def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
@@ -148,18 +148,22 @@ def training_ahead(runs: Sequence[Run]) -> str:
     if seconds is None:
         return text
     # Some may have begun, and some may run at once.
-    steps = steps_of_epoch(checkpoint)
-    work = sum((run.training.epochs or 0) * _share_of_epoch(run, steps) for run in left)
+    samples = samples_of_epoch(checkpoint)
+    work = sum((run.training.epochs or 0) * _share_of_epoch(run, samples) for run in left)
     return (
         f"{text}: about {Bar.format_interval(seconds * work)} by the dense model's run, and besides that models are "
         "loaded, evaluated before training, and timed"
     )
 
 
-def _share_of_epoch(run: Run, steps: float | None) -> float:
-    """Return the share of an epoch of so many steps that `epoch_steps` of a run leaves."""
-    own = getattr(run.training, "epoch_steps", None)
-    return 1.0 if own is None or steps is None else min(1.0, own / steps)
+def _share_of_epoch(run: Run, samples: float | None) -> float:
+    """Return the share of an epoch of so many samples that `epoch_steps` and `data.train_limit` of a run leave."""
+    training = run.training
+    limits = [getattr(training.data, "train_limit", None)]
+    if getattr(training, "epoch_steps", None) is not None:
+        limits.append(training.epoch_steps * training.step_samples(1))
+    shares = [limit / samples for limit in limits if limit is not None and samples is not None]
+    return min([1.0, *shares])
 
 
 def _counted(study: StudyKind, run: Run, measurer: Measurer, table: Table) -> dict[str, float]:

@@ -131,8 +131,8 @@ def test_where_quartiles_of_speeds_overlap_the_choice_is_undecided_whichever_is_
         return dataclasses.replace(model, speedup=Spread(median, low, high))
 
     undecided = {
-        "quick": " mild loses less: whether it is as fast is within the spread of the times.",
-        "mild": " Whether it is as fast as quick, which loses more, is within the spread of the times.",
+        "quick": " mild loses less at worst: whether it is as fast is within the spread of the times.",
+        "mild": " Whether it is as fast as quick, which loses more at worst, is within the spread of the times.",
     }
     lossy = of("lossy", 2.0, 2.1, 2.2, 0.05)
     for mild, used in ((of("mild", 1.44, 1.47, 1.5, 0.01), "mild"), (of("mild", 1.42, 1.44, 1.48, 0.01), "quick")):
@@ -143,7 +143,9 @@ def test_where_quartiles_of_speeds_overlap_the_choice_is_undecided_whichever_is_
     # What is used by the medians stands between the others.
     three = [of("a", 1.96, 2.0, 2.04, 0.015), of("b", 1.92, 1.97, 2.02, 0.01), of("c", 1.5, 1.8, 2.2, 0.003)]
     assert "Use b for" in among(three).sentence
-    assert among(three).sentence.endswith(" c loses less: whether it is as fast is within the spread of the times.")
+    assert among(three).sentence.endswith(
+        " c loses less at worst: whether it is as fast is within the spread of the times."
+    )
     # What is as fast at any time, never as fast, or loses more, leaves nothing open.
     for clear in (("mild", 1.49, 1.5, 1.53, 0.01), ("mild", 1.3, 1.35, 1.4, 0.01), ("mild", 1.42, 1.44, 1.48, 0.017)):
         assert "spread" not in among([lossy, of("quick", 1.47, 1.5, 1.53, 0.015), of(*clear)]).sentence
@@ -229,7 +231,7 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
     used = "Use a for batches of 8: 1.50 times as fast, +0.0 [-1.0, +1.0] points of accuracy."
     slower = (
         "Keep the dense model for single images: nothing tried is clearly faster and within 2 points. a is slower "
-        "there, at 0.82 of the speed."
+        "than the dense model there: 0.82 [0.80, 0.90] times."
     )
     assert verdict.sentences == [used, slower]
     assert verdict.named == ["a"]
@@ -238,6 +240,9 @@ def test_single_images_have_a_sentence_and_rows_of_their_own() -> None:
         ["batches of 8, 2 times", "none as fast", "", "", ""],
         ["single images, 1.25 times", "none as fast", "", "", ""],
     ]
+    alike = dataclasses.replace(one, speedup=Spread(0.97, 0.95, 1.01))
+    told = verdict_of([among([one]), dataclasses.replace(single, models=[alike])]).sentences[1]
+    assert told.endswith(" a is about as fast as the dense model there: 0.97 [0.95, 1.01] times.")
     harmed = dataclasses.replace(among([one]), harm="; but the dense model fell")
     assert harmed.sentence == f"{used.removesuffix('.')}; but the dense model fell."
     busy = dataclasses.replace(among([one]), is_unsteady=True)

@@ -27,6 +27,7 @@ from mmod.analysis.table import Measured, Table, gap
 from mmod.config.parse import read_config
 from mmod.data.loader import image_stream
 from mmod.io import jobs
+from mmod.io.tables import MarkdownTable
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning import Candidate, untrained
 from mmod.planning.choice import verdict_of
@@ -490,7 +491,8 @@ def test_a_dense_model_that_guesses_is_said_to() -> None:
         return study.tell(table, runs, rows, {"images": []})
 
     guessing = told_of(12.5, 64)
-    assert text_of(guessing).startswith("Nothing is advised for batches of ")
+    assert text_of(guessing).startswith("Nothing is advised: the dense model is hardly better than chance, and its ")
+    assert not any(isinstance(part, MarkdownTable) for part in guessing.parts)
     assert "The dense model is hardly better than chance, 10 %: differences to it say nothing." in text_of(guessing)
     assert "Use " not in text_of(guessing)
     assert "<- use" not in text_of(guessing)
@@ -943,14 +945,18 @@ def test_what_is_left_to_train_is_said_before(monkeypatch: pytest.MonkeyPatch, t
         first = dataclasses.replace(runs[0], training=dataclasses.replace(runs[0].training, model=model))
         assert training_ahead([first, *runs[1:]]) == told + time
         if time:
-            # Epochs that end early take their share of one of the dense model's steps.
+            # Epochs that end early take their share of one of the dense model's, which had 20 steps of 64 samples.
             Path(name, "result.json").write_text(result.replace("{", '{"steps": 80, ', 1))
-            short = [
-                dataclasses.replace(run, training=dataclasses.replace(run.training, epoch_steps=5))
-                for run in [first, *runs[1:]]
-            ]
-            seconds = 15 * len(runs)
-            assert f": about {seconds // 60:02}:{seconds % 60:02} by" in training_ahead(short)
+            Path(name, "config.yaml").write_text("data: {batch_size: 64}")
+            data = dataclasses.replace(first.training.data, batch_size=64)
+            limited = {"data": dataclasses.replace(data, train_limit=128)}
+            for changes, share in (({"data": data, "epoch_steps": 5}, 1 / 4), (limited, 1 / 10)):
+                short = [
+                    dataclasses.replace(run, training=dataclasses.replace(run.training, **changes))
+                    for run in [first, *runs[1:]]
+                ]
+                seconds = round(60 * share * len(runs))
+                assert f": about {seconds // 60:02}:{seconds % 60:02} by" in training_ahead(short)
             Path(name, "result.json").write_text(result)
         # The column of epochs has those of that run before a model's own.
         epochs, _ = epochs_and_seconds(model.checkpoint)

@@ -212,11 +212,14 @@ def epochs_and_seconds(folder: str | Path | None) -> tuple[float | None, float |
     return epochs, seconds / epochs if seconds and epochs else None
 
 
-def steps_of_epoch(folder: str | Path | None) -> float | None:
-    """Return the optimiser steps of an epoch of a finished run; None if they are not known."""
+def samples_of_epoch(folder: str | Path | None) -> float | None:
+    """Return the samples that an epoch of a finished run trains on; None if they are not known."""
     result = _finished_result(folder) or {}
     steps, epochs = result.get("steps"), result.get("epochs")
-    return steps / epochs if steps and epochs else None
+    if not (steps and epochs):
+        return None
+    of_step = _step_samples(read_record(Path(str(folder)), RUN_CONFIG) or {})
+    return None if of_step is None else of_step * steps / epochs
 
 
 def _finished_result(folder: str | Path | None) -> dict[str, Any] | None:

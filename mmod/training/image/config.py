@@ -132,7 +132,7 @@ class ElasticConfig(Checked, group="elastic"):
         if self.capacities != sorted(set(self.capacities)) or not self.samples <= len(self.capacities):
             raise ValueError(
                 f"elastic.capacities={self.capacities} must ascend and be at least as many as elastic.samples="
-                f"{self.samples}"
+                f"{self.samples}, such as [0.25, 0.5, 0.75, 1.0]; elastic.samples is at least 2"
             )
 
 
