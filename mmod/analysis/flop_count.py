@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from fractions import Fraction
 from functools import partial
 from typing import Any, overload
@@ -48,8 +49,6 @@ def flops(
 ) -> FlopReport: ...
 
 
-# In inference mode torch runs a linear layer as one operation, which is no product of matrices to a counter.
-@torch.inference_mode(False)
 def flops(
     model: nn.Module, input_size: Size | Prompt, kept: float | Mapping[str, float] | Trace | None = None
 ) -> FlopReport | PrefillFlops:
@@ -96,17 +95,56 @@ def flops(
         >>> round(flops(model, 160).share, 2)
         0.71
     """
+    return _flops(model, input_size, kept, _Dense())
+
+
+def flops_of_each(
+    model: nn.Module, input_size: Size | Prompt, changes: Iterable[AbstractContextManager[object]]
+) -> Iterator[FlopReport | PrefillFlops]:
+    """Yield the `flops` of a model in each of the contexts, which change it; the dense model is counted once."""
+    dense = _Dense()
+    for change in changes:
+        with change:
+            yield _flops(model, input_size, None, dense)
+
+
+class _Dense:
+    """The dense model of one on the meta device, and its counts once they are made."""
+
+    def __init__(self) -> None:
+        self.model: nn.Module | None = None
+        self.counts: Any = None
+
+    def of(self, routed: nn.Module) -> nn.Module:
+        if self.model is None or not methods_inside(routed):
+            self.model = _dense(routed)
+        return self.model
+
+    def counted(self, count: Callable[[], Any]) -> Any:
+        if self.counts is None:
+            self.counts = count()
+        return self.counts
+
+
+# In inference mode torch runs a linear layer as one operation, which is no product of matrices to a counter.
+@torch.inference_mode(False)
+def _flops(
+    model: nn.Module,
+    input_size: Size | Prompt,
+    kept: float | Mapping[str, float] | Trace | None,
+    beside: _Dense,
+) -> FlopReport | PrefillFlops:
     check_module(model)
     if isinstance(input_size, Prompt):
-        return _count_prefill(model, input_size, kept)
+        return _count_prefill(model, input_size, kept, beside)
     routed = meta_copy(model)
     images = _fix_shares(deciding_modules(routed), kept)
-    dense = _dense(routed)
+    dense = beside.of(routed)
     stacks = _stacks(dense, input_size)
     _check_language(routed, stacks)
     inputs = _inputs(dense, stacks, input_size)
     try:
-        dense_count, dense_bytes = _count(dense, stacks, inputs)
+        dense_count, dense_bytes = beside.counted(partial(_count, dense, stacks, inputs))
     except NotImplementedError as error:
         raise _unreadable(model, ", ".join(inputs)) from error
     except (AssertionError, RuntimeError) as error:
@@ -129,10 +167,12 @@ def flops(
     )
 
 
-def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | Trace | None) -> PrefillFlops:
+def _count_prefill(
+    model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | Trace | None, beside: _Dense
+) -> PrefillFlops:
     """Count one prefill of a language model, dense and routed: its layers and the logits of its last token."""
     routed = meta_copy(model)
-    dense = _dense(routed)
+    dense = beside.of(routed)
     stack = language_stack(dense)
     if len(_blocks(routed, stack)) < len(stack.blocks):
         raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
@@ -150,7 +190,7 @@ def _count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, 
     dense_count = routed_count
     dense_caches = caches
     if dense is not routed:
-        dense_count, dense_caches = _run_prefill(dense, stack, Prefill(dense, stack, prompt))
+        dense_count, dense_caches = beside.counted(lambda: _run_prefill(dense, stack, Prefill(dense, stack, prompt)))
     rows = _rows(routed, [stack], dense_count, routed_count, images if prefill.skips_text else {})
     # The last layers may have no keys of their own.
     cached = [cache.keys.shape[-2] for cache in caches] + [0] * (len(rows) - len(caches))

@@ -14,8 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.analysis.flop_count import flops
-from mmod.analysis.flop_report import FlopCounts
+from mmod.analysis.flop_count import Size, flops, flops_of_each
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.table import DENSE
 from mmod.analysis.timing import Reading, relative_times, sample_times
@@ -110,7 +109,7 @@ def block_costs(
     lengths: tuple[int, int],
     batch: Any,
 ) -> BlockCosts:
-    """Return the cost of every option in every block, from one count of the model per option.
+    """Return the cost of every option in every block, from one count of the model per option and one without.
 
     Args:
         configs: The configs that route all blocks by one option.
@@ -118,9 +117,8 @@ def block_costs(
         batch: Inputs of the size to count, for other models.
     """
     columns: list[list[float]] = []
-    for config in configs:
-        with routed(model, part, config):
-            report = flops(model, Prompt(*lengths)) if stack.language else _counted(model, batch)
+    size = Prompt(*lengths) if stack.language else _size_of(batch)
+    for report in flops_of_each(model, size, (routed(model, part, config) for config in configs)):
         blocks = [row for row in report.blocks if row.name in stack.names]
         # How many blocks read importance depends on the plan, so its cost is left out.
         columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in blocks])
@@ -136,11 +134,12 @@ def block_costs(
     return BlockCosts(added, dense, costs.total - text.dense)
 
 
-def _counted(model: nn.Module, batch: Any) -> FlopCounts:
+def _size_of(batch: Any) -> Size:
+    """Return what `flops` takes for the first sample of a batch."""
     if isinstance(batch, Mapping):
-        return flops(model, {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)})
+        return {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)}
     channels, height, width = batch.shape[1:]
-    return flops(model, (channels, height, width))
+    return channels, height, width
 
 
 def run_batch(model: nn.Module, batch: Any) -> None:
