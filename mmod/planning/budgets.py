@@ -105,7 +105,8 @@ def _nearest(values: Sequence[object], share: Callable[[object], float], budget:
     """Return the index of the value, of ascending shares, whose share is nearest to a budget.
 
     By false position, since each share takes a count and FLOPs are nearly a line: what is known to be too cheap, and
-    too expensive, closes in on the budget.
+    too expensive, closes in on the budget. By halves where that does not halve what is between them: of few tokens,
+    many shares are one number, and a line would go along each step of the staircase.
     """
     # Behind the largest number stands the dense model.
     high = len(values)
@@ -114,6 +115,7 @@ def _nearest(values: Sequence[object], share: Callable[[object], float], budget:
     index = min(round(budget * high), high - 1)
     refusal: ValueError | None = None
     while low < index < high:
+        before = high - low
         try:
             known[index] = share(values[index])
         except ValueError as error:
@@ -129,9 +131,11 @@ def _nearest(values: Sequence[object], share: Callable[[object], float], budget:
             low = index
         else:
             high = index
-        # At most by half, until something is too cheap: few tokens are a staircase.
+        middle = (low + high) // 2
+        # At most by half, until something is too cheap.
         least = low + 1 if low >= 0 else max(0, high // 2)
-        index = min(max(_guess(known, budget, (low + high) // 2), least), high - 1)
+        is_slow = low >= 0 and 2 * (high - low) > before
+        index = middle if is_slow else min(max(_guess(known, budget, middle), least), high - 1)
     del known[len(values)]
     if not known and refusal is not None:
         raise refusal
