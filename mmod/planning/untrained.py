@@ -8,10 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_part, find_stacks
-from mmod.analysis.flop_count import flops, inference_flops
+from mmod.analysis.counting import meta_copy, pass_flops
+from mmod.analysis.flop_count import flops
 from mmod.analysis.table import DENSE
 from mmod.config import RoutingConfig
 from mmod.io.configs import shipped_config
@@ -95,14 +97,19 @@ def image_candidates(
 
         tower = find_tower(model, find_part(model, part)[1].block_list)
 
+    # Counts need no weights, of which a first copy is free, and each further one has less to copy.
+    sketch = meta_copy(model)
+
     def flops_of(candidate: Candidate) -> float:
-        changed = copy_of(model)
-        candidate.apply_(changed, part, depth)
-        counted = changed if tower is None else changed.get_submodule(tower[0])
         if candidate.name == DENSE:
             # Says why a model cannot be counted.
-            return flops(counted, size).routed
-        return inference_flops(counted, inputs)
+            return flops(model if tower is None else model.get_submodule(tower[0]), size).routed
+        changed = copy_of(sketch)
+        candidate.apply_(changed, part, depth)
+        counted = changed if tower is None else changed.get_submodule(tower[0])
+        # Hosts may make positions in their forward without saying where.
+        with torch.device("meta"):
+            return pass_flops(counted, inputs)
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
