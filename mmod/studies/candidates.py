@@ -33,7 +33,6 @@ from mmod.plain import from_plain
 from mmod.planning.budgets import at_budgets
 from mmod.planning.candidate import CONTROL, FIT, Candidate
 from mmod.studies.config import StudyConfig
-from mmod.studies.kind_configs import TimmStudyConfig
 from mmod.studies.runs import BASE, Comparison, run_config_of
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import unfinished
@@ -56,10 +55,10 @@ def comparison_from(config: StudyConfig, dense: RunConfig, tuned: RunConfig) -> 
     left_out: Mapping[str, str] = {}
     if config.budgets_are_shares:
         candidates, left_out = fitted(candidates, dense)
-    if isinstance(config, TimmStudyConfig) and config.isoflop == "scratch":
+    if config.trains_shallow:
         # Last, as routed models are counted with their fitted numbers; in the table, baselines stand below.
-        routed = [candidate for candidate in candidates if candidate.series not in config.baselines]
-        baselines = [candidate for candidate in candidates if candidate.series in config.baselines]
+        routed = [candidate for candidate in candidates if candidate.series not in config.baselines_by_series]
+        baselines = [candidate for candidate in candidates if candidate.series in config.baselines_by_series]
         candidates = [*routed, *shallow(routed, dense, epochs), *baselines]
     candidates = with_controls(candidates, config.routers, config.controls, is_of_parts=not dense.part)
     names = Counter([BASE, *(candidate.name for candidate in candidates)])

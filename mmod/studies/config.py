@@ -365,6 +365,11 @@ class StudyConfig(Checked):
         """Whether budgets, and the numbers in names, are shares of the dense model's FLOPs."""
         return False
 
+    @property
+    def trains_shallow(self) -> bool:
+        """Whether dense models of fewer blocks are trained that have about the FLOPs of the routed ones."""
+        return False
+
     def starts_trained(self, dense: RunConfig) -> bool:
         """Whether a config starts from trained weights, as far as the study uses them."""
         return bool(dense.model.has_weights)

@@ -54,6 +54,11 @@ class TimmStudyConfig(StudyConfig):
         return dataclasses.replace(shared, maps=self.maps, rates=self.rates, rate_split=self.rate_split)
 
     @property
+    def trains_shallow(self) -> bool:
+        """Whether models of equal FLOPs are trained from scratch; see `StudyConfig.trains_shallow`."""
+        return self.isoflop == "scratch"
+
+    @property
     def budgets_are_shares(self) -> bool:
         """Whether series name budgets, or baselines are fitted to theirs; see `StudyConfig.budgets_are_shares`."""
         baselines = itertools.chain.from_iterable(budgets.values() for budgets in self.baselines.values())
