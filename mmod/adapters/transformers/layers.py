@@ -30,6 +30,8 @@ from mmod.ops import Packing
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.routing import Routing, TokenGroups, TokenMasks
 
+# Operators whose branch returns a tuple; as a constant, because an annotation in the class would make it a field.
+TUPLES: tuple[str, ...] = ("attention",)
 # The keyword that passes groups from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
@@ -58,7 +60,7 @@ class DecoderLayerCall(BlockCall):
     by_token: tuple[str, ...] = ()
 
     operators = MappingProxyType({"attention": "self_attn", "mlp": "mlp"})
-    tuples = ("attention",)
+    tuples = TUPLES
     caches = True
     decodes = True
 
