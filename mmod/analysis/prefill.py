@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, adapted_model, find_parts
 from mmod.analysis.counting import KnownValues, by_data
 from mmod.analysis.tracing import Trace
-from mmod.blocks import RoutedBlock, detach_hooks, model_hooks
+from mmod.blocks import RoutedBlock, detach_hooks
 from mmod.routing import TokenGroups, assign_groups
 from mmod.values import check_fields
 
@@ -114,7 +114,7 @@ class Prefill:
     def __init__(self, model: nn.Module, stack: BlockStack, prompt: Prompt) -> None:
         # It makes masks of tokens for models of transformers alone.
         from mmod.adapters.transformers.families import is_recurrent
-        from mmod.adapters.transformers.groups import GroupReader
+        from mmod.adapters.transformers.groups import group_reader
         from mmod.adapters.transformers.layers import GROUPS
 
         self.dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
@@ -131,7 +131,7 @@ class Prefill:
                 module.weight = nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"))
         self.text = model.get_submodule(stack.block_list.rpartition(".")[0])
         self.heads = {name: head for name, head in model.named_modules() if name.rpartition(".")[2] == _HEAD}
-        reader = next((hook.source for hook in model_hooks(model) if isinstance(hook.source, GroupReader)), None)
+        reader = group_reader(model)
         # They read the values of tokens, such as where a prompt has images.
         detach_hooks(model)
         tokens = prompt.tokens

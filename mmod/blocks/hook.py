@@ -26,7 +26,6 @@ class ModelHook:
     Args:
         before: Runs before each forward pass; None for nothing.
         after: Runs after it, also after an `Exception`, but not after a KeyboardInterrupt; None for nothing.
-        source: What the functions are methods of, where others ask it.
         once: It removes itself: in the first call, or the first one that does not fail if it only runs after calls.
             Compiled calls leave it alone, unless it is `compiled`.
         compiled: It runs once in a compiled call too, before it.
@@ -38,7 +37,6 @@ class ModelHook:
 
     before: Before | None = None
     after: After | None = None
-    source: Any = None
     once: bool = False
     compiled: bool = False
     stop: Callable[[], None] | None = None

@@ -37,7 +37,7 @@ from mmod.adapters.transformers.structure import (
 )
 from mmod.adapters.transformers.tower import TowerImportance, TowerPixels, TowerReader
 from mmod.adapters.transformers.vision import vision_part
-from mmod.blocks import Arguments, ModelHook
+from mmod.blocks import Arguments, ModelHook, model_hooks
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import TokenGroups, assign_groups, decoded_groups
 from mmod.threads import PerThread
@@ -434,6 +434,12 @@ class GroupReader:
                 f"(and the loss 'membership'){images}; got router={self.config.router.name!r}, "
                 f"select={self.config.select!r}"
             )
+
+
+def group_reader(model: nn.Module) -> GroupReader | None:
+    """Return what finds the tokens that layers of a model may skip; None if nothing in it does."""
+    readers = (getattr(hook.before, "__self__", None) for hook in model_hooks(model))
+    return next((reader for reader in readers if isinstance(reader, GroupReader)), None)
 
 
 def _has_pixels(arguments: Arguments) -> bool:

@@ -81,7 +81,7 @@ def _hooks(
         # Labels say where the answer begins, whose attention generation could not know.
         labelled = labelled_modules(model, owner)
         needed += [(module, groups.label_hook(module is labelled[0])) for module in labelled]
-    needed.append((entry, ModelHook(groups.add_groups, source=groups)))
+    needed.append((entry, ModelHook(groups.add_groups)))
     if entry is not text:
         needed.append((text, ModelHook(mark_pairs)))
     if groups.image_reader is None:

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmod.adapters.saving import FORMAT_VERSION, KEY
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import GeneratedFrom, refuse_training_mode
-from mmod.adapters.transformers.groups import GroupReader
+from mmod.adapters.transformers.groups import group_reader
 from mmod.adapters.transformers.images import IMAGES, LAYOUT
 from mmod.blocks import (
     Deciding,
@@ -136,7 +136,7 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
     for method in model.mod_state:
         if method.two_ways and any(module.training for module in model.modules() if isinstance(module, Deciding)):
             refuse_training_mode(method.kind)
-    groups = next((hook.source for hook in model_hooks(model) if isinstance(hook.source, GroupReader)), None)
+    groups = group_reader(model)
     if groups is None:
         return host_generate(inputs, *args, **options)
     image_BN = options.pop(IMAGES, None)
@@ -176,9 +176,8 @@ def _changed_modules(model: nn.Module) -> list[nn.Module]:
 
 def describe(model: DescribedModel) -> dict[str, Any]:
     """Return the methods of a changed model as plain values."""
-    finds_tokens = any(isinstance(hook.source, GroupReader) for hook in model_hooks(model))
     routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
-    if not finds_tokens and any(block.mod_state.call.decodes for block in routed):
+    if group_reader(model) is None and any(block.mod_state.call.decodes for block in routed):
         raise ValueError(
             f"cannot save this {type(model).__name__} alone: the model around it determines the tokens that its routed "
             "layers may skip. Save the full model, or call mmod.unroute_ on that first"

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from mmod.adapters import used_parameters
-from mmod.blocks import model_hooks
 from mmod.methods.route import is_routed, routed_blocks, routers_of
 from mmod.model import change_
 from mmod.opening.open import TRANSFORMERS, open_model
@@ -68,7 +67,10 @@ def create_with_processor(config: TrainConfig, on_meta: bool = False) -> tuple[A
 
 def _check_protected(model: nn.Module, protected: str) -> None:
     """Raise a ValueError if text is to be protected that no layer may skip."""
-    if not any(getattr(hook.source, "tokens", None) == "all" for hook in model_hooks(model)):
+    from mmod.adapters.transformers.groups import group_reader
+
+    reader = group_reader(model)
+    if reader is None or reader.tokens != "all":
         raise ValueError(
             f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
             "`routing.language.tokens: all`, or data.protected: null"
