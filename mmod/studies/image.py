@@ -75,8 +75,8 @@ _TRAINED = (
 )
 _GUESSING = "Nothing is advised: the dense model is hardly better than chance, and its figures say nothing."
 _RESIZED = (
-    "Smaller images are made from the files; where a model resizes prepared ones, as by `mmod.methods.Resize`, it may "
-    "answer a few pictures differently."
+    "Smaller images are made from the files, before the pass that is timed. Where they are resized in the pass, as by "
+    "advice and `mmod.methods.Resize`, this takes time, and a few pictures may be answered differently."
 )
 _KEYS_OF_SIZE = (
     "The keys below make smaller images from the files, as this study did; `Resize` in Python makes them from prepared "

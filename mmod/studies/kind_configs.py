@@ -27,11 +27,12 @@ class TimmStudyConfig(StudyConfig):
     Args:
         isoflop: "scratch" also trains dense models with fewer blocks and about the FLOPs of the routed ones, for as
             many epochs as training and fine-tuning have together; "none" leaves them out.
-        baselines: Names of series to their budgets, the capacities of the routed models that they are matched to, with
-            a training config's `method`, `kind: resolution`, or `kind: smaller` with changed `args` of the model.
-            A smaller model starts from its `checkpoint`, beside which a run needs no `args`. Baselines and series of
-            `routers` may have an `image_size`; baselines take `changes` and `tune` as series do. Smaller models without
-            weights, and methods that cannot use dense ones, are trained from scratch for all epochs.
+        baselines: Series without a router, as in `{prune: {0.5: {kind: prune, keep: 0.5}}}`: a name, the capacity of
+            the routed models to compare it with, and what makes it. That is a method's `kind` and fields, `kind:
+            resolution` with an `image_size`, or `kind: smaller` with changed `args` of the model. A smaller model
+            starts from its `checkpoint`, beside which a run needs no `args`. Baselines and series of `routers` may have
+            an `image_size`; baselines take `changes` and `tune` as series do. Smaller models without weights, and
+            methods that cannot use dense ones, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
         rate_split: Split on which `rates` are compared, another one than that of the evaluation.
