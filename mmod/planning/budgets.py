@@ -12,6 +12,8 @@ from mmod.planning.candidate import FIT, Candidate
 
 # A candidate further off is not called by its budget.
 _TOLERANCE = 0.03
+# Of models whose budgets no number meets, those that differ less in cost are one.
+_ALIKE = 0.01
 # A fitted share of tokens has three decimals.
 _STEPS = 1000
 # Shares that are equal in these are those of models of one cost.
@@ -55,11 +57,12 @@ def at_budgets(
         own = counted(candidate)
         return None if own is None or whole is None else own / whole
 
-    chosen = []
+    chosen: list[Candidate] = []
     left_out: dict[str, str] = {}
     for candidate in candidates:
         try:
-            chosen.append(fitted(candidate, share_of, sides, patches))
+            one = fitted(candidate, share_of, sides, patches)
+            chosen.append(one if _fitted_field(candidate) is None else _nearest_of(one, chosen, share_of))
         except ValueError as refusal:
             if strict:
                 raise
@@ -99,6 +102,21 @@ def fitted(candidate: Candidate, share_of: Share, sides: Sequence[object], patch
     share = partial(_share, candidate, share_of)
     budget = candidate.budget or 1.0
     return _with(candidate, values[_nearest(values, share, budget)])
+
+
+def _nearest_of(candidate: Candidate, others: Sequence[Candidate], share_of: Share) -> Candidate:
+    """Return a fitted candidate, or as the model of one of its series that costs as much, where both miss their budget.
+
+    Below the least that a series can cost, each budget would have another number of nearly that cost.
+    """
+    share = share_of(candidate)
+    if share is None or candidate.budget is None or abs(share / candidate.budget - 1) <= _TOLERANCE:
+        return candidate
+    for other in (one for one in others if one.series == candidate.series):
+        cost = share_of(other)
+        if cost is not None and abs(cost / share - 1) < _ALIKE:
+            return dataclasses.replace(other, name=candidate.name, budget=candidate.budget, control=candidate.control)
+    return candidate
 
 
 def _nearest(values: Sequence[object], share: Callable[[object], float], budget: float) -> int:

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmod.planning import Candidate
-from mmod.planning.budgets import fitted, named_by_share
+from mmod.planning.budgets import at_budgets, fitted, named_by_share
 
 
 @given(
@@ -93,6 +93,20 @@ def test_models_of_shares_that_round_alike_have_names_of_their_own(shares: tuple
     named, left_out = named_by_share(smaller, lambda candidate: shares[candidate.image_size // 8 - 1])
     assert [one.name for one in named] == names
     assert not left_out
+
+
+def test_budgets_below_the_least_cost_of_a_series_have_one_model() -> None:
+    def flops_of(candidate: Candidate) -> float:
+        # No capacity costs less than 0.38 of the dense model, and near it they cost nearly the same.
+        return 1.0 if candidate.routing is None else max(0.38 + candidate.routing["capacity"] / 1000, 0.38)
+
+    routing = {"router": "norm", "capacity": "fit"}
+    wanted = [Candidate(f"a-{budget:g}", routing=routing, series="a", budget=budget) for budget in (0.11, 0.09, 0.07)]
+    named, left_out = at_budgets(wanted, flops_of, [], 64, strict=False)
+    assert [one.name for one in named] == ["a-0.38"]
+    assert left_out == {
+        f"a-{budget:g}": "the nearest model to this budget is a-0.38, which is there already" for budget in (0.09, 0.07)
+    }
 
 
 def test_what_cannot_be_fitted_is_refused() -> None:
