@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mmod
 from mmod.io.builds import check_builds, explain_unloaded
 from tests.kit.scripts import ROOT
 
@@ -26,17 +27,33 @@ def installed(folder: Path, package: str, name: str, needs: str = "") -> None:
     (folder / title / "__init__.py").write_text(package)
 
 
-@pytest.mark.parametrize("command", ["--version", "evaluate digits/dense"])
-def test_commands_say_in_one_line_what_to_install(command: str, tmp_path: Path) -> None:
+# Each command in a process of its own, which need not import torch once more.
+RUN = """
+import os, runpy, sys
+import torch
+
+for command in sys.argv[1:]:
+    if not os.fork():
+        sys.argv[1:] = command.split()
+        runpy.run_module("mmod", run_name="__main__", alter_sys=True)
+        os._exit(0)
+    print("exit code", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_commands_say_in_one_line_what_to_install(tmp_path: Path) -> None:
     installed(tmp_path, BROKEN, "torchvision-0.26.0+other")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    words = [sys.executable, "-m", "mmod", *command.split()]
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: torch ")
-    assert "and torchvision 0.26.0+other are of different builds (operator torchvision::nms does not exist)" in line
-    assert "`pip install --force-reinstall torch torchvision" in line
+    command = [sys.executable, "-c", RUN, "--version", "train image digits/dense"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    # Versions are told before torchvision is imported.
+    assert ended.stdout.splitlines() == [f"mmod {mmod.__version__}", "exit code 1", "exit code 1"], ended.stderr
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("error: torch ")
+        assert "and torchvision 0.26.0+other are of different builds (operator torchvision::nms does not exist)" in line
+        assert "`pip install --force-reinstall torch torchvision" in line
 
 
 @pytest.mark.parametrize(
