@@ -7,7 +7,7 @@
 - Each test starts from `torch.manual_seed(0)`; hypothesis draws 15 fixed examples, without a deadline.
 - `os.fsync` does nothing, and `datasets` tells no server what is opened.
 - SIGINT is not ignored, as it is in a shell's background jobs.
-- Garbage collection is off, and what was imported, or left by the files of tests before, is frozen.
+- Garbage collection is off, and what was imported, or left by the tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
 - Checks of 200 conversations are kept, CLIP's tokeniser is made once, and blocks of equal models are tried once.
 - A fork server starts before the first test, and synthetic sets share one folder.
@@ -78,9 +78,9 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _frozen() -> None:
-    """Freeze what earlier files left: a trainer of transformers, which asks for collections, would search it all."""
+    """Freeze what earlier tests left: a trainer of transformers, which asks for collections, would search it all."""
     gc.freeze()
 
 
