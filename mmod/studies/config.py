@@ -276,7 +276,11 @@ class StudyConfig(Checked):
         """Whether a series sets its capacity or budget itself, so that it is run once."""
         fields = self.routers.get(series, {})
         # One that names budgets is run at each of them, whatever they share.
-        return "budgets" not in fields and ("capacity" in fields or "budget" in fields.get("search", {}))
+        return "budgets" not in fields and (self.sets_capacity(fields) or "budget" in fields.get("search", {}))
+
+    def sets_capacity(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether the fields of a series say how many tokens are kept."""
+        return "capacity" in fields
 
     def _name_at(self, series: str, budget: float | None) -> str:
         if budget is None or self._is_one(series):

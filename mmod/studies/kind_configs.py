@@ -259,6 +259,7 @@ class PairsStudyConfig(StudyConfig):
     Args:
         routers: Names of series to the routing of their towers: `{image: {...}, text: {...}}`, with fields of
             `RoutingConfig`, or `preset: NAME` with changes; beside the towers stand `changes`, `tune` and `budgets`.
+            A series is run once, as it is, if one of its towers sets `capacity`.
     """
 
     kind: Literal["pairs"] = "pairs"
@@ -283,6 +284,10 @@ class PairsStudyConfig(StudyConfig):
         """Check the routing of each tower; see `StudyConfig.check_named`."""
         for tower in routing.values():
             super().check_named(series, tower)
+
+    def sets_capacity(self, fields: Mapping[str, Any]) -> bool:
+        """Return whether a tower says how many of its tokens are kept."""
+        return any("capacity" in fields.get(tower, {}) for tower in _TOWERS)
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, object]:
         """Return the routing of both towers at a capacity."""

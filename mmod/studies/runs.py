@@ -3,7 +3,7 @@
 A `Comparison` has all that a study's config says of them. What a run's training config is made of, each step over the
 one before:
 
-1. that of the dense model, of one that is fine-tuned that of fine-tuning (`study.py` makes both), which starts
+1. that of the dense model, of one that is fine-tuned that of fine-tuning (`candidates.py` makes both), which starts
    from the dense model's run where that is trained; a model from scratch has no weights;
 2. the candidate's `routing` or `methods`, then its `changes`, its `image_size` as the keys that have it in its kind of
    training (`data.image_size` and `model.args.img_size`), and a folder and seed of its own;

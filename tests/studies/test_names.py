@@ -71,6 +71,9 @@ def test_a_series_of_pairs_names_its_towers(fields: dict[str, Any], message: str
     described = study({"mine": {"budgets": {0.7: tower}, "changes": {"epochs": 7}, "tune": False}}, PairsStudyConfig)
     (model,) = described.routed()
     assert (model.routing, model.changes, model.is_trained) == (tower, {"epochs": 7}, False)
+    # Capacities of the study are not set over that of a tower.
+    (own,) = study({"mine": {**tower, "text": {"router": "norm"}}}, PairsStudyConfig).routed()
+    assert (own.name, own.routing) == ("mine", {**tower, "text": {"router": "norm"}})
 
 
 def test_a_study_reads_each_of_its_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
