@@ -153,6 +153,7 @@ class Advice:
             **{f"speedup/{name}": (f"speed-up, {name}", "[.2f") for name in further},
             "score": (self._measure_name, ".1f" if in_percent else ".3f"),
             "accuracy": (f"{self._accuracy_name} to dense", "+.1f"),
+            "flops": ("FLOPs", ".2f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
@@ -191,6 +192,9 @@ class Advice:
         columns.append(
             f"{self._measure_name.capitalize()}: with the dense model, {unit}with a 95 % interval over {self.samples}."
         )
+        if any(row.flops is not None for row in self.rows):
+            what = "an image" if self.samples == "images" else "the language model's prefill"
+            columns.append(f"FLOPs: those of {what}, as a share of the dense model's.")
         if self.accuracy is not None:
             columns.append(f"{self.metric.capitalize()} to dense: the difference in points, which decides.")
         if self.samples == "prompts" and self.accuracy is None:

@@ -68,6 +68,7 @@ class AdviceRow:
         to_control: Difference of the accuracy, or of the score without labels, to the control's.
         agreement_to_control: That of the agreement, where there are labels.
         at_random: Chance chooses what it keeps: other rows are compared with it, and it is never advised.
+        flops: FLOPs of a sample, as a share of the dense model's; None where they cannot be counted.
     """
 
     name: str
@@ -86,6 +87,7 @@ class AdviceRow:
     to_control: Estimate | None = None
     agreement_to_control: Estimate | None = None
     at_random: bool = False
+    flops: float | None = None
 
     @property
     def loss(self) -> Estimate:

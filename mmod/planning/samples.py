@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_library, image_facts, patch_grid, watch_grid
 from mmod.adapters.images import resized
 from mmod.analysis.counting import by_data
-from mmod.analysis.flop_count import flops
+from mmod.analysis.flop_count import flops, inference_flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.repeats import RedundancyReport, redundancy, whole_patches
 from mmod.analysis.table import Measured
@@ -26,6 +27,7 @@ from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.early import BATCH
 from mmod.planning.plan_search import run_batch
 from mmod.planning.prompts import IsRight, of_equal_length, pad_token, questions_of, right_of
+from mmod.planning.untrained import counted_part
 from mmod.random_state import spread
 
 # Samples of the first look at all candidates; the others are run for candidates near the front.
@@ -42,6 +44,19 @@ ALONE = "batch 1"
 """Name of the timed passes over single images."""
 AtSize = Callable[[nn.Module, int], Iterable[Mapping[str, Any]]]
 """Makes a model read images of another side in pixels, in place, and returns the batches at that side."""
+
+
+class Costs(NamedTuple):
+    """What a sample costs a model.
+
+    Attributes:
+        flops: FLOPs of a pass over an image, or of the language model's prefill of a prompt of mean length; None where
+            they cannot be counted.
+        cache: Bytes of the KV cache of that prompt; None for images.
+    """
+
+    flops: int | None
+    cache: int | None
 
 
 class Images:
@@ -92,6 +107,7 @@ class Images:
         told = [self.dense_NRF] if self.labels is None else [self.dense_NRF, self.labels]
         self.identity = _identity(model, part, len(pixels), fingerprint(*told))
         self.first = min(FIRST_LOOK, len(pixels))
+        self.counted = counted_part(model, part, pixels[:1])
         self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
         self.patches = facts.patch or _patch_of(self.size, seen.grid)
 
@@ -113,9 +129,18 @@ class Images:
         (side,) = sides
         return redundancy(whole_patches(self.pixels, side), side)
 
-    def cache_bytes(self, model: nn.Module) -> int | None:
-        """Return the bytes of the KV cache of a sample: none."""
-        return None
+    def costs(self, model: nn.Module) -> Costs:
+        """Return the FLOPs of a pass over an image: of a mean one, where they follow from the data."""
+        path, inputs, size = self.counted
+        counted = model.get_submodule(path)
+        # A model of one's own may read values of images, and a count has none.
+        with suppress(NotImplementedError, RuntimeError, AssertionError, ValueError):
+            if not by_data(counted):
+                return Costs(inference_flops(counted, inputs), None)
+            with trace(counted) as decisions:
+                self._outputs(model, 0, self.first)
+            return Costs(flops(counted, size, decisions.kept_shares()).routed, None)
+        return Costs(None, None)
 
     def check(self, model: nn.Module) -> None:
         """Run a model on one image; raises a ValueError where it cannot be run, or answers in another form."""
@@ -275,11 +300,12 @@ class Prompts:
         """Return the prefill of prompts of equal length and of the first batch, vision tower included."""
         return {name: Reading(partial(run_batch, model, batch), self.batch_size) for name, batch in self.timed.items()}
 
-    def cache_bytes(self, model: nn.Module) -> int | None:
-        """Return the bytes of the KV cache of a prompt of mean length."""
+    def costs(self, model: nn.Module) -> Costs:
+        """Return the FLOPs of the language model's prefill of a prompt of mean length, and the bytes of its cache."""
         images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
-        return flops(model, Prompt(tokens - images, images), self._kept(model)).cache_bytes
+        counted = flops(model, Prompt(tokens - images, images), self._kept(model))
+        return Costs(counted.routed, counted.cache_bytes)
 
     def _kept(self, model: nn.Module) -> dict[str, float] | None:
         """Return the share of the first batch's image tokens that each layer keeps; None where it is known before."""

@@ -42,7 +42,7 @@ from mmod.planning.choice import TOLERANCE, AdviceRow
 from mmod.planning.divergence import check_batches
 from mmod.planning.early import BATCH, front_in, milliseconds, near_front
 from mmod.planning.prompts import IsRight, same_tokens
-from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Images, Prompts, first_images, first_prompts
+from mmod.planning.samples import AGREEMENT, CORRECT, AtSize, Costs, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates, smaller_images
 from mmod.values import check_value
 
@@ -186,8 +186,8 @@ def advise(
         figure = CORRECT if samples.has_labels else AGREEMENT
         table = _compared(entrants, figure, results, progress)
         by_name = {name: one.candidate for name, one in entrants.items() if name != DENSE}
-        caches = {name: one.samples.cache_bytes(one.model) for name, one in entrants.items()}
-        rows = tuple(rows_of(table, figure, by_name, caches, part, is_only))
+        costs = {name: one.samples.costs(one.model) for name, one in entrants.items()}
+        rows = tuple(rows_of(table, figure, by_name, costs, part, is_only))
         if not is_named:
             rows = tuple(dataclasses.replace(row, config="") for row in rows)
     untrained = ""
@@ -205,7 +205,7 @@ def advise(
         tolerance,
         samples.redundancy,
         " ".join(filter(None, [untrained, _at_random(chosen, depth), _as_they_are(models), note, samples.note])),
-        caches[DENSE],
+        costs[DENSE].cache,
         f"Advice for {_name_of(model)}" if title is None else title,
         faster,
         table.caution,
@@ -421,7 +421,7 @@ def rows_of(
     table: Table,
     figure: str,
     candidates: Mapping[str, Candidate],
-    caches: Mapping[str, int | None],
+    costs: Mapping[str, Costs],
     part: str,
     is_only: bool,
 ) -> Iterator[AdviceRow]:
@@ -429,10 +429,12 @@ def rows_of(
     ms = milliseconds(table, BATCH)
     front = front_in(table, figure, [name for name, candidate in candidates.items() if candidate.at_random])
     times = table.times[BATCH]
+    dense = costs[DENSE].flops
     for name in sorted(ms, key=ms.__getitem__):
         if name == DENSE:
             continue
         candidate = candidates[name]
+        flops = costs[name].flops
         yield AdviceRow(
             name,
             candidate.label,
@@ -443,11 +445,12 @@ def rows_of(
             candidate.code(part, is_only),
             candidate.config(part, is_only),
             name in front,
-            caches[name],
+            costs[name].cache,
             candidate.series,
             {of: ratios(ms[DENSE], ms[name]) for of, ms in table.times.items() if of != BATCH},
             candidate.control,
             gap(table, figure, name, candidate.control),
             gap(table, AGREEMENT, name, candidate.control) if figure == CORRECT else None,
             candidate.at_random,
+            None if flops is None or dense is None else flops / dense,
         )

@@ -86,16 +86,7 @@ def image_candidates(
         for name, one in of_series.items():
             for budget in (round(share / faster, 2) for share in (1, 0.85, 0.65)):
                 series.append(dataclasses.replace(one, name=f"{name}-{budget:g}", budget=budget))
-    is_only = len(find_stacks(model)) <= 1
-    inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
-    size: Any = tuple(image.shape[1:]) if is_only else inputs
-    # A model of transformers that reads texts too, of which no method here changes a thing.
-    tower = None
-    if hasattr(model, "get_image_features"):
-        # Here, because importing it needs transformers.
-        from mmod.adapters.transformers.vision import find_tower
-
-        tower = find_tower(model, find_part(model, part)[1].block_list)
+    path, inputs, size = counted_part(model, part, image)
 
     # Counts need no weights, of which a first copy is free, and each further one has less to copy.
     sketch = meta_copy(model)
@@ -103,13 +94,12 @@ def image_candidates(
     def flops_of(candidate: Candidate) -> float:
         if candidate.name == DENSE:
             # Says why a model cannot be counted.
-            return flops(model if tower is None else model.get_submodule(tower[0]), size).routed
+            return flops(model.get_submodule(path), size).routed
         changed = copy_of(sketch)
         candidate.apply_(changed, part, depth)
-        counted = changed if tower is None else changed.get_submodule(tower[0])
         # Hosts may make positions in their forward without saying where.
         with torch.device("meta"):
-            return pass_flops(counted, inputs)
+            return pass_flops(changed.get_submodule(path), inputs)
 
     patches = 1 if patch is None else math.prod(image.shape[2:]) // math.prod(patch)
     sizes = [] if patch is None else _smaller_sizes((image.shape[2], image.shape[3]), patch)
@@ -124,6 +114,26 @@ def image_candidates(
     # Its cost follows from the images, so that no budget is fitted.
     pixelprune = Candidate("pixelprune", routing={"preset": "pixelprune"})
     return [*fitted, pixelprune], left_out | unfitted
+
+
+def counted_part(model: nn.Module, part: str, image: Tensor) -> tuple[str, Mapping[str, Tensor], Any]:
+    """Return what is counted of a dense model for an image: a module's path, its inputs, and what `flops` takes.
+
+    Args:
+        image: One image (1, C, H, W).
+    """
+    is_only = len(find_stacks(model)) <= 1
+    inputs = {"image" if is_only else part: image.to("meta", next(model.parameters()).dtype)}
+    size: Any = tuple(image.shape[1:]) if is_only else inputs
+    # A model of transformers that reads texts too, of which no method here changes a thing.
+    if hasattr(model, "get_image_features"):
+        # Here, because importing it needs transformers.
+        from mmod.adapters.transformers.vision import find_tower
+
+        tower = find_tower(model, find_part(model, part)[1].block_list)
+        if tower is not None:
+            return tower[0], inputs, size
+    return "", inputs, size
 
 
 def _smaller_sizes(size: tuple[int, int], patch: tuple[int, int]) -> list[object]:

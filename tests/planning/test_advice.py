@@ -265,8 +265,10 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
         ((key, value),) = yaml.safe_load(row.config).items()
         mmod.apply_(other, read_method(value[0]) if key == "methods" else resolve_routing(value))
         assert methods_of(model) == methods_of(other), row.name
-        with torch.no_grad():
+        with torch.no_grad(), mmod.trace(model) as decisions:
             changed = model(images[: row.images])
+        # All images are noise, of which no patches are alike.
+        assert row.flops == pytest.approx(mmod.flops(model, SIDE, kept=decisions).share, rel=1e-6)
         if options:
             expected = torch.cosine_similarity(changed, dense[: row.images]).mean()
             assert (advice.measure, row.accuracy) == ("cosine of features", None)
@@ -621,6 +623,9 @@ def test_own_models_are_compared_as_they_are(
             assert change.has_interval
             # Random tokens are drawn anew in each pass.
             assert name == "random" or change.value == pytest.approx(float(agreed) - 1, abs=1e-6)
+    assert {name: round(row.flops or 0.0, 3) for name, row in rows.items()} == {
+        name: round(mmod.flops(model, tuple(images.shape[1:])).share, 3) for name, model in models.items()
+    }
     assert "Compared as they are: tuned, random, shallow." in str(advice)
     assert "mmod tradeoff" not in str(advice)
     advice.save(tmp_path)
