@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor, nn
@@ -65,9 +66,14 @@ def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
     @functools.wraps(function)
     def of_batches(model: nn.Module, batches: Iterable[Any], *args: P.args, **options: P.kwargs) -> R:
         tokens = None
-        # Of an iterator, the first batch would be missing afterwards.
-        if isinstance(model, nn.Module) and find_library(model) is None and not is_declared(model):
-            first = None if isinstance(batches, (str, Tensor, Mapping, Iterator)) else next(iter(batches), None)
+        # Of an iterator, the first batch would be missing afterwards. Other things are refused by the function.
+        can_begin = isinstance(batches, Iterable) and not isinstance(batches, (str, Tensor, Mapping, Iterator))
+        if can_begin and isinstance(model, nn.Module) and find_library(model) is None and not is_declared(model):
+            if isinstance(batches, Sequence):
+                first = batches[0] if batches else None
+            else:
+                batches = begun = _Begun(batches)
+                first = begun.first
             image = first[0] if isinstance(first, (tuple, list)) and first else first
             if isinstance(image, Tensor) and image.ndim == 4:
                 tokens = Tokens(example=image[:1].float().cpu())
@@ -75,6 +81,27 @@ def by_first_batch(function: _OfBatches[P, R]) -> _OfBatches[P, R]:
             return function(model, batches, *args, **options)
 
     return of_batches
+
+
+class _Begun:
+    """Batches of which the first is known: the first time they are read, that reading goes on.
+
+    Reading them once more would draw another order, or miss a batch of what goes on where it stopped.
+
+    Attributes:
+        first: The first batch; None without any.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = batches
+        begun = iter(batches)
+        batch = list(itertools.islice(begun, 1))
+        self.first = batch[0] if batch else None
+        self._begun: Iterator[Any] | None = itertools.chain(batch, begun)
+
+    def __iter__(self) -> Iterator[Any]:
+        begun, self._begun = self._begun, None
+        return iter(self._batches) if begun is None else begun
 
 
 def adapted_model(model: nn.Module) -> nn.Module:

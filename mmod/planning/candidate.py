@@ -152,9 +152,10 @@ class Candidate:
         for values in self.methods:
             fields = {name: value for name, value in values.items() if name != "kind"}
             method = METHODS[values["kind"]]
-            # Methods of other packages have no class in `mmod.methods`.
-            is_ours = method.__module__.startswith("mmod.methods.")
-            shown = f"mmod.methods.{method.__name__}({_arguments(fields)})" if is_ours else _literal(dict(values))
+            # `mmod.methods`, or the lab; a method of another package is named by its kind.
+            home = method.__module__.rpartition(".")[0]
+            is_ours = home.startswith("mmod.")
+            shown = f"{home}.{method.__name__}({_arguments(fields)})" if is_ours else _literal(dict(values))
             lines.append(f"mmod.apply_(model, {shown})")
         if self.routing is not None:
             fields = dict(self.routing)

@@ -80,6 +80,9 @@ class Images:
     ) -> None:
         self.part = part
         self.prefix = prefix
+        order_N = look_order(len(pixels)).to(pixels.device)
+        pixels = pixels[order_N]
+        labels = None if labels is None else labels[order_N.to(labels.device)]
         self.pixels = pixels
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
@@ -190,6 +193,15 @@ class Images:
             # Rows of patches are many, and only compared.
             batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
         return torch.cat(batches)
+
+
+def look_order(images: int) -> Tensor:
+    """Return the order in which images are looked at, by their positions: folders and loaders may come class by class.
+
+    As many as a first look sees stay as they are.
+    """
+    order = np.arange(images)
+    return torch.from_numpy(order if images <= FIRST_LOOK else np.random.default_rng(0).permutation(order))
 
 
 def _measure_of(model: nn.Module, output_NRF: Tensor, classes: int | None, has_labels: bool) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import timm
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import mmod
-from mmod.adapters import find_stacks
+from mmod.adapters import by_first_batch, find_stacks
 from mmod.analysis import timing
 from mmod.analysis.counting import by_data
 from mmod.analysis.statistics import Estimate
@@ -259,6 +260,7 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     assert {row.images for row in advice.rows if row.on_front} <= {10}
     assert any(row.images == 10 for row in advice.rows)
     assert not advice.refused
+    images, dense, labels = (values[samples.look_order(10)] for values in (images, dense, labels))
     for row in advice.rows:
         model, other = make(**options), make(**options)
         exec(row.code, {"mmod": mmod, "model": model})
@@ -553,6 +555,9 @@ def test_a_language_model_is_evaluated_by_answers_or_next_tokens(
         (lambda: make_joint("llava"), [], "no images or prompts: batches is empty"),
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
         (lambda: make(), [], "no images or prompts: batches is empty"),
+        # What has no length is empty once it is read.
+        (make, DataLoader([]), "no images: batches is empty"),
+        (lambda: make_joint("llava"), DataLoader([]), "no prompts: batches is empty"),
         # Before a class of the user's own is looked into, by images that it may not read.
         (lambda: nn.Linear(2, 2), [], "no images or prompts: batches is empty"),
         (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
@@ -613,6 +618,7 @@ def test_own_models_are_compared_as_they_are(
     assert {name: row.control for name, row in rows.items()} == {"tuned": "random", "shallow": None, "random": None}
     assert {name: row.speedup.median for name, row in rows.items()} == {"tuned": 2.5, "random": 2.5, "shallow": 2.0}
     assert tuned.training
+    images, labels = (values[samples.look_order(25)] for values in (images, labels))
     with torch.no_grad():
         for name, model in models.items():
             # What is clearly beaten sees the first images alone.
@@ -699,6 +705,24 @@ def test_blocks_of_an_own_model_are_found_by_the_images_of_the_loader() -> None:
     assert "stride" in [row.name for row in advice.rows]
     search = mmod.search_plan(model, batches, 0.9, options=[mmod.planning.Option(0.5, "attention", "kept")])
     assert search.names == tuple(f"stages.{block}" for block in range(2))
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match="batches must be a list or a loader of batches, got a "):
+            mmod.search_plan(model, wrong, 0.9)  # type: ignore[arg-type]
+    # A loader is begun once: its order is that of one reading, and what goes on where it stopped misses no batch.
+    loader = DataLoader(TensorDataset(torch.randn(4, 3, 72, 72)), batch_size=2, shuffle=True)
+    torch.manual_seed(0)
+    expected = list(loader)
+    following = torch.rand(1)
+    seen: list[list[Tensor]] = []
+
+    @by_first_batch
+    def read(model: nn.Module, batches: Iterable[list[Tensor]]) -> None:
+        seen.extend(batches)
+
+    torch.manual_seed(0)
+    read(model, loader)
+    assert torch.equal(torch.rand(1), following)
+    assert all(torch.equal(one[0], other[0]) for one, other in zip(seen, expected, strict=True))
     # Nothing of it stays on the model.
     with pytest.raises(ValueError, match="no input reached the first of its stages"):
         mmod.route_(model, "a-mod")

@@ -64,3 +64,25 @@ def test_what_is_slower_than_the_dense_model_is_on_no_front() -> None:
         table.add(name, 0, Measured({}, samples=8, outcomes={"right": np.full(8, score)}))
     table.times = {"batch": {DENSE: [9.0], "lucky": [9.5], "fast": [4.0]}}
     assert front_in(table, "right") == [DENSE, "fast"]
+
+
+def test_candidates_are_compared_on_the_same_samples() -> None:
+    """The first samples may be harder for all models than the others."""
+    first, others = 64, 200
+    dense = np.r_[np.eye(1, first)[0], np.ones(others)]
+    # Better by a tenth on the first look, and worse by as much on all.
+    lucky = np.r_[np.arange(first) % 8 < 1, np.arange(others) % 5 < 4].astype(float)
+    models = {DENSE: dense, "lucky": lucky, "same": dense}
+    table = Table()
+    table.add(DENSE, 0, Measured({}, samples=len(dense), outcomes={"right": dense}))
+
+    def evaluate(look: Look, callback: Callback) -> Measured:
+        rows = models[look.name][look.part.start : look.part.stop]
+        return Measured({}, samples=len(rows), outcomes={"right": rows})
+
+    times = {DENSE: [6.0] * 3, "lucky": [4.0] * 3, "same": [5.0] * 3}
+    rounds = near_front(table, ["lucky", "same"], "right", first, lambda: ({"batch": times}, 1.0))
+    for _ in compare(table, rounds, evaluate, Runner(progress=False)):
+        pass
+    assert {name: evaluated(table, name) for name in models} == dict.fromkeys(models, len(dense))
+    assert front_in(table, "right") == ["lucky", "same"]
