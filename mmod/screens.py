@@ -62,7 +62,7 @@ SCREENS = {
         "Compare ways to make a model cheaper: accuracy, FLOPs, time and memory of each beside the dense model and "
         "controls, and which to use.",
         {
-            "tradeoff digits-smallest": "a first table, in a minute or two",
+            "tradeoff digits-smallest": "a trial of the installation, in half a minute: its figures mean nothing",
             "tradeoff my-model --dense runs/flowers": "your run, on its evaluation data; nothing is trained",
             "tradeoff my-model --dense runs/flowers --tune true": "all models fine-tuned alike",
         },
