@@ -27,6 +27,11 @@ from mmod.routing import DecoderRouter, Router
 # A block, its router, and its state; blocks that compute importance have no router.
 Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
 
+# Kept tokens are whole numbers, and how many tokens an image has is known in the pass alone, which refuses any rise in
+# them. A share that rises by this much keeps more of 4 x 4 patches or more; less may be lost in rounding: 0.5 and 0.503
+# of 101 tokens are both 50.
+_VISIBLE_RISE = 1 / 16
+
 
 def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     """Return the conversions of a stack's blocks; on an error the model is unchanged."""
@@ -51,11 +56,8 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
         for index in run:
             following = configs.get(index + 1)
             passes_rows = _takes_rows(following, configs[index])
-            if passes_rows and config.joins and config.select == "topk" and capacities[index + 1] > capacities[index]:
-                raise ValueError(
-                    f"skipped={spelled(config.skipped)!r} lets capacity fall from block to block and not rise: "
-                    f"{float(capacities[index])} in {stack.names[index]}, {float(capacities[index + 1])} in the next"
-                )
+            if passes_rows and config.joins and config.select == "topk":
+                _check_rise(stack.names[index], config, capacities[index], capacities[index + 1])
             state = RoutedState(
                 call=calls[index],
                 execution=choose_execution(calls[index], configs[index]),
@@ -177,6 +179,15 @@ def _check_grid(stack: BlockStack, config: RoutingConfig, first: str) -> None:
     source = stack.grid or stack.rows
     if score.reads_pixels and source is not None:
         source.check(score, first)
+
+
+def _check_rise(name: str, config: RoutingConfig, capacity: float, following: float) -> None:
+    """Raise a ValueError if the block behind one, which chooses among its kept tokens, keeps more of any image."""
+    if following - capacity >= _VISIBLE_RISE:
+        raise ValueError(
+            f"skipped={spelled(config.skipped)!r} lets capacity fall from block to block and not rise: "
+            f"{float(capacity)} in {name}, {float(following)} in the next"
+        )
 
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[PlannedBlock]) -> dict[int, RoutingConfig]:

@@ -137,9 +137,26 @@ def test_features_are_whole_and_a_failed_call_leaves_nothing() -> None:
 
 def test_capacities_that_cannot_be_are_refused() -> None:
     name, images = "vit_tiny_patch16_224", make_images("vit_tiny_patch16_224", 1)
-    rising = routed(name, double=False, router="redundancy", skipped="merge", blocks=(1, 2), capacity=(0.4, 0.6))
+    fields = {"router": "redundancy", "skipped": "merge", "blocks": (1, 2)}
+    with pytest.raises(ValueError, match=r"not rise: 0\.4 in blocks\.1, 0\.6 in the next"):
+        routed(name, double=False, capacity=(0.4, 0.6), **fields)
+    model = routed(name, double=False, capacity=(0.6, 0.4), **fields)
+    mmod.set_capacity_(model, (0.4, 0.6))
     with pytest.raises(ValueError, match=r"6 of 17 tokens are left for a capacity of 0\.6"):
-        rising(images)
-    mmod.set_capacity_(rising, 0.05)
+        model(images)
+    mmod.set_capacity_(model, 0.05)
     with pytest.raises(ValueError, match="needs a kept token beside the 1 that are always kept"):
+        model(images)
+
+
+@torch.no_grad()
+def test_capacities_may_rise_by_less_than_a_token() -> None:
+    name, images = "vit_tiny_patch16_224", make_images("vit_tiny_patch16_224", 1)
+    fields = {"double": False, "router": "redundancy", "skipped": "merge", "blocks": (1, 2)}
+    level = routed(name, capacity=(0.5, 0.52), **fields)
+    with mmod.trace(level) as decisions:
+        level(images)
+    assert [routing.kept.index_BK.shape for routing in decisions.values()] == [(1, 8), (1, 8)]
+    rising = routed(name, capacity=(0.5, 0.53), **fields)
+    with pytest.raises(ValueError, match=r"8 of 17 tokens are left for a capacity of 0\.53"):
         rising(images)
