@@ -58,52 +58,55 @@ class ConvertedBlock(Mixin):
             y: Tensor = watch.run(run, (), {})
             return y
 
-    def as_node(self, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the block as one node of torch.fx's graph, because decisions depend on values.
-
-        What is inside it cannot be extracted.
-
-        Raises:
-            ValueError: What stands in the place of tokens is no proxy of a tracer.
-        """
-        self.check_tokens(x)
-        assert isinstance(x, fx.Proxy)
-        tracer: Any = x.tracer
-        path = tracer.path_of_module(self)
-        names = getattr(tracer, "node_to_qualname", None)
-        if names is not None:
-            # A feature extractor takes the names that match a pattern, and would leave out this block without a word.
-            # Nodes that nobody asks for are removed from its graph.
-            known = set(names.values())
-            for inside in (f"{path}.{name}" for name in _names_inside(self)):
-                if inside not in known:
-                    proxy = tracer.create_proxy("call_function", refuse_inside, (x, path), {})
-                    names[proxy.node] = inside
-        return tracer.create_proxy("call_module", path, (x, *args), dict(kwargs))
-
-    def check_tokens(self, x: object) -> None:
-        """Raise a ValueError if the block gets anything but tokens, such as a list of batches of several sizes."""
-        if not isinstance(x, (Tensor, fx.Proxy)):
-            what = f"{type(x).__name__} of {len(x)}" if isinstance(x, (list, tuple)) else type(x).__name__
-            raise ValueError(
-                f"a changed {host_class(self).__name__} takes tokens (images, tokens, channels), got a {what}: call "
-                "the model once for each batch of images of one size"
-            )
-
-    def check_once(self, x: object) -> None:
-        """Raise an error if a block behind which rows are gone for good gets anything but tokens, or runs again."""
-        self.check_tokens(x)
-        if recomputing():
-            raise RuntimeError(
-                f"the method {self.mod_method.kind!r} does not support gradient checkpointing, which runs blocks "
-                "twice: turn it off"
-            )
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""
         raise RuntimeError(
             "a routed model cannot be scripted: its blocks take the host's arguments as they come, which TorchScript "
             f"has no types for. {EXPORT}"
+        )
+
+
+def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the block as one node of torch.fx's graph, because decisions depend on values.
+
+    What is inside it cannot be extracted.
+
+    Raises:
+        ValueError: What stands in the place of tokens is no proxy of a tracer.
+    """
+    check_tokens(block, x)
+    assert isinstance(x, fx.Proxy)
+    tracer: Any = x.tracer
+    path = tracer.path_of_module(block)
+    names = getattr(tracer, "node_to_qualname", None)
+    if names is not None:
+        # A feature extractor takes the names that match a pattern, and would leave out this block without a word.
+        # Nodes that nobody asks for are removed from its graph.
+        known = set(names.values())
+        for inside in (f"{path}.{name}" for name in _names_inside(block)):
+            if inside not in known:
+                proxy = tracer.create_proxy("call_function", refuse_inside, (x, path), {})
+                names[proxy.node] = inside
+    return tracer.create_proxy("call_module", path, (x, *args), dict(kwargs))
+
+
+def check_tokens(block: nn.Module, x: object) -> None:
+    """Raise a ValueError if a block gets anything but tokens, such as a list of batches of several sizes."""
+    if not isinstance(x, (Tensor, fx.Proxy)):
+        what = f"{type(x).__name__} of {len(x)}" if isinstance(x, (list, tuple)) else type(x).__name__
+        raise ValueError(
+            f"a changed {host_class(block).__name__} takes tokens (images, tokens, channels), got a {what}: call "
+            "the model once for each batch of images of one size"
+        )
+
+
+def check_once(block: Mixin, x: object) -> None:
+    """Raise an error if a block behind which rows are gone for good gets anything but tokens, or runs again."""
+    check_tokens(block, x)
+    if recomputing():
+        raise RuntimeError(
+            f"the method {block.mod_method.kind!r} does not support gradient checkpointing, which runs blocks "
+            "twice: turn it off"
         )
 
 

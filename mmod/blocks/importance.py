@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.branches import make_observed
 from mmod.blocks.conversion import convert
-from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.converted import ConvertedBlock, trace_as_node
 from mmod.blocks.record import recomputing
 from mmod.blocks.span import BlockState
 from mmod.config import CHANGE
@@ -60,7 +60,7 @@ class ImportanceBlock(ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D) and share their importance."""
         if not isinstance(x, Tensor):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         call = state.call
         arguments: Mapping[str, Any] = call.bind(args, kwargs)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mmod.blocks.branches import GATED, Branch, BranchState, make_branch, make_halves
 from mmod.blocks.calls import SpanPass
 from mmod.blocks.conversion import convert, is_converted
-from mmod.blocks.converted import EXPORT, ConvertedBlock
+from mmod.blocks.converted import EXPORT, ConvertedBlock, trace_as_node
 from mmod.blocks.record import Deciding, recomputing
 from mmod.blocks.rows import Execution, FusedNorm, Rows, gather_kept
 from mmod.blocks.span import BlockState, Span
@@ -103,7 +103,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         """
         # Classes are compared first, which is no call as `isinstance` is.
         if type(x) is not Tensor and not isinstance(x, Tensor):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         # Most hosts pass tokens alone, and binding takes time.
         arguments = state.call.bind(args, kwargs) if args or kwargs else {}
@@ -179,7 +179,7 @@ class SpannedBlock(RoutedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D), or rows that the block before passed on (B, K, D); return the same of the two."""
         if type(x) is not Tensor and not isinstance(x, Tensor):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         execution = state.execution
         host = super(RoutedBlock, self).forward

@@ -20,7 +20,7 @@ from mmod.adapters.base import NamedArguments
 from mmod.adapters.head import Head, find_head, logits_of
 from mmod.blocks import BlockOwner, BlockState, Deciding, Span, convert, parameters_of
 from mmod.blocks.calls import StackCall
-from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.converted import ConvertedBlock, check_once
 from mmod.config.plan import after_quarters, check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
@@ -176,6 +176,13 @@ class ExitCall(StackCall):
         has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == self.total
         return value.index_select(0, index_B) if has_rows and index_B.shape[0] < self.total else value
 
+    def narrowed(self, block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a block for the remaining images."""
+        assert isinstance(block, NamedArguments)
+        assert self.index_B is not None
+        bound = block.bind(args, kwargs)
+        return {name: block.of_images(name, bound[name], self.index_B, self.total) for name in bound}
+
     def whole(self, rows: Tensor) -> Tensor:
         """Return rows of the remaining images as those of all, zeros for images that exited."""
         if self.index_B is None or rows.shape[0] == self.total:
@@ -212,7 +219,7 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
-        self.check_once(x)
+        check_once(self, x)
         state = self.mod_state
         assert state.span is not None
         call = state.span.calls.value.running
@@ -226,7 +233,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         # Not every host supports an empty batch.
         if x.shape[0]:
             if x.shape[0] < call.total:
-                kwargs = self._narrowed(call, args, kwargs)
+                kwargs = call.narrowed(state.call, args, kwargs)
                 args = ()
             y = super().forward(x, *args, **kwargs)
         if state.ends:
@@ -238,14 +245,6 @@ class ExitBlock(Deciding, ConvertedBlock):
         elif "exit" in self._modules and y.shape[0]:
             y = self._leave(y, call)
         return y
-
-    def _narrowed(self, call: ExitCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments for the remaining images."""
-        block = self.mod_state.call
-        assert isinstance(block, NamedArguments)
-        assert call.index_B is not None
-        bound = block.bind(args, kwargs)
-        return {name: block.of_images(name, bound[name], call.index_B, call.total) for name in bound}
 
     def _trace(self, x_BND: Tensor, total: int, index_B: Tensor | None) -> None:
         """Record which images the block runs on, if a trace asks for it."""

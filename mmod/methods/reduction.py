@@ -37,7 +37,7 @@ from mmod.blocks import (
     warn_of_halves,
 )
 from mmod.blocks.calls import StackCall
-from mmod.blocks.converted import ConvertedBlock
+from mmod.blocks.converted import ConvertedBlock, check_once
 from mmod.blocks.hook import runs_code_of
 from mmod.methods.base import Method, owner_of
 from mmod.ops.intercept import AttentionIntercept
@@ -78,7 +78,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on the remaining tokens, and reduce them if it has a reduction."""
         state = self.mod_state
-        self.check_once(x)
+        check_once(self, x)
         # The first block begins a pass, or one that is called directly.
         span_pass = state.span.enter(x, state) or state.span.begin(x)
         span_pass.busy = True

@@ -381,3 +381,30 @@ def test_an_argument_that_no_trial_showed_is_refused_where_images_have_left_alon
     mmod.apply_(model, Exit(1.0, (0,)), tokens=tokens)
     assert torch.equal(model(image, scale), expected)
     torch.testing.assert_close(model.train()(image, scale)[1::2], expected[1::2])
+
+
+class BlockWithMethods(OwnBlock):
+    """A block whose own methods have the names of functions of mmod."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.check_once(self.check_tokens(super().forward(self._narrowed(self.as_node(x)))))
+
+    def check_tokens(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    check_once = as_node = trace_as_node = _narrowed = check_tokens
+
+
+@pytest.mark.parametrize("method", [mmod.RoutingConfig(), Exit(1.0, (0,))])
+@torch.no_grad()
+def test_methods_of_a_block_keep_their_names(method: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = OwnViT(lambda _: BlockWithMethods())
+    images, blocks = make_own_images(4), list(model.stages)
+    expected = model(images)
+    mmod.apply_(model, method)
+    assert any(type(block) is not BlockWithMethods for block in blocks)
+    assert all(torch.equal(block.check_tokens(images), 2 * images) for block in blocks)
+    if isinstance(method, Exit):
+        # In training, one of two images leaves behind the first block.
+        torch.testing.assert_close(model.train()(images)[1::2], expected[1::2])
